@@ -113,7 +113,8 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The page that is served: after a change of its source, which `ci` compares with what is committed.
-dashboard:
+dashboard: setup
+	$(BIN)/python scripts/page_types.py
 	cd dashboard && npm ci --no-audit --no-fund && npm run typecheck && npm run build
 
 # Of a run of the quickstart, which is made where there is none.

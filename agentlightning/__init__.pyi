@@ -30,8 +30,8 @@ from agentlightning.runner.agent import rollout as rollout
 from agentlightning.runner.clients import openai_client as openai_client
 from agentlightning.runner.command import CommandOutput as CommandOutput
 from agentlightning.runner.command import command as command
+from agentlightning.runner.execution import Hook as Hook
 from agentlightning.runner.harnesses import harness as harness
-from agentlightning.runner.hooks import Hook as Hook
 from agentlightning.runner.runner import Runner as Runner
 from agentlightning.store.base import LightningStore as LightningStore
 from agentlightning.store.client import LightningStoreClient as LightningStoreClient

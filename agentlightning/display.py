@@ -1,17 +1,14 @@
 """What a person sees while a job runs: phase, step, reward, speed and the time that is left.
 
-On a terminal it is one live panel; elsewhere (a log file, a CI job) it is a line now and then. This module shows what
-it is told through the `Progress` protocol, or by the calls of `counting`, and knows nothing of the job.
+On a terminal it is one live panel; elsewhere (a log file, a CI job) it is a line now and then.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -24,6 +21,14 @@ from agentlightning.tracing.tree import printable
 RECENT_STEPS = 5  # the time left is judged by the pace of these
 PLAIN_INTERVAL = 5.0  # seconds between two lines about steps where there is no terminal
 BLOCKS = "▁▂▃▄▅▆▇█"
+FIGURES: Final = {
+    "reward": "reward {:.3f}",
+    "val_reward": "held-out {:.3f}",
+    "rollouts_per_second": "{:.1f} rollouts/s",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "loss": "loss {:+.4f}",
+}
+"""The metrics worth a line, in words."""
 LONG_PHASE = 30.0  # seconds without a line after which there is one about a phase that goes on
 
 
@@ -69,102 +74,13 @@ class Pace:
                 words.append(f"about {duration((self.total - done) / rate)} left")
         return " · ".join(words)
 
-    def row(self) -> tuple[RenderableType, RenderableType, str]:
-        """Name, bar and words; of what has neither pieces nor a total only the name."""
-        if self.total:
-            bar = ProgressBar(total=self.total, completed=min(self.done, self.total), width=30)
-            return Text(self.name, style="bold"), bar, self.words()
-        return Text(self.name, style="bold"), "", self.words() if self.done else ""
-
 
 @contextmanager
-def counting(name: str, total: int | None = None, console: Console | None = None) -> Generator[Callable[[int], None]]:
-    """Show how far a job of many pieces is while it lasts, on stderr; call what it gives with the number done.
-
-    On a terminal it is a bar that goes away at the end. Elsewhere there is a line now and then, and none of a job that
-    is done before the first."""
-    console = console or Console(stderr=True)
-    pace = Pace(name, total, time.monotonic)
-    if console.is_terminal:
-        with Live(console=console, get_renderable=lambda: _grid([pace]), transient=True):
-            yield partial(setattr, pace, "done")
-        return
-    told = time.monotonic()
-
-    def advance(done: int) -> None:
-        nonlocal told
-        pace.done = done
-        if time.monotonic() - told >= PLAIN_INTERVAL:
-            told = time.monotonic()
-            console.print(Text(f"{name} {pace.words()}"), soft_wrap=True)
-
-    yield advance
-
-
-def _grid(paces: Iterable[Pace]) -> Table:
-    grid = Table.grid(padding=(0, 1))
-    for pace in paces:
-        grid.add_row(*pace.row())
-    return grid
-
-
-class JobState:
-    """What is known about a running job; times are seconds of `clock`."""
-
-    def __init__(self, steps: int | None, time_limit: float | None, clock: Callable[[], float]) -> None:
-        self.steps = steps
-        self.phase = Pace("starting", None, clock)
-        self.beside: dict[str, Pace] = {}  # what goes on beside the phase
-        self.step = 0
-        self.metrics: dict[str, float] = {}
-        self.rewards: list[float] = []
-        self._clock = clock
-        self._start = clock()
-        self._time_limit = time_limit
-        self._step_times: list[float] = []
-
-    def finish_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.step = step
-        self.metrics.update(metrics)
-        if "reward" in metrics:
-            self.rewards.append(metrics["reward"])
-        self._step_times = [*self._step_times, self._clock()][-RECENT_STEPS - 1 :]
-
-    def elapsed(self) -> float:
-        return self._clock() - self._start
-
-    def time_left(self) -> float | None:
-        """Seconds until the last step at the pace of the recent ones, or until the time limit if that is sooner;
-        None before either is known."""
-        limits: list[float] = []
-        if self._time_limit is not None:
-            limits.append(self._time_limit - self.elapsed())
-        if self.steps is not None and len(self._step_times) > 1:
-            pace = (self._step_times[-1] - self._step_times[0]) / (len(self._step_times) - 1)
-            limits.append((self.steps - self.step) * pace - (self._clock() - self._step_times[-1]))
-        return max(0.0, min(limits)) if limits else None
-
-    def headline(self) -> str:
-        """`step 3/40`, or without a known number of steps `step 3`; empty before the first."""
-        if not self.step:
-            return ""
-        return f"step {self.step}/{self.steps}" if self.steps else f"step {self.step}"
-
-    def figures(self) -> list[str]:
-        """The metrics worth a line, in words."""
-        metrics = self.metrics
-        formats = {
-            "reward": "reward {:.3f}",
-            "val_reward": "held-out {:.3f}",
-            "rollouts_per_second": "{:.1f} rollouts/s",
-            "tokens_per_second": "{:,.0f} tokens/s",
-            "loss": "loss {:+.4f}",
-        }
-        return [pattern.format(metrics[name]) for name, pattern in formats.items() if name in metrics]
-
-    def times(self) -> list[str]:
-        left = self.time_left()
-        return [f"{duration(self.elapsed())} elapsed", *([] if left is None else [f"about {duration(left)} left"])]
+def counting(name: str, total: int | None = None) -> Generator[Callable[[int], None]]:
+    """Show on stderr how far a job of many pieces is while it lasts; call what it gives with the number done."""
+    with LiveProgress() as progress:
+        progress.current = Pace(name, total, time.monotonic)
+        yield progress.advance
 
 
 class LiveProgress:
@@ -180,52 +96,55 @@ class LiveProgress:
         time_limit: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.state = JobState(steps, time_limit, clock)
+        self.current = Pace("starting", None, clock)
+        self.beside: dict[str, Pace] = {}  # what goes on beside the phase
         self._console = console = console or Console(stderr=True)
-        self._clock = clock
-        self._live = Live(console=console, get_renderable=self._panel, transient=True) if console.is_terminal else None
-        self._phases_told: set[str] = set()
-        self._line_time = clock()  # of the last line, where there is no panel
+        self._steps, self._time_limit, self._clock = steps, time_limit, clock
+        self._start = self._line_time = clock()  # of the job, and of the last line where there is no panel
+        self._step, self._step_times = 0, list[float]()
+        self._metrics, self._rewards = dict[str, float](), list[float]()
         self._step_told, self._step_time = 0, 0.0
+        self._phases_told: set[str] = set()
+        self._live = Live(console=console, get_renderable=self._panel, transient=True) if console.is_terminal else None
 
     def __enter__(self) -> Self:
         if self._live is not None:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
-        elif self.state.step > self._step_told:
+        elif self._step > self._step_told:
             self._tell_step()
 
     def phase(self, name: str, total: int | None = None, *, beside: bool = False) -> None:
         pace = Pace(name, total, self._clock)
         if beside:
-            self.state.beside[name] = pace
+            self.beside[name] = pace
         else:
-            self.state.beside.pop(name, None)  # it was given up, and begins anew
-            self.state.phase = pace
+            self.beside.pop(name, None)  # it was given up, and begins anew
+            self.current = pace
         if self._live is None and name not in self._phases_told:
             self._phases_told.add(name)
             self._tell(f"{name} …")
 
     def advance(self, done: int, beside: str | None = None) -> None:
-        pace = self.state.phase if beside is None else self.state.beside.get(beside)
+        pace = self.current if beside is None else self.beside.get(beside)
         if pace is None:
             return
         pace.done = done
         if beside is not None and done >= (pace.total or 0):
-            del self.state.beside[beside]
+            del self.beside[beside]
         elif self._live is None and beside is None and self._clock() - self._line_time >= LONG_PHASE:
             self._tell(f"{pace.name} {pace.words()}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.state.finish_step(step, metrics)
-        due = not self._step_told or self._clock() - self._step_time >= PLAIN_INTERVAL
-        if self._live is None and due:
+        self._step = step
+        self._metrics.update(metrics)
+        self._rewards += [metrics["reward"]] if "reward" in metrics else []
+        self._step_times = [*self._step_times, self._clock()][-RECENT_STEPS - 1 :]
+        if self._live is None and (not self._step_told or self._clock() - self._step_time >= PLAIN_INTERVAL):
             self._tell_step()
 
     def note(self, message: str) -> None:
@@ -234,21 +153,49 @@ class LiveProgress:
         else:
             self._live.console.print(Text(printable(message)))
 
+    def time_left(self) -> float | None:
+        """Seconds until the last step at the pace of the recent ones, or until the time limit if that is sooner;
+        None before either is known."""
+        limits: list[float] = []
+        if self._time_limit is not None:
+            limits.append(self._time_limit - self._elapsed())
+        if self._steps is not None and len(self._step_times) > 1:
+            pace = (self._step_times[-1] - self._step_times[0]) / (len(self._step_times) - 1)
+            limits.append((self._steps - self._step) * pace - (self._clock() - self._step_times[-1]))
+        return max(0.0, min(limits)) if limits else None
+
+    def _elapsed(self) -> float:
+        return self._clock() - self._start
+
+    def _headline(self) -> str:
+        """`step 3/40`, or without a known number of steps `step 3`."""
+        return f"step {self._step}/{self._steps}" if self._steps else f"step {self._step}"
+
+    def _figures(self) -> list[str]:
+        return [pattern.format(self._metrics[name]) for name, pattern in FIGURES.items() if name in self._metrics]
+
+    def _left(self) -> list[str]:
+        left = self.time_left()
+        return [] if left is None else [f"about {duration(left)} left"]
+
     def _tell_step(self) -> None:
-        self._step_time, self._step_told = self._clock(), self.state.step
-        self._tell(" · ".join([self.state.headline(), *self.state.figures(), *self.state.times()[1:]]))
+        self._step_time, self._step_told = self._clock(), self._step
+        self._tell(" · ".join([self._headline(), *self._figures(), *self._left()]))
 
     def _tell(self, message: str) -> None:
         self._line_time = self._clock()
-        self._console.print(Text(f"[{duration(self.state.elapsed())}] {printable(message)}"), soft_wrap=True)
+        self._console.print(Text(f"[{duration(self._elapsed())}] {printable(message)}"), soft_wrap=True)
 
     def _panel(self) -> RenderableType:
-        state = self.state
-        headline, line = state.headline(), sparkline(state.rewards)
-        lines: list[RenderableType] = [_grid([state.phase, *state.beside.values()])]
-        if headline:
-            lines.append(Text(f"{headline}  {line}  {' · '.join(state.figures())}"))
-        lines.append(Text(" · ".join(state.times()), style="dim"))
+        grid = Table.grid(padding=(0, 1))
+        for pace in (self.current, *self.beside.values()):
+            done = min(pace.done, pace.total or 0)
+            bar = ProgressBar(total=pace.total, completed=done, width=30) if pace.total else ""
+            grid.add_row(Text(pace.name, style="bold"), bar, pace.words() if pace.total or pace.done else "")
+        lines: list[RenderableType] = [grid]
+        if self._step:
+            lines.append(Text(f"{self._headline()}  {sparkline(self._rewards)}  {' · '.join(self._figures())}"))
+        lines.append(Text(" · ".join([f"{duration(self._elapsed())} elapsed", *self._left()]), style="dim"))
         return Group(*lines)
 
 

@@ -9,113 +9,37 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from rich.columns import Columns
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
 from agentlightning.algorithm.base import Progress
 from agentlightning.algorithm.directory import MARK, START, read_mark
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
-from agentlightning.data.conversations import conversation, first_tool
+from agentlightning.data.conversations import conversation, first_tool, render_message
 from agentlightning.errors import ConfigError, TrainingError
+from agentlightning.tracing.tree import printable
 from agentlightning.trainer import FitResult, Trainer
 
 if TYPE_CHECKING:
     from agentlightning.learner.policy import Policy
 
-DEFAULT_SEED = 1
+DEFAULT_SEED: Final = 1
+NEXT: Final = (
+    ("Talk to it, from any OpenAI client", "agl serve {checkpoint}"),
+    ("Train on where it stopped", "agl quickstart --resume --out {directory} --steps {more_steps}"),
+    ("See another seed", "agl quickstart --seed {next_seed}"),
+    ("Train your own agent", "agl train --agent my_agent.py:agent --model MODEL --train-dataset tasks.jsonl"),
+)
 
-
-@dataclass(frozen=True)
-class QuickstartOptions:
-    """What `agl quickstart` was asked for. `model` trains a Hugging Face model instead of the tiny one. Without a
-    `seed` it is 1, or that of the run to be resumed."""
-
-    seed: int | None = None
-    steps: int | None = None
-    time_limit: float | None = None
-    resume: bool = False
-    out: Path | None = None
-    model: str | None = None
-
-
-@dataclass(frozen=True)
-class BeforeAfter:
-    before: float
-    after: float
-
-
-@dataclass(frozen=True)
-class QuickstartReport:
-    """What changed. Shares and rewards are over the held-out tasks, sampled at temperature 1.
-
-    `first_tools[kind][tool]` is the share of tasks of that kind whose first call was `tool` ("none" for no call);
-    `examples` is one cancelled-flight conversation before and after, as chat messages."""
-
-    seed: int
-    seconds: float
-    directory: Path
-    checkpoint: Path | None
-    stopped_because: str
-    steps: int
-    tasks: int
-    reward: BeforeAfter
-    right_first_tool: dict[str, BeforeAfter]
-    first_tools: dict[str, dict[str, BeforeAfter]]
-    examples: tuple[list[dict[str, Any]], list[dict[str, Any]]]
-
-    @property
-    def memory_first(self) -> BeforeAfter:
-        return self.right_first_tool["cancelled"]
-
-    def summary(self) -> dict[str, Any]:
-        """The object that `--json` prints."""
-        return {
-            "memory_first": _rounded(self.memory_first),
-            "right_first_tool": {kind: _rounded(shares) for kind, shares in self.right_first_tool.items()},
-            "reward": _rounded(self.reward),
-            "seconds": round(self.seconds, 1),
-            "seed": self.seed,
-            "steps": self.steps,
-            "stopped_because": self.stopped_because,
-            "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
-            "directory": str(self.directory),
-        }
-
-
-def run_quickstart(options: QuickstartOptions, progress: Progress) -> QuickstartReport:
-    """Make or load the policy, train it on the flight example, and report what changed."""
-    started = time.monotonic()
-    if options.steps is not None and options.steps < 1:
-        raise ConfigError(f"--steps is {options.steps}; it must be at least 1")
-    example = load_flight_example()
-    directory = _choose_directory(options)
-    resume = (directory / MARK).is_file()
-    seed = options.seed if options.seed is not None else read_mark(directory).seed if resume else DEFAULT_SEED
-    policy = _starting_policy(example, options.model, directory, seed, progress)
-    limit = None if options.time_limit is None else options.time_limit - (time.monotonic() - started)
-    if limit is not None and limit <= 0:
-        raise TrainingError(f"the warm start alone took the {options.time_limit:.0f} s of --time-limit; allow more")
-    recipe = example.recipe
-    trainer = Trainer(
-        model=policy,
-        algorithm=recipe.algorithm(options.steps),
-        optimizer=recipe.optimizer(),
-        n_runners=recipe.CONCURRENCY,
-        max_sequence_length=recipe.MAX_SEQUENCE_LENGTH if options.model is None else None,
-        run_dir=directory,
-        seed=seed,
-        time_limit=limit,
-        progress=progress,
-    )
-    result = trainer.fit(
-        example.train.flight,
-        example.tasks.train_tasks(recipe.TRAIN_TASKS, seed),
-        example.tasks.heldout_tasks(recipe.HELDOUT_TASKS),
-        resume=resume,
-    )
-    return _report(result, example, seed, time.monotonic() - started)
+Pair: TypeAlias = tuple[float, float]  # before and after
 
 
 class FlightExample:
@@ -139,33 +63,59 @@ def load_flight_example() -> FlightExample:
     raise ConfigError("the flight example is missing from this installation; install agent-lightning-next again")
 
 
-def _choose_directory(options: QuickstartOptions) -> Path:
-    if options.out is not None:
-        if not options.resume and (options.out / MARK).is_file():
-            raise ConfigError(f"{options.out} holds a run already; add --resume, or choose another --out")
-        return options.out
-    if not options.resume:
-        return Path("runs") / f"quickstart-{time.strftime('%Y%m%d-%H%M%S')}-seed{options.seed or DEFAULT_SEED}"
+def run_quickstart(
+    progress: Progress, seed: int | None, steps: int | None, time_limit: float | None, resume: bool, out: Path | None
+) -> QuickstartReport:
+    """Make or load the policy, train it on the flight example, and report what changed."""
+    started = time.monotonic()
+    example = load_flight_example()
+    directory = _choose_directory(out, resume, seed)
+    resume = (directory / MARK).is_file()
+    seed = seed if seed is not None else read_mark(directory).seed if resume else DEFAULT_SEED
+    policy = _starting_policy(example, directory, resume, seed, progress)
+    limit = None if time_limit is None else time_limit - (time.monotonic() - started)
+    if limit is not None and limit <= 0:
+        raise TrainingError(f"the warm start alone took the {time_limit:.0f} s of --time-limit; allow more")
+    recipe = example.recipe
+    trainer = Trainer(
+        model=policy,
+        algorithm=recipe.algorithm(steps),
+        optimizer=recipe.optimizer(),
+        n_runners=recipe.CONCURRENCY,
+        max_sequence_length=recipe.MAX_SEQUENCE_LENGTH,
+        run_dir=directory,
+        seed=seed,
+        time_limit=limit,
+        progress=progress,
+    )
+    train_tasks = example.tasks.train_tasks(recipe.TRAIN_TASKS, seed)
+    heldout_tasks = example.tasks.heldout_tasks(recipe.HELDOUT_TASKS)
+    result = trainer.fit(example.train.flight, train_tasks, heldout_tasks, resume=resume)
+    return _report(result, example, seed, time.monotonic() - started)
+
+
+def _choose_directory(out: Path | None, resume: bool, seed: int | None) -> Path:
+    if out is not None:
+        if not resume and (out / MARK).is_file():
+            raise ConfigError(f"{out} holds a run already; add --resume, or choose another --out")
+        return out
+    if not resume:
+        return Path("runs") / f"quickstart-{time.strftime('%Y%m%d-%H%M%S')}-seed{seed or DEFAULT_SEED}"
     found = sorted(Path("runs").glob(f"quickstart-*/{START}/config.json"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise ConfigError("there is no quickstart to resume below runs/; start one without --resume")
     return found[-1].parents[1]
 
 
-def _starting_policy(
-    example: FlightExample, model: str | None, directory: Path, seed: int, progress: Progress
-) -> Policy:
+def _starting_policy(example: FlightExample, directory: Path, resume: bool, seed: int, progress: Progress) -> Policy:
     """The policy training starts from: loaded, or made, warm-started and saved so that a resumed run finds it."""
-    from agentlightning.learner.policy import load_policy
+    if resume:
+        from agentlightning.learner.policy import load_policy
 
-    if model is not None:
-        return load_policy(model)
-    saved = directory / START
-    if (directory / MARK).is_file():
-        return load_policy(saved)
+        return load_policy(directory / START)
     policy = make_starting_policy(example, seed, progress)
     try:
-        policy.save(saved)
+        policy.save(directory / START)
     except OSError as error:
         raise ConfigError(f"cannot write to {directory}: {error.strerror}. Choose another --out") from None
     return policy
@@ -189,6 +139,87 @@ def make_starting_policy(example: FlightExample, seed: int, progress: Progress) 
     )
 
 
+# --- the report --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class QuickstartReport:
+    """What changed. Shares and rewards are over the held-out tasks, sampled at temperature 1.
+
+    `first_tools[kind][tool]` is the share of tasks of that kind whose first call was `tool` ("none" for no call),
+    `right[kind]` the right one; `examples` is one cancelled-flight conversation before and after."""
+
+    result: FitResult
+    seed: int
+    seconds: float
+    steps: int
+    first_tools: dict[str, dict[str, Pair]]
+    right: dict[str, str]
+    examples: list[list[dict[str, Any]]]
+
+    @property
+    def stopped_because(self) -> str:
+        return self.result.stopped_because
+
+    @property
+    def reward(self) -> Pair:
+        return self.result.evaluations[0].reward, self.result.evaluations[-1].reward
+
+    def summary(self) -> dict[str, Any]:
+        """The object that `--json` prints."""
+        right = {kind: _rounded(self.first_tools[kind][tool]) for kind, tool in self.right.items()}
+        return {
+            "memory_first": right["cancelled"],
+            "right_first_tool": right,
+            "reward": _rounded(self.reward),
+            "seconds": round(self.seconds, 1),
+            "seed": self.seed,
+            "steps": self.steps,
+            "stopped_because": self.stopped_because,
+            "checkpoint": None if self.result.checkpoint is None else str(self.result.checkpoint),
+            "directory": str(self.result.directory),
+        }
+
+    def show(self, console: Console) -> None:
+        """Print it; wide terminals show the two conversations side by side."""
+        console.print(self._table())
+        before, after = self.reward
+        console.print(
+            Text.assemble(
+                f"Held-out reward over {len(self.result.evaluations[0].tasks)} tasks: ",
+                (f"{before:.3f} → {after:.3f}", "bold"),
+                f"   {self.steps} steps in {self.seconds:.0f} s, seed {self.seed} ({self.stopped_because})",
+            )
+        )
+        panels = [
+            Panel(_conversation(messages), title=title, title_align="left", width=min(60, console.width))
+            for messages, title in zip(self.examples, ("before", "after"), strict=True)
+        ]
+        console.print(Columns(panels))
+        checkpoint, directory = self.result.checkpoint, self.result.directory
+        values = {"checkpoint": checkpoint, "directory": directory}
+        values |= {"more_steps": self.steps + 20, "next_seed": self.seed + 1}
+        lines = [(f"{'Checkpoint:':<16}{checkpoint}", ""), (f"{'Everything:':<16}{directory}", "")]
+        lines.append(("\nWhat to try next", "bold"))
+        for purpose, command in NEXT:
+            if checkpoint is not None or "{checkpoint}" not in command:
+                lines += [(f"  {purpose}:", ""), (f"    {command.format(**values)}", "cyan")]
+        for line, style in lines:  # unwrapped, so that they can be copied
+            console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    def _table(self) -> Table:
+        """Rows are kinds of task, columns first tools; the right one of each kind is marked."""
+        table = Table(title="First tool called, share of held-out tasks before → after", title_justify="left")
+        table.add_column("kind of task")
+        for tool in next(iter(self.first_tools.values())):
+            table.add_column(tool, justify="right")
+        for kind, shares in self.first_tools.items():
+            styles = {tool: "bold green" if tool == self.right[kind] else "dim" for tool in shares}
+            cells = [Text(f"{before:.2f} → {after:.2f}", styles[tool]) for tool, (before, after) in shares.items()]
+            table.add_row(kind.replace("_", " "), *cells)
+        return table
+
+
 def _report(result: FitResult, example: FlightExample, seed: int, seconds: float) -> QuickstartReport:
     if not result.evaluations:
         raise TrainingError(
@@ -197,44 +228,36 @@ def _report(result: FitResult, example: FlightExample, seed: int, seconds: float
         )
     before, after = result.evaluations[0], result.evaluations[-1]
     right: dict[str, str] = example.tasks.RIGHT_FIRST_TOOL
-    names = [*dict.fromkeys([*right.values(), "none"])]
-    first_tools = {
-        kind: {tool: _compare(before, after, lambda e, k=kind, t=tool: _first_share(e, k, t)) for tool in names}
-        for kind in right
-    }
-    steps = max((one.step for one in result.metrics), default=0)
+    tools = dict.fromkeys([*right.values(), "none"])
     return QuickstartReport(
+        result=result,
         seed=seed,
         seconds=seconds,
-        directory=result.directory,
-        checkpoint=result.checkpoint,
-        stopped_because=result.stopped_because,
-        steps=steps,
-        tasks=len(before.tasks),
-        reward=BeforeAfter(before.reward, after.reward),
-        right_first_tool={kind: first_tools[kind][tool] for kind, tool in right.items()},
-        first_tools=first_tools,
+        steps=max((one.step for one in result.metrics), default=0),
+        first_tools={
+            kind: {tool: (_share(before, kind, tool), _share(after, kind, tool)) for tool in tools} for kind in right
+        },
+        right=right,
         examples=_examples(before.tasks, after.tasks),
     )
 
 
-def _compare(before: Evaluation, after: Evaluation, measure: Callable[[Evaluation], float]) -> BeforeAfter:
-    return BeforeAfter(measure(before), measure(after))
-
-
-def _first_share(evaluation: Evaluation, kind: str, tool: str) -> float:
+def _share(evaluation: Evaluation, kind: str, tool: str) -> float:
     firsts = [first_tool(task.spans) or "none" for task in evaluation.tasks if task.rollout.input["kind"] == kind]
     return sum(first == tool for first in firsts) / max(1, len(firsts))
 
 
-def _examples(
-    before: Sequence[EvaluatedTask], after: Sequence[EvaluatedTask]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _examples(before: Sequence[EvaluatedTask], after: Sequence[EvaluatedTask]) -> list[list[dict[str, Any]]]:
     """The same cancelled-flight task before and after: one that went wrong first and right later, if there is one."""
     pairs = [(one, two) for one, two in zip(before, after, strict=True) if one.rollout.input["kind"] == "cancelled"]
-    first, later = max(pairs, key=lambda pair: (pair[1].reward or 0.0) - (pair[0].reward or 0.0))
-    return conversation(first.spans), conversation(later.spans)
+    best = max(pairs, key=lambda pair: (pair[1].reward or 0.0) - (pair[0].reward or 0.0))
+    return [conversation(task.spans) for task in best]
 
 
-def _rounded(pair: BeforeAfter) -> dict[str, float]:
-    return {"before": round(pair.before, 4), "after": round(pair.after, 4)}
+def _conversation(messages: list[dict[str, Any]]) -> Text:
+    lines = [render_message(message) for message in messages if message.get("role") != "system"]
+    return Text(printable("\n".join(lines)) if lines else "no call was made")
+
+
+def _rounded(pair: Pair) -> dict[str, float]:
+    return {"before": round(pair[0], 4), "after": round(pair[1], 4)}

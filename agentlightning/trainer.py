@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import secrets
 import time
@@ -23,10 +24,10 @@ from rich.console import Console
 
 from agentlightning.algorithm import GRPO, Algorithm, Baseline, NoProgress, Progress, Reinforcement, RunContext
 from agentlightning.algorithm.base import TrainedPolicy
-from agentlightning.algorithm.checkpoints import Checkpoints
-from agentlightning.algorithm.directory import RunDirectory, check_data, make_manifest
+from agentlightning.algorithm.directory import RunDirectory, check_data, make_manifest, run_directory
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
 from agentlightning.algorithm.measures import Measures, measured, summarise
+from agentlightning.algorithm.rl.checkpoints import Checkpoints
 from agentlightning.algorithm.tracking import Tracker, make_tracker
 from agentlightning.data.datasets import load_dataset
 from agentlightning.display import LiveProgress, hide_library_progress
@@ -37,11 +38,12 @@ from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Backend, Sampling
 from agentlightning.gateway.backends.kinds import frozen_entry, read_frozen
 from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
-from agentlightning.learner.base import AdamW, DType, LoRA, read_learner
+from agentlightning.learner.base import AdamW, DType, LoRA
+from agentlightning.learner.places import read_learner
 from agentlightning.runner.agent import AnyAgent, LitAgent, as_agent
 from agentlightning.runner.ending import interrupted_at_once, stopping_at_interrupt
-from agentlightning.runner.hooks import Hook
-from agentlightning.runner.processes import Isolation, boot_of, place_of, usual_concurrency
+from agentlightning.runner.execution import Hook
+from agentlightning.runner.isolation import Isolation, boot_of, place_of, usual_concurrency
 from agentlightning.runner.runner import Runner
 from agentlightning.server.app import create_app
 from agentlightning.server.local_keys import local_key, offered_key
@@ -55,7 +57,7 @@ from agentlightning.tracing.tree import rollout_tree
 from agentlightning.types import LLM, FrozenModel, Metrics, NamedResources
 
 if TYPE_CHECKING:
-    from agentlightning.learner.opening import Opening
+    from agentlightning.learner.pairs import Pair, PairSettings
     from agentlightning.learner.policy import Policy
 
 
@@ -84,7 +86,7 @@ class Trainer:
         model_name: what agents call a single one by; trainers that share a server each need one of their own.
         algorithm: `GRPO(…)` by default; `Baseline()` only evaluates.
         sampler: what samples from the model: `embedded`, the engine in this process, or servers that load its weights,
-            `{"vllm": "http://host:8000/v1"}` or `{"sglang": "http://host:30000/v1"}` (see `RemoteSampling`).
+            `{"vllm": "http://host:8000/v1"}` or `{"sglang": "http://host:30000/v1"}` (see `SamplerPlace`).
         learner: what trains it: `torch`, in this process; `{"fsdp": N}`, in N processes of this machine; or a server
             that samples too: `tinker`, the hosted service, `{"tinker": URL}` (`TinkerLearning`), `{"verl": URL}`.
         optimizer: learning rate, schedule, micro-batches and the like.
@@ -176,12 +178,7 @@ class Trainer:
         self._check_settings()
 
     def fit(
-        self,
-        agent: AnyAgent,
-        train_dataset: Any = None,
-        val_dataset: Any = None,
-        *,
-        resume: bool = False,
+        self, agent: AnyAgent, train_dataset: Any = None, val_dataset: Any = None, *, resume: bool = False
     ) -> FitResult:
         """Train the agent on `train_dataset`, evaluating on `val_dataset` before and after; blocks until done.
 
@@ -190,21 +187,23 @@ class Trainer:
         return run_blocking(self.fit_async(self._imported(agent), train_dataset, val_dataset, resume=resume))
 
     async def fit_async(
-        self,
-        agent: AnyAgent,
-        train_dataset: Any = None,
-        val_dataset: Any = None,
-        *,
-        resume: bool = False,
+        self, agent: AnyAgent, train_dataset: Any = None, val_dataset: Any = None, *, resume: bool = False
     ) -> FitResult:
         """`fit` for code that runs in an event loop already."""
-        self._check_trainable(algorithm := self.algorithm)
-        if self.deterministic and getattr(algorithm, "max_staleness", 0):
+        if self._rl is not None and not self.models:
+            endpoint = self.initial_resources.get("llm")
+            why = f", and those behind {endpoint.endpoint} cannot be had" if isinstance(endpoint, LLM) else ""
+            raise ConfigError(
+                f"{self.algorithm.name} trains weights{why}; give the Trainer a model (a directory or a Hugging Face "
+                "id), with sampler={'vllm': URL} where a vLLM server is to answer, or measure the agent unchanged with "
+                "Baseline()"
+            )
+        if self.deterministic and self._overlaps:
             raise ConfigError("deterministic=True needs max_staleness=0: else time decides what is trained by what")
         train_tasks, val_tasks = tasks_of(agent, train_dataset, val_dataset)
-        if isinstance(algorithm, Reinforcement) and algorithm.evaluate_every and not val_tasks:
+        if self._rl is not None and self._rl.evaluate_every and not val_tasks:
             raise ConfigError("evaluate_every measures held-out tasks, and there are none: give some, or leave it out")
-        return await self._run(agent, algorithm, train_tasks, val_tasks, resume)
+        return await self._run(as_agent(agent), train_tasks, val_tasks, resume)
 
     def dev(self, agent: AnyAgent, train_dataset: Any) -> list[EvaluatedTask]:
         """Run the agent once on every task without training; print each trace and the mean reward, and return them."""
@@ -212,9 +211,10 @@ class Trainer:
 
     async def dev_async(self, agent: AnyAgent, train_dataset: Any) -> list[EvaluatedTask]:
         """`dev` for code that runs in an event loop already."""
-        baseline = Baseline(mode="test")
-        await self._run(agent, baseline, [], load_dataset(train_dataset), resume=False)
-        tasks = [task for evaluation in baseline.evaluations for task in evaluation.tasks]
+        trial = copy.copy(self)
+        trial.algorithm = Baseline(mode="test")
+        result = await trial._run(as_agent(agent), [], load_dataset(train_dataset), resume=False)
+        tasks = [task for evaluation in result.evaluations for task in evaluation.tasks]
         console = Console(highlight=False)
         for task in tasks:
             console.print(rollout_tree(task.rollout, task.spans))
@@ -252,44 +252,33 @@ class Trainer:
         if isinstance(self.algorithm, type) or not hasattr(self.algorithm, "run"):
             raise ConfigError(f"algorithm is {self.algorithm!r}; give an instance, such as agl.GRPO(steps=100)")
 
-    def _check_trainable(self, algorithm: Algorithm) -> None:
-        """ConfigError for reinforcement learning without a model."""
-        if self.models or not isinstance(algorithm, Reinforcement):
-            return
-        endpoint, why = self.initial_resources.get("llm"), ""
-        if isinstance(endpoint, LLM):
-            why = f", and those behind {endpoint.endpoint} cannot be had from there"
-        raise ConfigError(
-            f"{algorithm.name} trains weights{why}; give the Trainer a model (a directory or a Hugging Face id), with "
-            "sampler={'vllm': URL} where a vLLM server is to answer, or measure the agent as it is with Baseline()"
-        )
+    @property
+    def _rl(self) -> Reinforcement | None:
+        return self.algorithm if isinstance(self.algorithm, Reinforcement) else None
 
-    async def _run(
-        self,
-        agent: AnyAgent,
-        algorithm: Algorithm,
-        train_tasks: list[Any],
-        val_tasks: list[Any],
-        resume: bool,
-    ) -> FitResult:
-        started = time.monotonic()
-        agent = as_agent(agent)
+    @property
+    def _overlaps(self) -> bool:
+        """Whether rollouts go on while the weights change."""
+        return bool(getattr(self.algorithm, "max_staleness", 0))
+
+    async def _run(self, agent: LitAgent[Any], train_tasks: list[Any], val_tasks: list[Any], resume: bool) -> FitResult:
+        started, algorithm = time.monotonic(), self.algorithm
         if self.n_runners != 0:
             served = bool(self.models) or isinstance(self.initial_resources.get("llm"), LLM)
             self._place: Isolation = place_of(agent, self.isolation, served=served)
             boot_of(agent, self._place, self.tracer, None)  # before anything is made for it
             self._concurrency = self.n_runners or usual_concurrency(self._place)
         if self.models or self.sampler is not None:
-            self._opening(algorithm, Path()).check(self.models.values())
-        directory = RunDirectory(
-            self.run_dir or "runs", algorithm.name, named=self.run_dir is not None, resume=resume, seed=self.seed
-        )
+            self._pair_settings(Path()).check()
         async with AsyncExitStack() as stack:
             stack.enter_context(garbage_sought_seldom())
-            stack.enter_context(directory)
-            progress = stack.enter_context(self._display(algorithm))
+            root, named = self.run_dir or "runs", self.run_dir is not None
+            directory = stack.enter_context(
+                run_directory(root, algorithm.name, named=named, resume=resume, seed=self.seed)
+            )
+            progress = stack.enter_context(self._display())
             try:
-                context = await self._open(stack, directory, algorithm, train_tasks, val_tasks, progress)
+                context = await self._open(stack, directory, train_tasks, val_tasks, progress)
             except BaseException:
                 directory.forget()
                 raise
@@ -297,7 +286,7 @@ class Trainer:
             if self.time_limit is not None:
                 context.deadline = asyncio.get_running_loop().time() + self.time_limit
             stack.enter_context(stopping_at_interrupt(context.stop))
-            await self._run_beside_runner(agent, algorithm, context)
+            await self._run_beside_runner(agent, context)
             return FitResult(
                 run_id=context.run.run_id,
                 directory=directory.path,
@@ -312,18 +301,21 @@ class Trainer:
         self,
         stack: AsyncExitStack,
         directory: RunDirectory,
-        algorithm: Algorithm,
         train_tasks: list[Any],
         val_tasks: list[Any],
         progress: Progress,
     ) -> RunContext:
         """Start everything the job needs; `stack` stops it again, last started first."""
         store = await self._open_store(stack, directory.path)
-        opening = partial(self._opening, algorithm, directory.path)
         with interrupted_at_once():
-            pairs = [stack.enter_context(opening().open(one, progress.phase)) for one in self.models.values()]
-        opened = dict(zip(self.models, pairs, strict=True))
-        entries = self._model_entries(algorithm, {name: sampler.backend for name, (sampler, _) in opened.items()})
+            opened: dict[str, Pair] = {}
+            if self.models:
+                settings = self._pair_settings(directory.path)
+                opened = {
+                    name: stack.enter_context(settings.open(source, progress.phase))
+                    for name, source in self.models.items()
+                }
+        entries = self._model_entries({name: sampler.backend for name, (sampler, _) in opened.items()})
         for sampler, _ in opened.values():
             await sampler.check(entries[0].train or Sampling())
         url, dashboard, calls_held = await self._connect(stack, store, entries, directory.mark.run_id)
@@ -335,11 +327,11 @@ class Trainer:
             llm = msgspec.structs.replace(llms[entries[0].name], sampling_parameters=asked)
             resources = {**resources, **(llms if len(llms) > 1 else {}), "llm": llm}
         stored = await store.add_resources(resources, metadata={"run_id": directory.mark.run_id})
-        manifest = make_manifest(self._config(algorithm), self.seed, train_tasks, val_tasks)
+        manifest = make_manifest(self._config(), self.seed, train_tasks, val_tasks)
         if directory.resumed:
             await check_data(store, directory.mark.run_id, manifest)
         return RunContext(
-            run=await store.start_run(algorithm.name, manifest, run_id=directory.mark.run_id),
+            run=await store.start_run(self.algorithm.name, manifest, run_id=directory.mark.run_id),
             store=store,
             directory=directory.path,
             train_tasks=train_tasks,
@@ -381,12 +373,12 @@ class Trainer:
         stack.enter_context(nullcontext() if self.port or self.api_key else offered_key(http.url, key))
         return http.url, f"{http.url}/open/{key}", partial(gateway.held, *held) if gateway else nullcontext
 
-    def _display(self, algorithm: Algorithm) -> AbstractContextManager[Progress]:
+    def _display(self) -> AbstractContextManager[Progress]:
         if self.progress is not None:
             return nullcontext[Progress](self.progress or NoProgress())
         if self.models:
             hide_library_progress()
-        return LiveProgress(steps=getattr(algorithm, "steps", None), time_limit=self.time_limit)
+        return LiveProgress(steps=getattr(self.algorithm, "steps", None), time_limit=self.time_limit)
 
     async def _open_store(self, stack: AsyncExitStack, directory: Path) -> LightningStore:
         if isinstance(self.store, LightningStore):
@@ -398,48 +390,34 @@ class Trainer:
         stack.push_async_callback(store.close)
         return store
 
-    def _opening(self, algorithm: Algorithm, directory: Path) -> Opening:
-        from agentlightning.learner.opening import Opening, read_engines
+    def _pair_settings(self, directory: Path) -> PairSettings:
+        from agentlightning.learner.pairs import PairSettings
 
-        critic = getattr(algorithm, "trained_critic", None)
-        loss = algorithm.make_loss() if isinstance(algorithm, Reinforcement) else None
-        overlaps = bool(getattr(algorithm, "max_staleness", 0))  # rollouts go on while the weights change
-        engines = (self.learner, self.sampler, self.dtype, self.device)
-        given: dict[str, Any] = {"models": self.models, "deterministic": self.deterministic, "overlaps": overlaps}
-        given |= {"lora": self.lora, "critic": critic, "loss": loss and loss.kind}
-        processes, sampling, dtype = read_engines(*engines, **given)
-        return Opening(
-            optimizer=self._optimizer(algorithm),
-            trained=loss is not None,
-            reference=getattr(algorithm, "reference", False),
-            critic=critic,
-            learner=self.learner,
-            loss=loss,
+        as_given = ("models", "learner", "sampler", "lora", "dtype", "device", "threads", "max_sequence_length")
+        return PairSettings(
+            optimizer=self._optimizer(),
+            loss=None if self._rl is None else self._rl.make_loss(),
+            reference=getattr(self.algorithm, "reference", False),
+            critic=getattr(self.algorithm, "trained_critic", None),
             concurrency=max(1, self._concurrency or 64),
-            seed=self.seed,
-            own_weights=overlaps,
+            overlaps=self._overlaps,
             deterministic=self.deterministic,
-            lora=self.lora,
-            dtype=dtype,
-            max_sequence_length=self.max_sequence_length,
-            device=self.device,
-            threads=self.threads,
+            seed=self.seed,
             directory=directory,
-            processes=processes,
-            sampling=sampling,
+            **{name: getattr(self, name) for name in as_given},
         )
 
-    def _optimizer(self, algorithm: Algorithm) -> AdamW:
+    def _optimizer(self) -> AdamW:
         """Its schedule ends with the training."""
-        trains = isinstance(algorithm, Reinforcement)
-        return self.optimizer.until(algorithm.steps * algorithm.minibatches * algorithm.epochs) if trains else AdamW()
+        rl = self._rl
+        return AdamW() if rl is None else self.optimizer.until(rl.steps * rl.minibatches * rl.epochs)
 
-    def _model_entries(self, algorithm: Algorithm, backends: Mapping[str, Backend]) -> list[ModelEntry]:
+    def _model_entries(self, backends: Mapping[str, Backend]) -> list[ModelEntry]:
         """The models behind the gateway: the policies being trained, or the endpoint the caller gave, then others."""
         train = val = Sampling()
-        if isinstance(algorithm, Reinforcement):
-            train = Sampling(temperature=algorithm.temperature, max_tokens=algorithm.max_tokens)
-            val = Sampling(temperature=algorithm.val_temperature, max_tokens=algorithm.max_tokens)
+        if (rl := self._rl) is not None:
+            train = Sampling(temperature=rl.temperature, max_tokens=rl.max_tokens)
+            val = Sampling(temperature=rl.val_temperature, max_tokens=rl.max_tokens)
         entries = [ModelEntry(name, backend, train=train, val=val) for name, backend in backends.items()]
         llm = self.initial_resources.get("llm")
         if isinstance(llm, LLM) and not backends:
@@ -447,25 +425,19 @@ class Trainer:
             entries.append(frozen_entry(llm.model, upstream, ANY))
         return entries + [frozen_entry(name, one) for name, one in self.frozen.items()]
 
-    async def _run_beside_runner(self, agent: LitAgent[Any], algorithm: Algorithm, context: RunContext) -> None:
+    async def _run_beside_runner(self, agent: LitAgent[Any], context: RunContext) -> None:
         """Run the algorithm with this process's runner beside it; whichever fails first ends both."""
-        job = asyncio.ensure_future(algorithm.run(context))
+        job = asyncio.ensure_future(self.algorithm.run(context))
         samplers = [policy.sampler for policy in context.policies.values()]
         tasks = {job, *(asyncio.ensure_future(one.watch(context.calls_held)) for one in samplers)}
         if self._concurrency:
-            runner = Runner(
-                context.store,
-                agent,
-                concurrency=self._concurrency,
-                hooks=self.hooks,
-                tracer=self.tracer,
-                isolation=self._place,
-            )
+            settings: dict[str, Any] = {"hooks": self.hooks, "tracer": self.tracer, "isolation": self._place}
+            runner = Runner(context.store, agent, concurrency=self._concurrency, **settings)
             tasks.add(asyncio.ensure_future(runner.run()))
         status = "failed"
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if job not in done and isinstance(algorithm, Reinforcement):  # what it has trained is saved
+            if job not in done and self._rl is not None:  # what it has trained is saved
                 context.stop.set()
                 await asyncio.wait({job})
             for task in done:
@@ -478,20 +450,19 @@ class Trainer:
             with contextlib.suppress(UnavailableError):  # the error that ended the run says more
                 await context.store.update_run(context.run.run_id, status)
 
-    def _config(self, algorithm: Algorithm) -> dict[str, Any]:
+    def _config(self) -> dict[str, Any]:
         """The resolved settings, for the run's manifest."""
+        algorithm = self.algorithm
         settings = dataclasses.asdict(algorithm) if dataclasses.is_dataclass(algorithm) else {}
         sampler = self.sampler if isinstance(self.sampler, Mapping) else {self.sampler or "embedded": "start"}
+        models = self.models.items()
         as_given = ("dtype", "max_sequence_length", "device", "threads", "deterministic", "time_limit", "run_file")
         return {
-            "models": {
-                name: str(model) if isinstance(model, str | Path) else type(model).__name__
-                for name, model in self.models.items()
-            },
+            "models": {name: str(one) if isinstance(one, str | Path) else type(one).__name__ for name, one in models},
             "frozen": {name: one.model or name for name, one in self.frozen.items()},
             "algorithm": {**settings, "name": algorithm.name},
             "credit_by_settings": getattr(algorithm, "credit_by_settings", False),
-            "optimizer": dataclasses.asdict(self._optimizer(algorithm)),
+            "optimizer": dataclasses.asdict(self._optimizer()),
             "lora": None if self.lora is None else dataclasses.asdict(self.lora),
             "learner": self.learner or "torch",
             "sampler": {key: value for key, value in sampler.items() if key in ("embedded", "vllm", "sglang", "model")},

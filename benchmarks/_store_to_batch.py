@@ -30,6 +30,7 @@ from agentlightning import semconv
 from agentlightning.algorithm.grpo import GRPO
 from agentlightning.algorithm.rl.batch import make_batch
 from agentlightning.data.call_filter import CallFilter
+from agentlightning.data.recorded import rewarded_group
 from agentlightning.data.sequences import aggregation_weights, micro_batches
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.learner.base import AdamW
@@ -193,7 +194,8 @@ async def pipeline(path: Path) -> dict[str, float]:
         traced.append(trace_rollout(rollout, spans, calls=CallFilter(models=("policy",))))
         lap("trace")
     groups = [traced[start : start + GROUP] for start in range(0, len(traced), GROUP)]
-    batch = make_batch(GRPO(group_size=GROUP, level="tree"), groups).sequences
+    rewarded = [rewarded_group(group, "exclude") for group in groups]
+    batch = make_batch(GRPO(group_size=GROUP, level="tree"), rewarded).sequences
     lap("credit")
     weights = aggregation_weights(batch, "token-mean")
     micro = list(micro_batches(batch, weights, AdamW().micro_batch_tokens))

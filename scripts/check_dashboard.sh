@@ -9,7 +9,9 @@ trap 'rm -rf "$built"' EXIT
 PATH="$node/bin:$PATH"
 npm="node $node/lib/node_modules/npm/bin/npm-cli.js"
 
-cd "$(dirname "$0")/../dashboard"
+cd "$(dirname "$0")/.."
+"$1/bin/python" scripts/page_types.py --check
+cd dashboard
 $npm ci --ignore-scripts --no-audit --no-fund --silent
 $npm run --silent typecheck
 $npm run --silent build -- --outDir "$built" --logLevel warn

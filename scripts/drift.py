@@ -31,9 +31,8 @@ import click
 import msgspec
 
 from agentlightning import semconv
-from agentlightning.cli.options import print_json
-from agentlightning.cli.place import STORE_ARGUMENT, Place, newest_store, with_place
-from agentlightning.cli.tables import make_table, print_table
+from agentlightning.cli.options import make_table, print_json, print_table
+from agentlightning.cli.place import ARGUMENT, Place, with_place
 from agentlightning.data.drift_kinds import Classifier, Drift, Ids, Kind
 from agentlightning.data.histories import common_length, words_of
 from agentlightning.display import counting
@@ -280,7 +279,7 @@ _UNITS: Final = {"answer": "answers", "history": "histories", "prompt": "prompts
 @click.option("--run", "run_id", metavar="ID", help="Only calls of this run.")
 @click.option("--model", metavar="NAME", help="Only calls that this model answered.")
 @click.option("--examples", type=click.IntRange(min=0), default=1, show_default=True, help="Per check and kind.")
-@with_place(STORE_ARGUMENT, newest_store)
+@with_place(ARGUMENT)
 async def drift(place: Place, source: str, run_id: str | None, model: str | None, examples: int, as_json: bool) -> None:
     """Compare what was sampled with its text tokenised anew.
 

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from agentlightning.cli.options import print_json
-from agentlightning.cli.place import STORE_ARGUMENT, Place, newest_store, with_place
-from agentlightning.cli.tables import make_table, print_table
+from agentlightning.cli.options import make_table, print_json, print_table
+from agentlightning.cli.place import ARGUMENT, Place, with_place
 from agentlightning.data.explanation import ExplainedBreak, ExplainedCall, Explanation, explain_rollout
 from agentlightning.errors import AgentLightningError, NotFoundError
 
@@ -35,7 +34,7 @@ _NUMBERS: Final = ("call", "prompt", "shared", "new", "sampled", "version", "rew
 @click.command()
 @click.argument("rollout_id", metavar="ROLLOUT")
 @click.option("--tokenizer", "source", metavar="ID|DIR", help="The model's; default the run's own, beside its store.")
-@with_place(STORE_ARGUMENT, newest_store)
+@with_place(ARGUMENT)
 async def explain(rollout_id: str, place: Place, source: str | None, as_json: bool) -> None:
     """Show a rollout as learning sees it: which calls train, how they go on from one another, and where they do not.
 

@@ -8,6 +8,7 @@ It rebuilds the run's algorithm and learner as `agl train --resume` would.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import re
@@ -23,15 +24,17 @@ import click
 import msgspec
 from safetensors import deserialize
 
-from agentlightning.algorithm.checkpoints import STATE_FILE
 from agentlightning.algorithm.directory import START, read_mark
-from agentlightning.algorithm.rl import Reinforcement
-from agentlightning.algorithm.rl.batch import BATCHES_FILE, RecordedBatch, make_batches, trace_group
+from agentlightning.algorithm.rl.batch import BATCHES_FILE, RecordedBatch, make_batches
+from agentlightning.algorithm.rl.checkpoints import STATE_FILE
+from agentlightning.algorithm.rl.groups import trace_group
 from agentlightning.algorithm.rl.policies import Policies, optimiser_steps
+from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.cli.config import build, load_config
 from agentlightning.cli.options import json_option, print_json
-from agentlightning.cli.place import STORE_FILE, Place, run
-from agentlightning.cli.training import DIRECTORY, FILE, make_algorithm
+from agentlightning.cli.place import STORE_FILE, Place
+from agentlightning.cli.training import make_algorithm
+from agentlightning.data.recorded import rewarded_group
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.display import hide_library_progress
 from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError, TrainingError
@@ -73,8 +76,13 @@ class _Steps(click.ParamType):
 @click.command()
 @click.argument("directory", metavar="RUN_DIR", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--steps", "--step", type=_Steps(), metavar="N|A-B", help="Default: what led to the newest checkpoint.")
-@click.option("--out", type=DIRECTORY, metavar="DIR", help="Save the weights there.")
-@click.option("--run-file", type=FILE, metavar="RUN.yaml", help="The algorithm, where the run does not say it all.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Save the weights there.")
+@click.option(
+    "--run-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="RUN.yaml",
+    help="The algorithm, where the run does not say it all.",
+)
 @click.option("--model", metavar="ID|DIR|FILE.py:NAME", help="The model it started from, if not what the run says.")
 @click.option("--store", "address", metavar="PATH|URL", help="The run's store, if it is not in RUN_DIR.")
 @click.option("--server", metavar="URL", help="The `agl server` that has the store open.")
@@ -127,7 +135,7 @@ def replay(
             digests = [weights_digest(one) for one in (saved, plan.goal) if one is not None]
         return _conclude(plan, trained, digests, as_json)
 
-    return run(work())
+    return asyncio.run(work()) or 0
 
 
 def _algorithm(found: Run, run_file: Path | None) -> Reinforcement:
@@ -309,7 +317,8 @@ async def _sequences(
             f"any more: {', '.join(gone[:_SHOWN])}{' …' if len(gone) > _SHOWN else ''}"
         )
     traced = [await trace_group(store, group, algorithm, policies.names) for group in batch.groups]
-    batches = make_batches(algorithm, traced, policies.critics(algorithm))
+    rewarded = [rewarded_group(group, algorithm.unrewarded) for group in traced]
+    batches = make_batches(algorithm, rewarded, policies.critics(algorithm))
     return {model: made.sequences for model, made in batches.items()}
 
 

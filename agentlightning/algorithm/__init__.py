@@ -3,9 +3,8 @@
 from typing import TYPE_CHECKING
 
 from agentlightning.algorithm.apo import APO
-from agentlightning.algorithm.base import Algorithm, NoProgress, Progress, RunContext
+from agentlightning.algorithm.base import Algorithm, NoProgress, Progress, RunContext, algo
 from agentlightning.algorithm.evaluation import Baseline
-from agentlightning.algorithm.function import algo
 from agentlightning.algorithm.grpo import (
     CISPO,
     DAPO,
@@ -18,7 +17,7 @@ from agentlightning.algorithm.grpo import (
 )
 from agentlightning.algorithm.opd import OPD
 from agentlightning.algorithm.ppo import PPO
-from agentlightning.algorithm.rl import Reinforcement
+from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.algorithm.sft import SFT
 
 if not TYPE_CHECKING:  # names of Agent Lightning 0.3

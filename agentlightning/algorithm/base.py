@@ -6,6 +6,7 @@ Nothing here imports torch: an algorithm that only evaluates or edits prompts ru
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -13,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from agentlightning.algorithm.tracking import JSONLines, Tracker, Tracking
-from agentlightning.errors import AgentLightningError, ConfigError
+import agentlightning
+from agentlightning.algorithm.tracking import Tracker, Tracking
+from agentlightning.errors import AgentLightningError, ConfigError, nearest
 from agentlightning.learner.base import Learner, Sampler
 from agentlightning.store.base import LightningStore
 from agentlightning.types import ResourcesUpdate, Run
@@ -30,28 +32,19 @@ class Progress(Protocol):
     def phase(self, name: str, total: int | None = None, *, beside: bool = False) -> None:
         """A new phase begins, of `total` units where that is known: after the present one, or beside it and those that
         follow, until its units are finished."""
-        ...
 
     def advance(self, done: int, beside: str | None = None) -> None:
         """`done` units of the present phase are finished, or of the one of this name beside it."""
-        ...
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Training step number `step` (from 1) is finished."""
-        ...
 
     def note(self, message: str) -> None:
         """One line worth showing."""
-        ...
 
 
-class NoProgress:
+class NoProgress(Progress):
     """Shows nothing."""
-
-    def phase(self, name: str, total: int | None = None, *, beside: bool = False) -> None: ...
-    def advance(self, done: int, beside: str | None = None) -> None: ...
-    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
-    def note(self, message: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -96,8 +89,7 @@ class RunContext:
     run_time: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
-        trackers = (JSONLines(), *self.trackers)
-        self.tracking = Tracking(self.store, self.run, self.directory, trackers, self.progress.note)
+        self.tracking = Tracking(self.store, self.run, self.directory, self.trackers, self.progress.note)
 
     async def resources(self) -> ResourcesUpdate:
         """What rollouts are given. ConfigError where the store has none."""
@@ -141,3 +133,50 @@ class Algorithm(Protocol):
     async def run(self, context: RunContext) -> None:
         """Do the whole job. Results go to the store, the run's directory and `context.progress`."""
         ...
+
+
+INJECTED = ("store", "train_dataset", "val_dataset", "initial_resources", "adapter", "context")
+
+
+class FunctionAlgorithm:
+    """Runs `function` with what its parameters name; still the plain function for everybody else."""
+
+    def __init__(self, function: Callable[..., Awaitable[None]]) -> None:
+        if not inspect.iscoroutinefunction(function):
+            raise ConfigError(f"{function!r} is not `async def`; an algorithm awaits the store, so write it as one")
+        self.function = function
+        self.name = function.__name__
+        self.adapter: Any = None
+        parameters = inspect.signature(function).parameters.values()
+        for parameter in parameters:
+            if parameter.name not in INJECTED and parameter.default is parameter.empty:
+                raise ConfigError(
+                    f"{self.name} has the parameter {parameter.name!r}, which nothing fills: "
+                    f"{nearest(parameter.name, INJECTED)}"
+                )
+        self._injected = [parameter.name for parameter in parameters if parameter.name in INJECTED]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Awaitable[None]:
+        return self.function(*args, **kwargs)
+
+    async def run(self, context: RunContext) -> None:
+        """Call the function and wait for its end. Stopped if the job must end first."""
+        resources = (await context.resources()).resources if "initial_resources" in self._injected else {}
+        values = {
+            "store": context.store,
+            "train_dataset": context.train_tasks,
+            "val_dataset": context.val_tasks,
+            "initial_resources": resources,
+            "adapter": self.adapter or agentlightning.TracerTraceToTriplet(),
+            "context": context,
+        }
+        await context.unless_stopped(self.function(**{name: values[name] for name in self._injected}))
+
+
+def algo(function: Callable[..., Awaitable[None]]) -> FunctionAlgorithm:
+    """Make an algorithm of an async function, for `Trainer(algorithm=…)`.
+
+    `store`, `train_dataset`, `val_dataset`, `initial_resources`, `context` and `adapter` (the trainer's, as in Agent
+    Lightning 0.3, else a TracerTraceToTriplet) are recognised by name and filled in. ConfigError for other parameters
+    without a default."""
+    return FunctionAlgorithm(function)

@@ -10,11 +10,12 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
@@ -34,8 +35,23 @@ class RunMark(msgspec.Struct):
     seed: int = 0
 
 
+@dataclass(frozen=True)
 class RunDirectory:
-    """Use as a context manager: opening creates or finds the directory and locks it against a second process.
+    """The directory of a run that this process holds."""
+
+    path: Path
+    mark: RunMark
+    resumed: bool
+
+    def forget(self) -> None:
+        """The run did not come to begin: leave the directory to the next one."""
+        if not self.resumed:
+            (self.path / MARK).unlink(missing_ok=True)
+
+
+@contextmanager
+def run_directory(root: str | Path, kind: str, *, named: bool, resume: bool, seed: int = 0) -> Generator[RunDirectory]:
+    """Create or find the directory of a run, and lock it against a second process.
 
     Args:
         root: the directory of this run, or, with `named=False`, the folder in which runs get directories of their own.
@@ -44,55 +60,32 @@ class RunDirectory:
 
     Raises ConfigError where the directory cannot be written, holds a run that was not asked for, holds none to
     resume or one of another seed, or is in use."""
-
-    def __init__(self, root: str | Path, kind: str, *, named: bool, resume: bool, seed: int = 0) -> None:
-        self.kind = kind
-        self.seed = seed
-        self.path = _choose(Path(root).expanduser(), kind, named=named, resume=resume)
-        self.resumed = resume
-        self._lock: int | None = None
-
-    def __enter__(self) -> Self:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise ConfigError(f"cannot write to {self.path}: {error.strerror}. Choose another directory") from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self.close()
-            raise InUseError(
-                f"another process is using {self.path}; wait for it, or choose another directory"
-            ) from None
-        mark = self.path / MARK
-        if self.resumed:
-            self.mark = read_mark(self.path)
-            if self.mark.seed != self.seed:
-                self.close()
-                raise ConfigError(
-                    f"the run in {self.path} was started with seed {self.mark.seed}, not {self.seed}; resume with that"
-                )
+    path = _choose(Path(root).expanduser(), kind, named=named, resume=resume)
+    with _locked(path):
+        if resume:
+            mark = read_mark(path)
+            if mark.seed != seed:
+                raise ConfigError(f"the run in {path} was started with seed {mark.seed}, not {seed}; resume with that")
         else:
-            name = self.path.name if self.path.name.isidentifier() else "run"
-            self.mark = RunMark(run_id=f"{name}-{time.time_ns():x}", kind=self.kind, seed=self.seed)
-            mark.write_bytes(msgspec.json.encode(self.mark))
-        return self
+            name = path.name if path.name.isidentifier() else "run"
+            mark = RunMark(run_id=f"{name}-{time.time_ns():x}", kind=kind, seed=seed)
+            (path / MARK).write_bytes(msgspec.json.encode(mark))
+        yield RunDirectory(path, mark, resume)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
-    def forget(self) -> None:
-        """The run did not come to begin: leave the directory to the next one."""
-        if not self.resumed:
-            (self.path / MARK).unlink(missing_ok=True)
-
-    def close(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+@contextmanager
+def _locked(path: Path) -> Generator[None]:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / ".lock").open("ab")
+    except OSError as error:
+        raise ConfigError(f"cannot write to {path}: {error.strerror}. Choose another directory") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InUseError(f"another process is using {path}; wait for it, or choose another directory") from None
+        yield
 
 
 def _choose(root: Path, kind: str, *, named: bool, resume: bool) -> Path:
@@ -123,15 +116,8 @@ def read_mark(directory: Path) -> RunMark:
 # --- the manifest ------------------------------------------------------------------------------------------------
 
 PACKAGES = (
-    "agent-lightning-next",
-    "torch",
-    "transformers",
-    "peft",
-    "tokenizers",
-    "numpy",
-    "openai",
-    "aiohttp",
-    "msgspec",
+    *("agent-lightning-next", "torch", "transformers", "peft", "tokenizers", "numpy"),
+    *("openai", "aiohttp", "msgspec"),
 )
 
 
@@ -153,15 +139,15 @@ def differences(manifest: Mapping[str, Any]) -> list[str]:
     told: list[str] = []
     for what, now in _surroundings().items():
         before = manifest.get(what)
-        if isinstance(before, dict) and isinstance(now, dict):
-            names = [*dict.fromkeys([*before, *now])]
-            told += [
-                f"{what}: {name} was {before.get(name)}, is {now.get(name)}"
-                for name in names
-                if before.get(name) != now.get(name)
-            ]
-        elif before != now:
-            told.append(f"{what}: was {before}, is {now}")
+        if not (isinstance(before, dict) and isinstance(now, dict)):
+            before, now, prefix = {what: before}, {what: now}, ""
+        else:
+            prefix = f"{what}: "
+        told += [
+            f"{prefix}{name} was {before.get(name)}, is {now.get(name)}"
+            for name in {**before, **now}
+            if before.get(name) != now.get(name)
+        ]
     return told
 
 
@@ -174,7 +160,7 @@ def fingerprint(tasks: Sequence[Any]) -> dict[str, Any]:
 def _surroundings() -> dict[str, Any]:
     return {
         "commit": _commit(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": dict(_versions()),
         "hardware": {
             "machine": platform.machine(),
             "cores": os.cpu_count(),
@@ -184,11 +170,10 @@ def _surroundings() -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+def _versions() -> Generator[tuple[str, str]]:
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            yield name, metadata.version(name)
 
 
 def _commit() -> str | None:

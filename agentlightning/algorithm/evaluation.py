@@ -55,6 +55,10 @@ class Evaluation:
     def unrewarded(self) -> int:
         return sum(task.reward is None for task in self.tasks)
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {"val_reward": self.reward, "val_unrewarded": float(self.unrewarded)}
+
 
 def evaluation_id(run_id: str, mode: Mode, step: int, version: int) -> str:
     """What the ids of an evaluation's rollouts begin with."""
@@ -142,7 +146,7 @@ async def why_unrewarded(store: LightningStore, rollouts: Sequence[Rollout]) -> 
     ended = attempt.status if attempt else "failed"
     return TrainingError(
         f"none of {len(rollouts)} rollouts was rewarded. The first to fail, {failed.rollout_id}, ended as {ended}"
-        f"{': ' + reason if reason else ''}. Fix the agent (agl dev runs it on a few tasks) and try again"
+        f"{': ' + reason if reason else ''}. Fix the agent (agl eval --show runs it on a few tasks) and try again"
     )
 
 
@@ -173,5 +177,4 @@ class Baseline:
             samples=self.samples,
         )
         self.evaluations = [evaluation]
-        values = {"val_reward": evaluation.reward, "val_unrewarded": float(evaluation.unrewarded)}
-        await context.tracking.record(0, values)
+        await context.tracking.record(0, evaluation.metrics)

@@ -218,21 +218,18 @@ def _only(values: _Values, tasks: set[str]) -> _Values:
 
 def _estimates(values: _Values, confidence: float) -> dict[str, Estimate]:
     """Of what was measured of no task there is none."""
+    arrays = {name: np.array(list(own.values())) for name, own in values.items() if own}
     return {
         name: Estimate(float(array.mean()), len(array), mean_interval(array, confidence))
-        for name, array in _arrays(values).items()
+        for name, array in arrays.items()
     }
 
 
 def _differences(values: _Values, confidence: float) -> dict[str, Difference]:
     return {
-        name: Difference(float(array.mean()), len(array), mean_interval(array, confidence), paired_p_value(array))
-        for name, array in _arrays(values).items()
+        name: Difference(one.value, one.tasks, one.interval, paired_p_value(np.array(list(values[name].values()))))
+        for name, one in _estimates(values, confidence).items()
     }
-
-
-def _arrays(values: _Values) -> dict[str, Values]:
-    return {name: np.array(list(own.values())) for name, own in values.items() if own}
 
 
 # --- statistics --------------------------------------------------------------------------------------------------

@@ -6,21 +6,19 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.grpo import GRPO
 from agentlightning.algorithm.rl.batch import values_of
+from agentlightning.algorithm.rl.groups import Groups
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.sequences import Aggregation, CreditedTransition
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError
 from agentlightning.learner.teacher import Teacher, open_teacher, read_teacher
-
-if TYPE_CHECKING:
-    from agentlightning.algorithm.rl.groups import Groups
 
 
 @dataclass(kw_only=True)
@@ -33,8 +31,8 @@ class OPD(GRPO):
     whose expectation is minus the reverse KL of student and teacher at that token. No reward is needed unless
     `reward_coefficient` is above 0: A_reward is then what `returns` and `baseline` make of rewards, as in GRPO.
 
-    `teacher` is a model (a path, an id, `file.py:function`), or the server of one that scores prompts: `{vllm: URL}` or
-    `{sglang: URL}`, with `model` and `api_key` if need be; a URL alone is vLLM's. It must have the student's tokenizer.
+    `teacher` is a model (a path, an id, `file.py:function`), or the vLLM server of one: `{vllm: URL}`, with `model` and
+    `api_key` if need be, or the URL alone. It must have the student's tokenizer.
     `teacher_kl` is measured in each step: the mean of log p_student − log p_teacher."""
 
     teacher: Any = None

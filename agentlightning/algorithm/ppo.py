@@ -68,9 +68,4 @@ class PPO(Reinforcement):
         return self.credit.advantages(groups, values)
 
     def make_loss(self, step: int = 1) -> Loss:
-        return replace(
-            super().make_loss(step),
-            value_coefficient=self.value_coefficient,
-            value_clip=self.value_clip,
-            critic_alone=step <= self.critic_warmup,
-        )
+        return replace(super().make_loss(step), critic_alone=step <= self.critic_warmup)

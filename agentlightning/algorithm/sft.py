@@ -8,11 +8,12 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
 from agentlightning.algorithm.base import RunContext
+from agentlightning.algorithm.rl.groups import Groups
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.sequences import Aggregation, CreditedTransition
@@ -20,9 +21,6 @@ from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError
 from agentlightning.learner.losses import LossKind
 from agentlightning.store.base import LightningStore
-
-if TYPE_CHECKING:
-    from agentlightning.algorithm.rl.groups import Groups
 
 # Settings that are about rollouts that are run.
 _OF_FRESH: Final = ("max_staleness", "dynamic_sampling", "difficulty", "curriculum", "target_reward")

@@ -1,21 +1,18 @@
-"""Where the measurements of a run go: into the store, and to every tracker.
+"""Where the measurements of a run go: into the store, into `metrics.jsonl`, and to every tracker.
 
-A tracker is told of them in a thread of its own, one after the other: what it waits for, nothing else waits for, and
-what goes wrong in it is told once and stops no training. There are a file of JSON lines, TensorBoard, Weights & Biases
-and MLflow, or one of your own; each knows its package, which is imported when a run starts and not before. None knows
-what is measured.
+A tracker is told of them in a thread of its own: what it waits for, nothing else waits for, and what goes wrong in it
+is told once and stops no training. Each knows its package, which is imported when a run starts and not before.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -28,6 +25,7 @@ from agentlightning.errors import ConfigError, imported, nearest
 from agentlightning.store.base import LightningStore
 from agentlightning.types import Metrics, Run
 
+METRICS_FILE: Final = "metrics.jsonl"  # in the run's directory: an object a step, in order of steps
 CLOSING_SECONDS: Final = 60.0  # how long the end of a run waits for a tracker to send what it holds
 
 
@@ -83,81 +81,78 @@ class Tracking:
         self._store = store
         self._run = run
         self._directory = directory
-        self._outboxes = [_Outbox(tracker, note) for tracker in trackers]
+        self._trackers = trackers
+        self._note = note
+        self._outboxes: list[_Outbox] | None = None
         self._measured: list[Metrics] = []
-        self._started = False
 
     async def go_on_after(self, step: int) -> None:
         """Take up what a run that is resumed had measured up to `step`; what came later will come again."""
         self._measured = [one for one in await self._store.query_metrics(self._run.run_id) if one.step <= step]
         self.history = {one.step: dict(one.values) for one in self._measured}
+        self._write(sorted(self.history))
 
     async def record(self, step: int, values: Mapping[str, float]) -> None:
         """Keep what was measured at `step`, beside what was before."""
-        if not self._started:
-            self._started = True
+        if self._outboxes is None:
             run = TrackedRun(self._run.run_id, self._run.kind, self._run.manifest, self._directory, self._measured)
-            for outbox in self._outboxes:
-                outbox.start(run)
+            self._outboxes = [_Outbox(tracker, run, self._note) for tracker in self._trackers]
         for outbox in self._outboxes:
             outbox.log(step, dict(values))
+        is_newest = step > max(self.history, default=-1)
         known = self.history[step] = self.history.get(step, {}) | dict(values)
+        self._write([step] if is_newest else sorted(self.history), append=is_newest)
         await self._store.add_metrics(Metrics(run_id=self._run.run_id, step=step, time=time.time(), values=known))
+
+    def _write(self, steps: Sequence[int], append: bool = False) -> None:
+        path = self._directory / METRICS_FILE
+        target = path if append else path.with_suffix(".partial")
+        with target.open("ab" if append else "wb") as file:
+            file.writelines(msgspec.json.encode({"step": step, **self.history[step]}) + b"\n" for step in steps)
+        target.replace(path)
 
     async def close(self) -> None:
         """Wait until every tracker has closed, for a minute at most."""
-        if self._started:
-            await asyncio.gather(*(outbox.close() for outbox in self._outboxes))
+        await asyncio.gather(*(outbox.close() for outbox in self._outboxes or ()))
 
 
 class _Outbox:
     """What a tracker is still to be told, and the thread that tells it."""
 
-    def __init__(self, tracker: Tracker, note: Callable[[str], None]) -> None:
-        self._tracker = tracker
-        self._note = note
-        self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name=f"tracker {tracker.name}", daemon=True)
-        self._failed = False
-
-    def start(self, run: TrackedRun) -> None:
+    def __init__(self, tracker: Tracker, run: TrackedRun, note: Callable[[str], None]) -> None:
+        self._tracker, self._note = tracker, note
         self._loop = asyncio.get_running_loop()
-        self._jobs.put(lambda: self._begin(run))
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._failed = False
+        self._thread = threading.Thread(target=self._work, args=(run,), name=f"tracker {tracker.name}", daemon=True)
         self._thread.start()
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        self._jobs.put(lambda: self._tracker.log(step, values))
+        self._calls.put(lambda: self._tracker.log(step, values))
 
     async def close(self) -> None:
-        self._jobs.put(self._tracker.close)
-        self._jobs.put(None)
+        self._calls.put(self._tracker.close)
+        self._calls.put(None)
         await asyncio.to_thread(self._thread.join, CLOSING_SECONDS)
         if self._thread.is_alive():
             self._note(f"{self._tracker.name}: not done after {CLOSING_SECONDS:.0f} s; what it has not sent is lost")
 
-    # --- in the thread ---
-
-    def _work(self) -> None:
-        if not self._try(self._jobs.get()):
-            return  # it never began
-        while (job := self._jobs.get()) is not None:
-            self._try(job)
-
-    def _begin(self, run: TrackedRun) -> None:
-        where = self._tracker.start(run)
+    def _work(self, run: TrackedRun) -> None:
+        where = self._try(lambda: self._tracker.start(run))
+        if self._failed:
+            return
         if where:
-            self._tell(where)
+            self._tell(str(where))
+        for call in iter(self._calls.get, None):
+            self._try(call)
 
-    def _try(self, job: Callable[[], object] | None) -> bool:
+    def _try(self, call: Callable[[], object]) -> object:
         try:
-            if job is not None:
-                job()
+            return call()
         except Exception as error:  # noqa: BLE001 (whatever it is, training goes on)
             if not self._failed:
                 self._failed = True
                 self._tell(f"{type(error).__name__}: {error} (told once; training goes on)")
-            return False
-        return True
 
     def _tell(self, message: str) -> None:
         with contextlib.suppress(RuntimeError):  # the run has ended without it
@@ -166,43 +161,6 @@ class _Outbox:
 
 # --- the trackers that are there ---------------------------------------------------------------------------------
 
-METRICS_FILE: Final = "metrics.jsonl"  # in the run's directory
-MLFLOW_PARAMS: Final = 100  # at once; MLflow takes no more
-MLFLOW_VALUE: Final = 500  # characters that MLflow shows of a setting in every version
-
-
-class JSONLines:
-    """One object a step in `metrics.jsonl`: `step` and what was measured at it, in order of steps."""
-
-    name = "jsonl"
-
-    def start(self, run: TrackedRun) -> None:
-        self._path = run.directory / METRICS_FILE
-        self._rows = {one.step: {"step": one.step, **one.values} for one in run.history}
-        self._rewrite()
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """The line of a step that is there already is written anew."""
-        is_newest = step > max(self._rows, default=-1)
-        row = self._rows.setdefault(step, {"step": step})
-        row.update(values)
-        if is_newest:
-            with self._path.open("ab") as file:
-                file.write(_line(row))
-        else:
-            self._rewrite()
-
-    def _rewrite(self) -> None:
-        partial = self._path.with_suffix(".partial")
-        partial.write_bytes(b"".join(_line(self._rows[step]) for step in sorted(self._rows)))
-        partial.replace(self._path)
-
-    def close(self) -> None: ...
-
-
-def _line(row: Mapping[str, float]) -> bytes:
-    return msgspec.json.encode(row) + b"\n"
-
 
 @dataclass(kw_only=True)
 class TensorBoard:
@@ -210,9 +168,6 @@ class TensorBoard:
 
     directory: str | None = None
     name = "tensorboard"
-
-    def __post_init__(self) -> None:
-        imported("tensorboardX", f"the tracker {self.name!r}", "tensorboardX")
 
     def start(self, run: TrackedRun) -> str:
         from tensorboardX import SummaryWriter
@@ -242,9 +197,6 @@ class WandB:
     group: str | None = None
     name = "wandb"
 
-    def __post_init__(self) -> None:
-        imported("wandb", f"the tracker {self.name!r}", "wandb")
-
     def start(self, run: TrackedRun) -> str | None:
         import wandb  # pyright: ignore[reportMissingImports]
 
@@ -260,7 +212,7 @@ class WandB:
             dir=os.environ.get("WANDB_DIR") or str(run.directory),
             settings=wandb.Settings(console="off"),
         )
-        # Our steps, rather than those it counts itself: an evaluation may be late, which it would refuse.
+        # Our steps, not those it counts itself: it refuses an evaluation that is late.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         return f"wandb sync {Path(self._run.dir).parent}" if self._run.offline else self._run.url
@@ -281,12 +233,8 @@ class MLflow:
     uri: str | None = None
     name = "mlflow"
 
-    def __post_init__(self) -> None:
-        imported("mlflow", f"the tracker {self.name!r}", "mlflow")
-
     def start(self, run: TrackedRun) -> str:
         from mlflow import MlflowClient  # pyright: ignore[reportMissingImports]
-        from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
 
         self._client = MlflowClient(tracking_uri=self.uri)
         found = self._client.get_experiment_by_name(self.experiment)
@@ -299,9 +247,8 @@ class MLflow:
         else:
             made = self._client.create_run(experiment, tags={tag: run.run_id}, run_name=run.directory.name)
             self._id = made.info.run_id
-            params = [Param(_allowed(name), str(value)[:MLFLOW_VALUE]) for name, value in _flat(run.config)]
-            for start in range(0, len(params), MLFLOW_PARAMS):
-                self._client.log_batch(self._id, params=params[start : start + MLFLOW_PARAMS])
+            for name, value in _flat(run.config):
+                self._client.log_param(self._id, _allowed(name), str(value)[:500])  # all that every version shows
         return f"run {self._id} of experiment {self.experiment!r} at {self._client.tracking_uri}"
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -315,6 +262,7 @@ class MLflow:
 
 
 TRACKERS: Final[dict[str, type[Tracker]]] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+_PACKAGES: Final = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 
 
 def make_tracker(spec: str | Mapping[str, Any] | Tracker) -> Tracker:
@@ -322,23 +270,22 @@ def make_tracker(spec: str | Mapping[str, Any] | Tracker) -> Tracker:
     reference such as `file.py:Class`.
 
     ConfigError for an unknown name or option, or where the package is not installed."""
-    if not isinstance(spec, str | Mapping):
-        return _checked(spec)
-    options: dict[str, Any] = {"name": spec} if isinstance(spec, str) else dict(spec)
-    name = options.pop("name", None)
-    if not isinstance(name, str) or (name not in TRACKERS and not is_reference(name)):
-        raise ConfigError(f"trackers: no tracker {name!r}; {nearest(str(name), TRACKERS)} or file.py:Class")
-    maker: Any = TRACKERS.get(name) or load_reference(name)
-    known = inspect.signature(maker).parameters
-    if (unknown := next((option for option in options if option not in known), None)) is not None:
-        raise ConfigError(f"trackers: {name} has no option {unknown!r}; {nearest(unknown, known)}")
-    return _checked(maker(**options))
-
-
-def _checked(tracker: object) -> Tracker:
-    if not isinstance(tracker, Tracker):
-        raise ConfigError(f"{tracker!r} is no tracker: it needs a name, and the methods start, log and close")
-    return tracker
+    made: object = spec
+    if isinstance(spec, str | Mapping):
+        options: dict[str, Any] = {"name": spec} if isinstance(spec, str) else dict(spec)
+        name = str(options.pop("name", None))
+        if name not in TRACKERS and not is_reference(name):
+            raise ConfigError(f"trackers: no tracker {name!r}; {nearest(name, TRACKERS)} or file.py:Class")
+        if name in TRACKERS:
+            imported(_PACKAGES[name], f"the tracker {name!r}", _PACKAGES[name])
+        maker: Any = TRACKERS.get(name) or load_reference(name)
+        try:
+            made = maker(**options)
+        except TypeError as error:
+            raise ConfigError(f"trackers: {name}: {error}") from None
+    if not isinstance(made, Tracker):
+        raise ConfigError(f"{made!r} is no tracker: it needs a name, and the methods start, log and close")
+    return made
 
 
 def _allowed(name: str) -> str:
@@ -346,12 +293,10 @@ def _allowed(name: str) -> str:
     return re.sub(r"[^\w\-./: ]", "_", name)
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """`{"a": {"b": 1}}` → `[("a.b", 1)]`."""
-    flat: list[tuple[str, Any]] = []
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """`{"a": {"b": 1}}` → `("a.b", 1)`."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            flat += _flat(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
+            yield from _flat(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
         else:
-            flat.append((f"{prefix}{name}", value))
-    return flat
+            yield f"{prefix}{name}", value

@@ -1,7 +1,7 @@
-"""A run file (YAML) and the flags that mirror it → `TrainConfig`, complete and checked before anything starts.
+"""A run file (YAML) and its flags → `TrainConfig`, complete and checked before anything starts.
 
-This module knows the keys and their types. It does not know what algorithms exist or how a trainer is built.
-Every refusal names the file, the key with its path, and the nearest right one.
+`TrainConfig` is the one definition of a setting: flags, `--help` and the checks of a run file are made of it. Every
+refusal names the file, the key with its path, and the nearest right one.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Any, Final, Literal, cast
+from typing import Annotated, Any, Final, Literal, cast
 
+import click
 import msgspec
 import yaml
 
+from agentlightning.cli.options import INSTRUMENT_HELP, ISOLATION_HELP, Option, together
 from agentlightning.data.references import is_reference, load_reference
 from agentlightning.errors import ConfigError, nearest
 from agentlightning.runner.command import CommandAgent, RewardSource, command
 from agentlightning.runner.harnesses import harness
-from agentlightning.runner.processes import Isolation
+from agentlightning.runner.isolation import Isolation
 from agentlightning.store.redaction import settings_without_secrets
 from agentlightning.types import LLM, FrozenModel, PromptTemplate
 
@@ -59,40 +61,66 @@ class CommandConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return command(self.command, reward=self.reward, grader=grader, env=self.env, cwd=self.cwd)
 
 
-class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What `agl train` needs to know, with the defaults and meanings of `Trainer`. `algorithm` holds a `name` and that
-    algorithm's own fields (a run file may give the bare name), `optimizer` those of AdamW, `lora` those of LoRA. Paths
-    in a run file are relative to it, paths in flags to the current directory. `environment` is an agent with its tasks:
-    its `name`, `HUB:NAME`, and that hub's own fields (a run file may give the bare name)."""
+def _flag(help_: str, metavar: str | None = None, *names: str, **settings: Any) -> msgspec.Meta:
+    """What `agl train --help` says of a key, for which there is a flag then; `settings` are click's."""
+    return msgspec.Meta(description=help_, extra={"names": names, "metavar": metavar, **settings})
 
-    agent: str | CommandConfig | None = None
-    environment: dict[str, Any] | None = None
-    model: str | dict[str, str] | None = None
+
+# Algorithms by the name a run file gives them; any other is named by a reference, `file.py:Class`.
+ALGORITHMS: Final = {
+    "grpo": "GRPO",
+    "rloo": "RLOO",
+    "dr_grpo": "DrGRPO",
+    "dapo": "DAPO",
+    "gspo": "GSPO",
+    "cispo": "CISPO",
+    "ppo": "PPO",
+    "reinforce++": "REINFORCEPlusPlus",
+    "reinforce++_baseline": "REINFORCEPlusPlusBaseline",
+    "sft": "SFT",
+    "opd": "OPD",
+    "apo": "APO",
+    "baseline": "Baseline",
+}
+
+
+class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What `agl train` needs to know, with the defaults and meanings of `Trainer`; the flags are made of it.
+
+    `algorithm` holds a `name` and that algorithm's own fields (a run file may give the bare name), `optimizer` those of
+    AdamW, `lora` those of LoRA. Paths in a run file are relative to it, paths in flags to the current directory.
+    `environment` is an agent with its tasks: its `name`, `HUB:NAME`, and that hub's own fields."""
+
+    agent: Annotated[str | CommandConfig | None, _flag("The agent, in a file or a module.", "FILE.py:NAME")] = None
+    environment: Annotated[dict[str, Any] | None, _flag("An agent with its tasks: verifiers:…", "HUB:NAME")] = None
+    model: Annotated[str | dict[str, str] | None, _flag("Model to train.", "ID|DIR|FILE.py:NAME")] = None
     models: dict[str, FrozenModel] = msgspec.field(default_factory=dict[str, FrozenModel])
-    model_name: str = "policy"
-    train_dataset: Any = None
-    val_dataset: Any = None
+    model_name: Annotated[str, _flag("What agents call it by; default policy.", "NAME")] = "policy"
+    train_dataset: Annotated[Any, _flag("Tasks to learn from: a file, or file.py:name.", "DATA")] = None
+    val_dataset: Annotated[Any, _flag("Held-out tasks, measured before and after.", "DATA")] = None
     initial_resources: dict[str, LLM | PromptTemplate] = msgspec.field(default_factory=dict[str, LLM | PromptTemplate])
-    algorithm: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "grpo"})
+    algorithm: Annotated[dict[str, Any], _flag(f"{', '.join(ALGORITHMS)} or file.py:Class.", "NAME")] = msgspec.field(
+        default_factory=lambda: {"name": "grpo"}
+    )
     learner: str | dict[str, Any] | None = None
     sampler: str | dict[str, Any] | None = None
     optimizer: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     lora: dict[str, Any] | None = None
-    dtype: Literal["float32", "bfloat16"] | None = None
-    n_runners: int | None = None
-    isolation: Isolation = "auto"
-    instrument: str | None = None
-    seed: int = 0
-    time_limit: float | None = None
-    run_dir: str | None = None
-    resume: bool = False
-    store: str | None = None
-    server: str | None = None
-    api_key: str | None = None
-    port: int = 0
-    max_sequence_length: int | None = None
-    device: str | None = None
-    threads: int | None = None
+    time_limit: Annotated[float | None, _flag("Stop training then; measure and save.", "SECONDS")] = None
+    n_runners: Annotated[int | None, _flag("Rollouts at once here; 0 leaves them to `agl runner`.", "N")] = None
+    isolation: Annotated[Isolation, _flag(ISOLATION_HELP)] = "auto"
+    instrument: Annotated[str | None, _flag(INSTRUMENT_HELP, "[NAMES]", is_flag=False, flag_value="all")] = None
+    seed: Annotated[int, _flag("The source of all randomness.")] = 0
+    run_dir: Annotated[str | None, _flag("Directory of this run; default below runs/.", "DIR", "--out")] = None
+    resume: Annotated[bool, _flag("Continue the run in --run-dir, or the newest.", is_flag=True)] = False
+    store: Annotated[str | None, _flag("SQLite file; default in the run's directory.", "PATH")] = None
+    server: Annotated[str | None, _flag("Work with this `agl server`.", "URL")] = None
+    api_key: Annotated[str | None, _flag("Its key.", "KEY", "--key", envvar="AGL_KEY", show_envvar=True)] = None
+    port: Annotated[int, _flag("Port of this process's own server; 0 for any free one.")] = 0
+    max_sequence_length: Annotated[int | None, _flag("Prompt and answer together.", "TOKENS")] = None
+    device: Annotated[str | None, _flag("cpu, cuda or mps; default cuda where there is one, else cpu.", "NAME")] = None
+    dtype: Annotated[Literal["float32", "bfloat16"] | None, _flag("Default bfloat16 on a GPU, else float32.")] = None
+    threads: Annotated[int | None, _flag("Torch threads.", "N")] = None
     deterministic: bool = False
     trackers: list[str | dict[str, Any]] = msgspec.field(default_factory=list[str | dict[str, Any]])
 
@@ -111,6 +139,29 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 FIELDS = {field.name: field for field in msgspec.structs.fields(TrainConfig)}
+
+
+def key_flags(*left_out: str) -> Option:
+    """A flag for each key of a run file that has one but those `left_out`; None where it is not given."""
+    return together(*(_option(name, hint) for name, hint in _HINTS.items() if name not in left_out))
+
+
+def _option(name: str, hint: Any) -> Option:
+    type_, meta = typing.get_args(hint)
+    settings: dict[str, Any] = {"help": meta.description, "default": None, **meta.extra}
+    kinds = typing.get_args(type_) if typing.get_origin(type_) in (UnionType, typing.Union) else (type_,)
+    if typing.get_origin(kinds[0]) is Literal:
+        settings["type"] = click.Choice(typing.get_args(kinds[0]))
+    elif kinds[0] in (int, float):
+        settings["type"] = kinds[0]
+    return click.option(f"--{name.replace('_', '-')}", *settings.pop("names"), name, **settings)
+
+
+_HINTS: Final = {
+    name: hint
+    for name, hint in typing.get_type_hints(TrainConfig, include_extras=True).items()
+    if typing.get_origin(hint) is Annotated
+}
 _NAMED = ("algorithm", "environment")  # mappings with a name, which may stand alone
 _PATHS = ("model", "train_dataset", "val_dataset", "run_dir", "store")
 

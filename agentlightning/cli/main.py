@@ -17,24 +17,33 @@ import click
 from agentlightning.errors import AgentLightningError, nearest
 from agentlightning.runner.ending import exit_with
 
-# Command → the module that defines it, under the same name as a click command, and the page that helps with it.
+# Command → the module that defines it, under the same name as a click command.
 COMMANDS = {
-    "init": ("init", "new-project"),
-    "quickstart": ("training", "quickstart"),
-    "train": ("training", "command-line#agl-train"),
-    "dev": ("training", "command-line#agl-dev"),
-    "eval": ("evaluating", "evaluation"),
-    "serve": ("serving", "command-line#agl-serve"),
-    "server": ("serving", "deploying"),
-    "runner": ("serving", "runners"),
-    "run": ("run", "recording"),
-    "import": ("importing", "recording"),
-    "runs": ("runs", "terminal#runs"),
-    "rollouts": ("rollouts", "terminal#rollouts"),
-    "doctor": ("doctor", "terminal#doctor"),
-    "data": ("data", "datasets-from-traces"),
-    "store": ("store", "upkeep"),
-    "keys": ("keys", "security"),
+    "init": "projects",
+    "quickstart": "projects",
+    "train": "training",
+    "eval": "evaluation",
+    "serve": "serving",
+    "server": "serving",
+    "runner": "runner",
+    "record": "record",
+    "import": "transfer",
+    "export": "transfer",
+    "runs": "runs",
+    "rollouts": "rollouts",
+    "store": "store",
+    "keys": "store",
+    "doctor": "doctor",
+}
+# What commands were called before → what they are called now. For one release.
+FORMER = {
+    ("dev",): ("eval", "--show"),
+    ("run",): ("record",),
+    ("proxy",): ("server",),
+    ("data", "export"): ("export",),
+    ("store", "export"): ("export", "--format", "rollouts"),
+    ("store", "import"): ("import",),
+    ("rollouts", "tail"): ("rollouts", "ls", "--watch", "2"),
 }
 
 # Extra → the packages that come with it alone, by the names they are imported under.
@@ -54,15 +63,17 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"agentlightning.cli.{COMMANDS[cmd_name][0]}")
+        module = importlib.import_module(f"agentlightning.cli.{COMMANDS[cmd_name]}")
         return getattr(module, f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            instead = "use agl server --backend" if args[0] == "proxy" else nearest(args[0], COMMANDS)
-            raise click.UsageError(f"no command {args[0]!r}; {instead}", ctx)
+        former = next((words for words in FORMER if tuple(args[: len(words)]) == words), ())
+        if former:
+            args = [*FORMER[former], *args[len(former) :]]
+        elif args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            raise click.UsageError(f"no command {args[0]!r}; {nearest(args[0], COMMANDS)}", ctx)
         return super().resolve_command(ctx, args)
 
 
@@ -81,13 +92,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
-    words = [word for word in (sys.argv[1:] if arguments is None else arguments) if not word.startswith("-")]
     try:
         result = agl.main(args=None if arguments is None else list(arguments), prog_name="agl", standalone_mode=False)
         sys.stdout.flush()
     except click.ClickException as error:
         error.show()
-        _show_page(error, words)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
@@ -99,22 +108,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
         from agentlightning.tracing.tree import printable
 
         click.echo(f"error: {printable(str(error))}{hint}", err=True)
-        _show_page(ModuleNotFoundError() if hint else error, words)
         return 1
     except BrokenPipeError:
         # The reader of our output has left (`agl runs | head`); stdout must not be flushed again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return result if isinstance(result, int) else 0
-
-
-def _show_page(error: Exception, words: Sequence[str]) -> None:
-    """Say where to read on, where there is a page about it."""
-    from agentlightning.cli.pages import page_of
-
-    page = page_of(error, words)
-    if page is not None:
-        click.echo(f"see {page}", err=True)
 
 
 def _how_to_install(error: Exception) -> str:

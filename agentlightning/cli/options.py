@@ -1,32 +1,49 @@
-"""Options that commands share, such as durations (`30d`) and prices, and `--json`: what a command found or did, one
-object a line on stdout; what is for people goes to stderr then."""
+"""What commands share: options such as durations (`30d`), and how a command prints what it found.
+
+Cells of tables hold what others wrote (models, agents, users): nothing of it is taken for markup, and nothing acts on
+the terminal.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import reduce
-from pathlib import Path
-from typing import Any, Final, TypeAlias, cast
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 import click
 import msgspec
-import yaml
 
 from agentlightning.tracing.instrument import INSTRUMENT, instrument_as_told
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
 Option: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+STATUSES: Final = ("queuing", "preparing", "running", "requeuing", "succeeded", "failed", "cancelled")
+_STYLES: Final = {"succeeded": "green", "failed": "red", "running": "yellow"}
+_LONGEST: Final = 200  # characters of a cell
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="End stdout with JSON, one object a line; everything else to stderr."
 )
-
-
+INSTRUMENT_HELP: Final = "Let Python frameworks report tools and agents: langchain,crewai,… or all that can be."
+ISOLATION_HELP: Final = (
+    "process: each rollout has one to itself. auto: where the agent takes neither `llm` nor `resources`."
+)
 instrument_option = click.option(
-    "--instrument", metavar="[NAMES]", is_flag=False, flag_value="all",
-    help="Let Python frameworks report tools and agents: langchain,crewai,… or all that can be.",
-)  # fmt: skip
+    "--instrument", metavar="[NAMES]", is_flag=False, flag_value="all", help=INSTRUMENT_HELP
+)
+
+
+def together(*options: Option) -> Option:
+    """These options as one, in the order in which `--help` lists them."""
+    return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
 
 
 def instrument_agents(told: str | None, *, here: bool) -> None:
@@ -38,24 +55,6 @@ def instrument_agents(told: str | None, *, here: bool) -> None:
     if here:
         names = instrument_as_told()
         click.echo(f"instrumented: {', '.join(names) or 'nothing, no instrumentation is installed'}", err=True)
-
-
-def together(*options: Option) -> Option:
-    """These options as one, in the order in which `--help` lists them."""
-    return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
-
-
-def print_json(what: object, enc_hook: Callable[[Any], Any] | None = None) -> None:
-    """Print one object, at once; `enc_hook` is msgspec's."""
-    click.echo(msgspec.json.encode(what, enc_hook=enc_hook).decode())
-
-
-def tell(as_json: bool, what: object, words: str) -> None:
-    """Print what was done: as JSON, or in words."""
-    if as_json:
-        print_json(what)
-    else:
-        click.echo(words)
 
 
 class Numbers(click.ParamType[tuple[int, ...]]):
@@ -71,8 +70,6 @@ class Numbers(click.ParamType[tuple[int, ...]]):
             self.fail(f"{value!r} is no list of numbers from 1 on; write 1,4,8", param, ctx)
         return tuple(map(int, parts))
 
-
-# --- durations ---------------------------------------------------------------------------------------------------
 
 _SECONDS: Final = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
 _WRITTEN: Final = re.compile(r"(\d+(?:\.\d+)?)([dhms])", re.ASCII)
@@ -98,39 +95,69 @@ class Duration(click.ParamType[float]):
         return seconds
 
 
-# --- prices ------------------------------------------------------------------------------------------------------
-
-# Prices change; none is built in.
-price_option = click.option(
-    "--price", multiple=True, metavar="MODEL=IN,OUT|FILE",
-    help="Price of a million tokens read and written, or a YAML file of `MODEL: [IN, OUT]`. Repeatable.",
-)  # fmt: skip
+# --- printing ----------------------------------------------------------------------------------------------------
 
 
-def read_prices(given: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """`["m=1,2"]` → `{"m": (1.0, 2.0)}`. A usage error says how a price is written."""
-    prices: dict[str, tuple[float, float]] = {}
-    for text in given:
-        model, separator, numbers = text.rpartition("=")
-        table: object = {model: numbers.split(",")} if separator else _table(text)
-        if not isinstance(table, dict):
-            raise click.BadParameter(f"{text} holds no table; write MODEL: [IN, OUT] a line", param_hint="'--price'")
-        for name, pair in table.items():
-            try:
-                read, written = map(float, pair)
-            except (TypeError, ValueError):
-                raise click.BadParameter(
-                    f"the price of {name!r} is {pair!r}; write MODEL=IN,OUT, such as gpt-4o=2.5,10",
-                    param_hint="'--price'",
-                ) from None
-            prices[str(name)] = (read, written)
-    return prices
+def print_json(what: object, enc_hook: Callable[[Any], Any] | None = None) -> None:
+    """Print one object, at once; `enc_hook` is msgspec's."""
+    click.echo(msgspec.json.encode(what, enc_hook=enc_hook).decode())
 
 
-def _table(path: str) -> object:
-    try:
-        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise click.BadParameter(
-            f"{path!r} is neither MODEL=IN,OUT nor a YAML file that can be read: {error}", param_hint="'--price'"
-        ) from None
+def tell(as_json: bool, what: object, words: str) -> None:
+    """Print what was done: as JSON, or in words."""
+    if as_json:
+        print_json(what)
+    else:
+        click.echo(words)
+
+
+def make_table(
+    names: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None, right: Collection[str] = ()
+) -> Table:
+    """A table of these columns; numbers, and the columns named `right`, go to the right."""
+    from rich import box
+    from rich.table import Table
+
+    rows = list(rows)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", title_style="bold")
+    for index, name in enumerate(names):
+        numbers = all(isinstance(row[index], int | float | None) for row in rows) and bool(rows)
+        table.add_column(name, justify="right" if numbers or name in right else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(_cell, row))
+    return table
+
+
+def print_table(table: Table, console: Console | None = None) -> None:
+    """Print a table whole: ids are there to be copied, and a narrow terminal wraps lines rather than cutting cells."""
+    from rich.console import Console
+
+    console = console or Console()
+    widest = Console(width=10_000).measure(table).maximum
+    Console(file=console.file, width=max(console.width, widest), highlight=False).print(table)
+
+
+def _cell(value: object) -> Any:
+    from rich.text import Text
+
+    from agentlightning.tracing.tree import one_line
+
+    if value is None or isinstance(value, Text):
+        return value or ""
+    if isinstance(value, int | float):
+        return f"{value:,}" if isinstance(value, int) else number(value)
+    text = one_line(str(value), _LONGEST)
+    return Text(text, _STYLES.get(text, ""))
+
+
+def number(value: float) -> str:
+    """Four significant digits, and the thousands set apart: `0.1235`, `12,346`, `1e-06`."""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
+
+
+def squeezed(values: Sequence[float], width: int) -> list[float]:
+    """At most `width` values, each the mean of as many neighbours: `([1, 3, 5, 7], 2)` → `[2, 6]`."""
+    if len(values) <= width:
+        return list(values)
+    edges = [round(index * len(values) / width) for index in range(width + 1)]
+    return [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(edges)]

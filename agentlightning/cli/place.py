@@ -1,7 +1,4 @@
-"""Which store a command works on: how a command line names it, and how it is opened.
-
-This module knows files, addresses, servers and their keys. It does not know what is done with a store.
-"""
+"""Which store a command works on: how a command line names it, and how it is opened."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import math
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 
@@ -24,21 +21,9 @@ if TYPE_CHECKING:
 
 STORE_FILE: Final = "store.sqlite"  # of a run, in its directory
 RUNS: Final = Path("runs")
-SERVER_STORE: Final = Path("agentlightning.sqlite")  # what `agl server`, `run` and `proxy` write to where none is named
+SERVER_STORE: Final = Path("agentlightning.sqlite")  # what `agl server` and `agl record` write to where none is named
 POSTGRES: Final = ("postgresql://", "postgres://")
-_PATIENCE_SECONDS: Final = 10.0
-
-STORE: Final[Option] = click.option(
-    "--store", "address", metavar="PATH|URL", help="SQLite file, or postgresql:// URL, to open here."
-)
-READ_STORE: Final[Option] = click.option(
-    "--store", "address", metavar="PATH|URL", help="SQLite file or postgresql://…; default what is found below runs/."
-)
-NEW_STORE: Final[Option] = click.option(
-    "--store", "address", metavar="PATH|URL",
-    help=f"SQLite file, created if there is none, or postgresql://…; default {SERVER_STORE}.",
-)  # fmt: skip
-STORE_ARGUMENT: Final[Option] = click.argument("address", metavar="[STORE]", required=False)
+_PATIENCE_SECONDS: Final = 10.0  # somebody waits before a terminal: a mistyped URL should not take a minute
 
 
 @dataclass(frozen=True)
@@ -60,15 +45,12 @@ class Place:
     async def open(self, *, create: bool = False, reading: bool = False) -> AsyncGenerator[LightningStore]:
         """The store; one that does not exist is only made if `create`. For `reading`, a file that another process uses
         is as good as any."""
-        if self.address is not None and self.server is not None:
-            raise click.UsageError("say which store: one is given, and --server is another")
-        if not self.named:
+        if (self.address is None) == (self.server is None):
             raise click.UsageError("say which store: either its file or postgresql:// URL, or --server URL")
         if self.server is not None:
             from agentlightning.server.local_keys import local_key
             from agentlightning.store.client import LightningStoreClient
 
-            # Somebody waits before a terminal: a mistyped URL should not take a minute.
             key = self.key or local_key(self.server)
             opened: LightningStore = LightningStoreClient(self.server, key, patience=_PATIENCE_SECONDS)
         else:
@@ -112,9 +94,26 @@ def _written(store: Path) -> float:
     return max(path.stat().st_mtime for path in (store, log) if path.exists())
 
 
-# --- options -----------------------------------------------------------------------------------------------------
+class Named(NamedTuple):
+    """How a command names its store, and which it takes where none is named."""
+
+    option: Option | None
+    default: Callable[[], str] | None = None
 
 
+def _store_option(help_: str) -> Option:
+    return click.option("--store", "address", metavar="PATH|URL", help=help_)
+
+
+STORE: Final = Named(_store_option("SQLite file, or postgresql:// URL, to open here."))
+NEWEST: Final = Named(_store_option("SQLite file or postgresql://…; default what is found below runs/."), newest_store)
+ANY_RUN: Final = Named(NEWEST.option)
+NEW: Final = Named(
+    _store_option(f"SQLite file, created if there is none, or postgresql://…; default {SERVER_STORE}."),
+    lambda: str(SERVER_STORE),
+)
+ARGUMENT: Final = Named(click.argument("address", metavar="[STORE]", required=False), newest_store)
+UNNAMED: Final = Named(None)
 _ASKED: Final = (
     click.option("--server", metavar="URL", help="Ask this `agl server`, which has the store open, instead."),
     click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key."),
@@ -122,34 +121,28 @@ _ASKED: Final = (
 )
 
 
-def with_place(named: Option | None = STORE, default: Callable[[], str] | None = None) -> Option:
-    """A command, async or not, with `--server`, `--key`, `--json` and, unless it has another word for it, the store as
-    `named`. It is given `place`, which is the `default` where none is named, and `as_json`."""
+def with_place(named: Named) -> Option:
+    """A command, async or not, with the store as `named`, `--server`, `--key` and `--json`; it is given `place` and
+    `as_json`."""
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
         def placed(server: str | None, key: str | None, address: str | None = None, **others: Any) -> Any:
-            if address is None and server is None and default is not None:
-                address = default()
+            if address is None and server is None and named.default is not None:
+                address = named.default()
             done = command(place=Place(address, server, key), **others)
-            return run(done) if asyncio.iscoroutine(done) else done
+            return asyncio.run(done) or 0 if asyncio.iscoroutine(done) else done
 
-        return together(*([named] if named else []), *_ASKED)(placed)
+        return together(*([named.option] if named.option else []), *_ASKED)(placed)
 
     return add
 
 
-def on_store(
-    named: Option = STORE,
-    default: Callable[[], str] | None = None,
-    *,
-    create: bool = False,
-    reading: bool = False,
-) -> Option:
-    """An async command that is given an open `store`, and its exit code; the options are those of `with_place`."""
+def on_store(named: Named = STORE, *, create: bool = False, reading: bool = False) -> Option:
+    """An async command that is given an open `store`; the options are those of `with_place`."""
 
     def add(command: Callable[..., Coroutine[Any, Any, int | None]]) -> Callable[..., Any]:
-        @with_place(named, default)
+        @with_place(named)
         @functools.wraps(command)
         async def opening(place: Place, **others: Any) -> int | None:
             async with place.open(create=create, reading=reading) as store:
@@ -158,8 +151,3 @@ def on_store(
         return opening
 
     return add
-
-
-def run(work: Coroutine[Any, Any, int | None]) -> int:
-    """Run a command's work; its exit code."""
-    return asyncio.run(work) or 0

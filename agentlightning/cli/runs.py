@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import fnmatch
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from agentlightning.cli.options import print_json
-from agentlightning.cli.place import READ_STORE, RUNS, SERVER_STORE, STORE_FILE, Place, with_place
+from agentlightning.cli.options import STATUSES, make_table, print_json, print_table, squeezed
+from agentlightning.cli.place import ANY_RUN, RUNS, SERVER_STORE, STORE_FILE, UNNAMED, Place, with_place
 from agentlightning.errors import ConfigError, NotFoundError, UnavailableError, nearest
 from agentlightning.types import And, Condition, Metrics, Run
 
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
     from agentlightning.store.base import LightningStore
 
-STATUSES: Final = ("queuing", "preparing", "running", "requeuing", "succeeded", "failed", "cancelled")
+watch_option: Final = click.option(
+    "--watch", type=click.FloatRange(min=0.1), metavar="SECONDS", help="Again after so long, until Ctrl-C."
+)
 
 
 @dataclass(frozen=True)
@@ -97,58 +99,39 @@ def _store_files(path: Path) -> list[str]:
     return [*map(str, servers), *sorted(str(file) for level in levels for file in path.glob(f"{level}{STORE_FILE}"))]
 
 
-async def choose_runs(names: Sequence[str], place: Place) -> list[StoredRun]:
-    """The runs of these names, each an id, the beginning of one, or a run's directory; without a name the newest run.
+async def choose_run(name: str | None, place: Place) -> StoredRun:
+    """The run of this name, an id, the beginning of one, or a run's directory; without a name the newest run.
 
     NotFoundError for a name that none has, or several; ConfigError for the directory of a run that is stored elsewhere,
     unless `place` says where."""
-    chosen: list[StoredRun] = []
-    found: dict[Place, list[StoredRun]] = {}
-    for name in names or [""]:
-        where, run_id = _located(name, place)
-        if where not in found:
-            found[where] = await stored_runs(RUNS, where)
-        chosen.append(_called(run_id, found[where]) if run_id else _newest(found[where], name or str(place)))
-    return chosen
-
-
-def _located(name: str, place: Place) -> tuple[Place, str]:
-    """Where a run is stored, and its id or the beginning of one; without that the newest there is meant."""
     from agentlightning.algorithm.directory import MARK, read_mark
 
-    directory = Path(name)
-    if not name or not directory.is_dir():
-        return place, name
-    own = directory / STORE_FILE
-    if own.is_file():  # which may hold others beside it
-        return Place(str(own)), read_mark(directory).run_id if (directory / MARK).is_file() else ""
-    if not place.named:
-        raise ConfigError(f"the run in {name} is stored elsewhere; say where with --store or --server")
-    return place, read_mark(directory).run_id
+    run_id = name or ""
+    if name and (directory := Path(name)).is_dir():
+        own = directory / STORE_FILE
+        if not own.is_file() and not place.named:
+            raise ConfigError(f"the run in {name} is stored elsewhere; say where with --store or --server")
+        run_id = read_mark(directory).run_id if (directory / MARK).is_file() or not own.is_file() else ""
+        place = Place(str(own)) if own.is_file() else place  # which may hold others beside it
+    found = await stored_runs(RUNS, place)
+    if not found and not run_id:
+        raise NotFoundError(f"there is no run in {name or place}; name another place with --store or --server")
+    alike = [one for one in found if one.run.run_id == run_id]
+    alike = alike or ([one for one in found if one.run.run_id.startswith(run_id)] if run_id else found[-1:])
+    if len(alike) != 1:
+        ids, reason = [one.run.run_id for one in alike or found], "more than one run" if alike else "no run"
+        raise NotFoundError(
+            f"there is {reason} called {run_id!r}; {nearest(run_id, ids)}. A run's directory is a name too"
+        )
+    return alike[0]
 
 
 @contextlib.asynccontextmanager
 async def open_run(name: str, place: Place) -> AsyncGenerator[tuple[LightningStore, Run]]:
-    """The run of this name, as `choose_runs` finds it, and the store that has it."""
-    (one,) = await choose_runs([name], place)
+    """The run of this name, as `choose_run` finds it, and the store that has it."""
+    one = await choose_run(name, place)
     async with one.place.open(reading=True) as store:
         yield store, one.run
-
-
-def _newest(found: Sequence[StoredRun], where: str) -> StoredRun:
-    if not found:
-        raise NotFoundError(f"there is no run in {where}; name another place with --store or --server")
-    return found[-1]
-
-
-def _called(name: str, found: Sequence[StoredRun]) -> StoredRun:
-    exact = [one for one in found if one.run.run_id == name]
-    alike = exact or [one for one in found if one.run.run_id.startswith(name)]
-    if len(alike) != 1:
-        ids = [one.run.run_id for one in alike or found]
-        reason = "more than one run" if alike else "no run"
-        raise NotFoundError(f"there is {reason} called {name!r}; {nearest(name, ids)}. A run's directory is a name too")
-    return alike[0]
 
 
 # --- ls ----------------------------------------------------------------------------------------------------------
@@ -156,35 +139,39 @@ def _called(name: str, found: Sequence[StoredRun]) -> StoredRun:
 
 @runs.command()
 @click.argument("path", type=click.Path(path_type=Path), default=RUNS)
-@click.option("--watch", type=click.FloatRange(min=0.1), metavar="SECONDS", help="Again after so long, until Ctrl-C.")
-@with_place(None)
+@watch_option
+@with_place(UNNAMED)
 async def ls(path: Path, watch: float | None, place: Place, as_json: bool) -> None:
     """List the runs in a store file, or in the stores below a folder (default: runs)."""
-    if watch and as_json:
-        raise click.UsageError("--watch shows a table: leave out --json")
 
-    found = await stored_runs(path, place)
-    if as_json:
+    async def show() -> None:
+        found = await stored_runs(path, place)
+        if not as_json:
+            print_table(runs_table(found))
+            return
         for one in found:
             steps = one.history[-1].step if one.history else 0
             print_json({"where": str(one.place), "run": one.run, "metrics": one.newest, "steps": steps})
-        return
-    from agentlightning.cli.tables import print_table
 
-    print_table(runs_table(found))
+    await repeated(show, watch, as_json)
+
+
+async def repeated(show: Callable[[], Awaitable[None]], watch: float | None, as_json: bool) -> None:
+    """Show something, with `watch` again and again on a cleared screen, also while a server is away."""
+    if watch and as_json:
+        raise click.UsageError("--watch shows a table: leave out --json")
+    await show()
     while watch:
         await asyncio.sleep(watch)
-        try:
-            shown, trouble = await stored_runs(path, place), ""
-        except UnavailableError as error:
-            shown, trouble = found, str(error)
         click.clear()
-        print_table(runs_table(shown, trouble))
+        try:
+            await show()
+        except UnavailableError as error:
+            click.echo(str(error), err=True)
 
 
-def runs_table(found: Sequence[StoredRun], title: str | None = None) -> Table:
+def runs_table(found: Sequence[StoredRun]) -> Table:
     """One line a run, with its reward as a curve."""
-    from agentlightning.cli.tables import make_table, squeezed
     from agentlightning.display import duration, sparkline
 
     names = ("run", "kind", "status", "started", "took", "step", "reward", "", "held-out", "rollouts/s", "store")
@@ -208,7 +195,7 @@ def runs_table(found: Sequence[StoredRun], title: str | None = None) -> Table:
                 str(one.place),
             )
         )
-    return make_table(names, rows, title=title)
+    return make_table(names, rows)
 
 
 # --- show --------------------------------------------------------------------------------------------------------
@@ -219,24 +206,29 @@ def runs_table(found: Sequence[StoredRun], title: str | None = None) -> Table:
 @click.option(
     "--metric", "patterns", multiple=True, metavar="NAME", default=("*",), help="Only these; * stands for any."
 )
-@with_place(READ_STORE)
+@with_place(ANY_RUN)
 async def show(name: str | None, patterns: tuple[str, ...], place: Place, as_json: bool) -> None:
     """Show a run: what it was started with, its rollouts, and each metric from the first step to the last.
 
     RUN is an id, the beginning of one, or a directory; default the newest below runs/."""
 
-    (one,) = await choose_runs([name] if name else [], place)
+    one = await choose_run(name, place)
     async with one.place.open(reading=True) as store:
         counts = await count_rollouts(store, one.run.run_id)
     if as_json:
         print_json({"where": str(one.place), "run": one.run, "rollouts": counts, "metrics": one.history})
         return
-    from agentlightning.cli.tables import print_table
-
     print_table(runs_table([one]))
     click.echo(f"rollouts: {', '.join(f'{count:,} {status}' for status, count in counts.items()) or 'none'}")
-    for told in setting_lines(one.run):
-        click.echo(told)
+    from agentlightning.tracing.tree import printable
+
+    manifest = one.run.manifest
+    settings = {name: manifest.get(name) for name in ("seed", "commit")}
+    settings["command"] = " ".join(map(str, manifest.get("command", ())))
+    settings["policy version"] = one.run.policy_version or None
+    for setting, value in settings.items():
+        if value not in (None, ""):
+            click.echo(printable(f"{setting}: {value}"))
     print_table(_metrics_table(one, patterns))
 
 
@@ -250,22 +242,7 @@ async def count_rollouts(store: LightningStore, run_id: str) -> dict[str, int]:
     return counts
 
 
-def setting_lines(of: Run) -> list[str]:
-    """What the manifest says of how the run was started, where it says it: `seed: 1`."""
-    from agentlightning.tracing.tree import printable
-
-    manifest = of.manifest
-    told = {
-        "seed": manifest.get("seed"),
-        "commit": manifest.get("commit"),
-        "command": " ".join(map(str, manifest.get("command", ()))),
-        "policy version": of.policy_version or None,
-    }
-    return [printable(f"{name}: {value}") for name, value in told.items() if value not in (None, "")]
-
-
 def _metrics_table(one: StoredRun, patterns: Sequence[str]) -> Table:
-    from agentlightning.cli.tables import make_table, squeezed
     from agentlightning.display import sparkline
 
     rows: list[tuple[object, ...]] = []

@@ -1,13 +1,10 @@
-"""The commands that stay up: `agl serve` (a checkpoint), `agl server` (store and gateway), `agl runner` (an agent)."""
+"""The commands that serve: `agl serve` (a checkpoint) and `agl server` (store and gateway)."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import math
 import re
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -15,12 +12,10 @@ import click
 import msgspec
 
 from agentlightning.cli.backends import Upstream, with_backend
-from agentlightning.cli.options import Duration, Option, instrument_option, json_option, print_json, together
-from agentlightning.cli.pool import pool_options, run_pool, take_pool
-from agentlightning.cli.training import agent_of, command_options, isolation_option
+from agentlightning.cli.options import Duration, Option, json_option, print_json, together
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.attribution import api_key_of
-from agentlightning.runner.ending import on_signal, run_to_end, watched
+from agentlightning.runner.ending import on_signal
 
 _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 FILE = click.Path(dir_okay=False, path_type=Path)
@@ -70,19 +65,6 @@ class Header(click.ParamType[tuple[str, str]]):
         if not separator or not _HEADER_NAME.fullmatch(name) or not content.isprintable():
             self.fail("a header is written NAME=VALUE, such as authorization='Bearer KEY'", param, ctx)
         return name, content
-
-
-forwarding_options = together(
-    click.option(
-        "--otlp-forward", metavar="URL",
-        help="Send on what is stored, without token ids, to an OpenTelemetry collector (OTLP over HTTP).",
-    ),
-    click.option(
-        "--otlp-forward-header", "otlp_forward_headers", type=Header(), multiple=True, metavar="NAME=VALUE",
-        envvar="AGL_OTLP_FORWARD_HEADERS", show_envvar=True,
-        help="Header for that collector, such as its key; may be given again (in the variable: divided by commas).",
-    ),
-)  # fmt: skip
 
 
 @click.command()
@@ -154,7 +136,19 @@ async def _serve(
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True,
               help="How the log is written: for people, or an object a line for machines.")  # fmt: skip
 @click.option("--access-log", is_flag=True, help="Log a line for every request.")
-@forwarding_options
+@click.option(
+    "--otlp-forward", metavar="URL", help="Send on what is stored, without token ids, to a collector (OTLP over HTTP)."
+)
+@click.option(
+    "--otlp-forward-header",
+    "otlp_forward_headers",
+    type=Header(),
+    multiple=True,
+    metavar="NAME=VALUE",
+    envvar="AGL_OTLP_FORWARD_HEADERS",
+    show_envvar=True,
+    help="Header for that collector, such as its key. Repeatable; in the variable by commas.",
+)
 @click.option("--capture", type=click.Choice(["full", "tokens", "off"]), default="full", show_default=True,
               help="What of LLM calls and spans is kept: all, token ids without any text, or neither.")  # fmt: skip
 @click.option("--redact", metavar="FILE.py:NAME", help="Function that sees each span before it is written.")
@@ -209,89 +203,6 @@ async def _server(upstream: Upstream | None, as_json: bool, options: dict[str, A
         click.echo(f"calls: {calls}, recorded: {calls - shed}", err=True)
         if as_json:
             print_json({"calls": calls, "recorded": calls - shed})
-
-
-@click.command()
-@click.argument("agent", metavar="[FILE.py:NAME|RUN.yaml]", required=False)
-@click.option("--agent", "named", metavar="FILE.py:NAME|RUN.yaml", help="Another way to say which.")
-@command_options
-@click.option("--server", metavar="URL", required=True, help="The `agl server` to lease rollouts from.")
-@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
-@click.option("--endpoint", "endpoint_override", metavar="URL",
-              help="Where agents call models, if not at the URL that the trainer knows the server by.")  # fmt: skip
-@click.option("--concurrency", type=click.IntRange(min=1), help="Rollouts at once: 64, or of processes one per core.")
-@isolation_option("auto")
-@click.option("--max-attempts-per-process", type=click.IntRange(min=1), metavar="N", default=100, show_default=True,
-              help="Replace such a process after so many.")  # fmt: skip
-@click.option("--drain", "drain_seconds", type=Duration(zero=True), metavar="20s", default="20s", show_default=True,
-              help="How long rollouts at hand may go on after Ctrl-C or SIGTERM.")  # fmt: skip
-@click.option("--tracer", type=click.Choice(["auto", "opentelemetry", "light"]), default="auto", show_default=True,
-              help="Collect what OpenTelemetry's SDK traces (auto: where it is installed), or not.")  # fmt: skip
-@instrument_option
-@click.option("--settle", "settle_seconds", type=Duration(zero=True), metavar="2s", default="0s", show_default=True,
-              help="End an attempt when no span has come for so long: for agents that export them.")  # fmt: skip
-@click.option("--idle", "idle_seconds", type=Duration(), metavar="60s", default=math.inf,
-              help="End after so long without a rollout (a pool's runners: 60s).")  # fmt: skip
-@pool_options
-@json_option
-def runner(agent: str | None, named: str | None, server: str, key: str | None, **options: Any) -> int | None:
-    """Lease rollouts from a server and run an agent on them, in Python, of a run file or a --command, until stopped.
-
-    After Ctrl-C or SIGTERM it leases nothing more, and rollouts at hand may finish: exit code 0. Those that --drain
-    ends, or a second signal, are handed back to be retried: exit code 130."""
-    from agentlightning.runner.processes import place_of
-
-    pool = take_pool(options)
-    name = agent or named or f"`{options['command']}`"
-    loaded = agent_of([one for one in (agent, named) if one is not None], options, here=pool is None)
-    if pool is None:
-        options["isolation"] = place_of(loaded, options["isolation"])
-    elif pool["ray"]:
-        loaded.reads_environment()  # which imports it; for Kubernetes it may be in the image alone
-    try:
-        if pool is not None:
-            return run_to_end(run_pool(click.get_current_context(), **pool))
-        with garbage_sought_seldom(), watched() as end_after:
-            run_to_end(_runner(loaded, name, server, key, end_after, **options))
-    except (asyncio.CancelledError, TimeoutError):
-        raise click.Abort from None
-
-
-async def _runner(
-    agent: Any,
-    name: str,
-    url: str,
-    key: str | None,
-    end_after: Callable[[float], None],
-    drain_seconds: float,
-    as_json: bool,
-    **options: Any,
-) -> None:
-    from agentlightning.runner.runner import Runner
-    from agentlightning.server.local_keys import local_key
-    from agentlightning.store.client import LightningStoreClient
-
-    store = LightningStoreClient(url, api_key=key or local_key(url, make=True))
-    try:
-        working = Runner(store, agent, **options)
-        task = asyncio.current_task()
-        assert task is not None
-        click.echo(f"{working.worker_id} runs {name} for {url}, up to {working.concurrency} at once", err=True)
-        if as_json:
-            print_json(
-                {"worker_id": working.worker_id, "agent": name, "server": url, "concurrency": working.concurrency}
-            )
-        async with asyncio.timeout(None) as limit:
-
-            def drain() -> None:
-                click.echo(f"leasing nothing more; rollouts at hand have {drain_seconds:g} s", err=True)
-                working.stop()
-                limit.reschedule(asyncio.get_running_loop().time() + drain_seconds)
-
-            with on_signal(drain, then=task.cancel, at_once=partial(end_after, drain_seconds + 9)):
-                await working.run()
-    finally:
-        await store.close()
 
 
 async def until_stopped(greeting: str, told: object = None) -> None:

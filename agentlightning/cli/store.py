@@ -1,4 +1,4 @@
-"""The commands that keep a store healthy: `agl store delete`, `check`, `backup`, `export`, `import`.
+"""The commands that keep a store healthy, `agl store delete`, `check` and `backup`, and `agl keys`.
 
 This module reads command lines and prints; what is done is the business of `agentlightning.store`.
 """
@@ -6,16 +6,18 @@ This module reads command lines and prints; what is done is the business of `age
 from __future__ import annotations
 
 import asyncio
+import sys
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 import msgspec
 
-from agentlightning.cli.options import Duration, json_option, tell
+from agentlightning.cli.options import Duration, json_option, make_table, print_json, print_table, tell
 from agentlightning.cli.place import POSTGRES, on_store, require_file
-from agentlightning.errors import ConfigError, InvalidError
-from agentlightning.types import Condition, Deleted, Filter
+from agentlightning.errors import ConfigError
+from agentlightning.types import ApiKey, Condition, Deleted
 
 if TYPE_CHECKING:
     from agentlightning.store.base import LightningStore
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def store() -> None:
-    """Keep a store healthy: delete rollouts, back it up, move it, check it."""
+    """Keep a store healthy: delete rollouts, back it up, check it."""
 
 
 # --- removing ----------------------------------------------------------------------------------------------------
@@ -51,13 +53,12 @@ async def delete(
 
     With --older-than, what has not ended stays, and so does a group until all of it has ended. Otherwise unfinished
     rollouts are cancelled first, and the files are written anew, so that they hold no trace; that takes time."""
-    from agentlightning.store import calls
     from agentlightning.store.retention import ended_before
 
     if sum(bool(given) for given in (age, task, rollout_id, run_id)) != 1:
         raise click.UsageError("say what to delete: one of --older-than AGE, --task TEXT, --rollout ID, --run ID")
     if age is not None:
-        where = ended_before(await store.perform(calls.GetTime()) - age)
+        where = ended_before(await store.get_time() - age)
     elif task:
         where = Condition("input", "contains", task)
     else:
@@ -69,7 +70,7 @@ async def delete(
         words = f"{total} rollouts match; nothing was removed"
         tell(as_json, {"rollouts_found": total, **msgspec.structs.asdict(Deleted())}, words)
         return int(refused)
-    deleted = await store.perform(calls.DeleteRollouts(where=where, unfinished=age is None, scrub=age is None))
+    deleted = await store.delete_rollouts(where, unfinished=age is None, scrub=age is None)
     words = f"removed {deleted.rollouts} rollouts, {deleted.attempts} attempts, {deleted.spans} spans"
     tell(as_json, deleted, words)
     return 0
@@ -82,9 +83,7 @@ async def delete(
 @on_store()
 async def check(store: LightningStore, as_json: bool) -> int:
     """Look for damage and contradictions; exit with 1 if there are any."""
-    from agentlightning.store import calls
-
-    found = await store.perform(calls.CheckStore())
+    found = await store.check_store()
     tell(as_json, {"problems": found}, "\n".join(found) or "nothing is wrong")
     return 1 if found else 0
 
@@ -105,50 +104,64 @@ def backup(destination: Path, path: str, as_json: bool) -> None:
     tell(as_json, {"file": str(destination), "bytes": size}, f"{destination}: {size} bytes")
 
 
-# --- moving ------------------------------------------------------------------------------------------------------
+# --- keys --------------------------------------------------------------------------------------------------------
+
+_SCOPES: Final = ("read", "worker", "grader", "trainer", "admin")
 
 
-@store.command("export")
-@click.argument("destination", metavar="DEST", type=click.Path(path_type=Path))
-@click.option("--where", metavar="JSON", help="Only rollouts that match this filter.")
-@click.option("--run", "run_id", metavar="ID", help="Only rollouts of this run.")
-@click.option("--force", is_flag=True, help="Overwrite DEST.")
-@on_store(reading=True)
-async def export(
-    store: LightningStore,
-    destination: Path,
-    where: str | None,
-    run_id: str | None,
-    force: bool,
-    as_json: bool,
+@click.group()
+def keys() -> None:
+    """Issue, list and end keys of a store's server."""
+
+
+@keys.command()
+@click.argument("name")
+@click.option("--scope", "scopes", multiple=True, required=True, type=click.Choice(_SCOPES),
+              help="What the key opens; may be given several times.")  # fmt: skip
+@click.option("--lifetime", type=Duration(), help="How long it is valid: 30d, 12h. Without it, until it is revoked.")
+@on_store()
+async def issue(
+    store: LightningStore, name: str, as_json: bool, scopes: tuple[Any, ...], lifetime: float | None
 ) -> None:
-    """Write rollouts that have ended, with their attempts and spans, to DEST: .jsonl or .jsonl.gz."""
-    from agentlightning.store.transfer import export_rollouts
-
-    if where is not None and run_id is not None:
-        raise click.UsageError("give --where or --run; a filter can name the run: field `run_id`")
-    wanted = Condition("run_id", "eq", run_id) if run_id is not None else _filter(where)
-    done = await export_rollouts(store, destination, where=wanted, overwrite=force)
-    tell(as_json, done, f"wrote {done.rollouts} rollouts, {done.attempts} attempts, {done.spans} spans")
+    """Make a key called NAME and print its secret, once and alone on stdout."""
+    issued = await store.issue_key(name, scopes, lifetime)
+    tell(as_json, issued, issued.api_key)
+    sys.stdout.flush()
+    click.echo(f"this is key {issued.key_id}; it is not shown again, and the store keeps no copy", err=True)
 
 
-def _filter(text: str | None) -> Filter | None:
-    if text is None:
-        return None
-    try:
-        return msgspec.json.decode(text, type=Filter)
-    except (msgspec.MsgspecError, InvalidError) as error:
-        example = '{"field": "status", "op": "eq", "value": "failed"}'
-        raise click.BadParameter(f"{error}; a filter is JSON such as {example}", param_hint="'--where'") from None
+@keys.command("list")
+@on_store(reading=True)
+async def list_(store: LightningStore, as_json: bool) -> None:
+    """List all keys, without their secrets."""
+
+    found = await store.query_keys()
+    if as_json:
+        for one in found:
+            print_json(one)
+        return
+    now = time.time()
+    rows = [(one.key_id, one.name, " ".join(one.scopes), _date(one.create_time), _state(one, now)) for one in found]
+    print_table(make_table(("key", "name", "scopes", "issued", "state"), rows))
 
 
-@store.command("import")
-@click.argument("source", metavar="SOURCE", type=click.Path(path_type=Path))
-@on_store(create=True)
-async def import_(store: LightningStore, source: Path, as_json: bool) -> None:
-    """Store the rollouts that an export wrote to SOURCE. Those stored already stay as they are."""
-    from agentlightning.store.transfer import import_rollouts
+def _state(key: ApiKey, now: float) -> str:
+    if key.revoke_time is not None:
+        return f"revoked {_date(key.revoke_time)}"
+    if key.expire_time is None:
+        return "valid"
+    return f"{'expired' if key.expire_time <= now else 'valid until'} {_date(key.expire_time)}"
 
-    done = await import_rollouts(store, source)
-    left = f"; {done.stored_already} were stored already" if done.stored_already else ""
-    tell(as_json, done, f"stored {done.rollouts} rollouts{left}")
+
+@keys.command()
+@click.argument("key_id", metavar="KEY_ID")
+@on_store()
+async def revoke(store: LightningStore, key_id: str, as_json: bool) -> None:
+    """End a key at once and for good."""
+
+    ended = await store.revoke_key(key_id)
+    tell(as_json, ended, f"{ended.key_id} ({ended.name}) {_state(ended, time.time())}")
+
+
+def _date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

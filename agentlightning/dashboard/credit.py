@@ -1,36 +1,28 @@
-"""How the rewards of a group become the advantages of its calls, as its run has it or as it would be otherwise; the
-group's prefix tree; and the quality of rollouts that no training has counted.
-
-The numbers are those of `data.credit`, given other settings. Knows groups, transitions and token ids.
-"""
+"""How the rewards of a group become the advantages of its calls, by the functions that train; and the group's prefix
+tree."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
 
 from agentlightning.dashboard.rollouts import RolloutRow, rows_of
-from agentlightning.dashboard.runs import Quality
-from agentlightning.data.continuity import SUGGESTIONS, continuity
-from agentlightning.data.credit_table import RETURNS, RewardedGroup
+from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.forest import shared_length
-from agentlightning.data.recorded import ENDED, CreditSettings, Training, rewarded_group, training_of
+from agentlightning.data.recorded import CreditSettings, Training, rewarded_group, training_of
 from agentlightning.data.transitions import FloatArray, IntArray, TracedRollout, Transition, trace_rollout
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.store.base import LightningStore
-from agentlightning.types import And, Condition, Group, Order, Rollout
+from agentlightning.types import Group
 
 if TYPE_CHECKING:
     from agentlightning.data.token_bytes import TokenBytes
 
-_SAMPLED: Final = 200  # rollouts that stand for a run's whenever it has not counted itself
 _TEXT: Final = 200  # characters of a node
 
 
@@ -50,42 +42,34 @@ class CreditedCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CreditMember(msgspec.Struct, frozen=True, kw_only=True):
-    rollout_id: str
-    reward: float | None
+    """A rollout, the mean `advantage` of its tokens, and the terms its reward is the sum of."""
+
+    row: RolloutRow
+    advantage: float | None
     terms: dict[str, float]
     calls: list[CreditedCall]
 
 
 class CreditView(msgspec.Struct, frozen=True, kw_only=True):
-    """`problem` says why there are no advantages, or no returns either; `options` are those that each return takes."""
+    """The members of a group, or one rollout without any; `problem` says why there are no advantages."""
 
-    settings: CreditSettings
-    trained_with: CreditSettings | None
-    options: dict[str, list[str]]
-    tools: list[str]
+    group: Group | None
+    credit: CreditSettings
     problem: str | None
     members: list[CreditMember]
 
 
-class GroupMember(msgspec.Struct, frozen=True, kw_only=True):
-    row: RolloutRow
-    advantage: float | None
-    calls: list[CreditedCall]
-
-
-class GroupView(msgspec.Struct, frozen=True, kw_only=True):
-    group: Group
-    credit: CreditSettings
-    problem: str | None
-    members: list[GroupMember]
-
-
 @dataclass(frozen=True)
 class TracedGroup:
-    """The rollouts that are compared, as their run trains them."""
+    """The rollouts that are compared, as their run trains them. Without a `group` it is one rollout."""
 
+    group: Group | None
     traced: Sequence[TracedRollout]
     training: Training
+
+    @property
+    def settings(self) -> CreditSettings:
+        return self.training.credit or CreditSettings()
 
     def advantages(self, settings: CreditSettings) -> dict[str, FloatArray]:
         """By the span of each call that counts, float32[T], an advantage for each sampled token. ConfigError where the
@@ -96,17 +80,15 @@ class TracedGroup:
         credited = settings.credit(self.training.reward).advantages([group])[0]
         return {item.transition.span_id: item.advantages for rollout in credited for item in rollout}
 
-    def view(self, asked: CreditSettings | None) -> CreditView:
-        settings = asked or self.training.credit or CreditSettings()
+    def credited(self, rows: Sequence[RolloutRow]) -> CreditView:
+        """`rows` are those of the rollouts."""
+        settings = self.settings
         returns: dict[str, FloatArray] = {}
         advantages: dict[str, FloatArray] = {}
         problem = None
         try:
-            if asked is None and self.training.credit is None and self.training.name is not None:
-                raise ConfigError(
-                    f"what {self.training.name} made of these rewards is not known here; choose settings to see what "
-                    "they would give"
-                )
+            if self.training.credit is None and self.training.name is not None:
+                raise ConfigError(f"what {self.training.name} made of these rewards is not known here")
             # Without a baseline an advantage is the return itself.
             plain = CreditSettings(returns=settings.returns, returns_options=settings.returns_options, baseline="none")
             returns = self.advantages(plain)
@@ -121,40 +103,31 @@ class TracedGroup:
         if problem is None and not advantages:
             problem = "no rollout here has both a reward and a call that trains"
 
-        def credited(one: Transition) -> CreditedCall:
-            return CreditedCall(
-                span_id=one.span_id,
-                call_index=one.call_index,
-                agent=one.agent,
-                prompt_tokens=len(one.prompt_ids),
-                sampled_tokens=len(one.response_ids),
-                given=one.reward,
-                tools=[{"tool": tool.tool, "status": tool.status, "duration": tool.duration} for tool in one.tools],
-                return_=float(returns[one.span_id][0]) if one.span_id in returns else None,
-                advantage=float(advantages[one.span_id].mean()) if one.span_id in advantages else None,
+        def member(row: RolloutRow, one: TracedRollout) -> CreditMember:
+            of_tokens = [advantages[call.span_id] for call in one.transitions if call.span_id in advantages]
+            return CreditMember(
+                row=row,
+                advantage=float(np.concatenate(of_tokens).mean()) if of_tokens else None,
+                terms=dict(one.reward_terms),
+                calls=[_credited(call, returns, advantages) for call in one.transitions],
             )
 
-        return CreditView(
-            settings=settings,
-            trained_with=self.training.credit,
-            options={name: _options(function) for name, function in RETURNS.items()},
-            tools=sorted({tool.tool for one in self.traced for call in one.transitions for tool in call.tools}),
-            problem=problem,
-            members=[
-                CreditMember(
-                    rollout_id=one.rollout.rollout_id,
-                    reward=one.reward,
-                    terms=dict(one.reward_terms),
-                    calls=[credited(transition) for transition in one.transitions],
-                )
-                for one in self.traced
-            ],
-        )
+        members = [member(row, one) for row, one in zip(rows, self.traced, strict=True)]
+        return CreditView(group=self.group, credit=settings, problem=problem, members=members)
 
 
-def _options(function: Any) -> list[str]:
-    parameters = inspect.signature(function).parameters.values()
-    return [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
+def _credited(one: Transition, returns: Mapping[str, FloatArray], advantages: Mapping[str, FloatArray]) -> CreditedCall:
+    return CreditedCall(
+        span_id=one.span_id,
+        call_index=one.call_index,
+        agent=one.agent,
+        prompt_tokens=len(one.prompt_ids),
+        sampled_tokens=len(one.response_ids),
+        given=one.reward,
+        tools=[{"tool": tool.tool, "status": tool.status, "duration": tool.duration} for tool in one.tools],
+        return_=float(returns[one.span_id][0]) if one.span_id in returns else None,
+        advantage=float(advantages[one.span_id].mean()) if one.span_id in advantages else None,
+    )
 
 
 async def trained_by(store: LightningStore, run_id: str | None) -> Training:
@@ -163,24 +136,12 @@ async def trained_by(store: LightningStore, run_id: str | None) -> Training:
     return training_of(next((run for run in runs if run.run_id == run_id), None))
 
 
-async def require(store: LightningStore, rollout_id: str) -> Rollout:
-    """NotFoundError where there is no rollout of this id."""
-    rollout = await store.get_rollout_by_id(rollout_id)
-    if rollout is None:
-        raise NotFoundError(f"there is no rollout {rollout_id!r} here")
-    return rollout
-
-
-async def find_group(store: LightningStore, group_id: str) -> Group:
-    """NotFoundError where there is none of this id."""
-    group = await store.get_group(group_id)
-    if group is None:
-        raise NotFoundError(f"there is no group {group_id!r} here")
-    return group
-
-
-async def trace_group(store: LightningStore, rollout_ids: Sequence[str]) -> TracedGroup:
-    rollouts = await asyncio.gather(*(require(store, name) for name in rollout_ids))
+async def trace_group(store: LightningStore, rollout_ids: Sequence[str], group: Group | None) -> TracedGroup:
+    """NotFoundError where one of the rollouts was removed."""
+    found = await asyncio.gather(*map(store.get_rollout_by_id, rollout_ids))
+    rollouts = [rollout for rollout in found if rollout is not None]
+    if len(rollouts) < len(found):
+        raise NotFoundError("a rollout of this group was removed")
     spans = await asyncio.gather(*(store.query_spans(name, "latest") for name in rollout_ids))
     training = await trained_by(store, rollouts[0].run_id if rollouts else None)
 
@@ -190,35 +151,12 @@ async def trace_group(store: LightningStore, rollout_ids: Sequence[str]) -> Trac
             for rollout, own in zip(rollouts, spans, strict=True)
         ]
 
-    return TracedGroup(await asyncio.to_thread(trace), training)
+    return TracedGroup(group, await asyncio.to_thread(trace), training)
 
 
-async def compared_with(store: LightningStore, rollout: Rollout) -> TracedGroup:
-    """The rollout's whole group; of one without a group, it alone."""
-    group = None if rollout.group_id is None else await store.get_group(rollout.group_id)
-    return await trace_group(store, [rollout.rollout_id] if group is None else group.rollout_ids)
-
-
-async def group_view(store: LightningStore, group_id: str) -> GroupView:
-    group = await find_group(store, group_id)
-    traced = await trace_group(store, group.rollout_ids)
-    view = await asyncio.to_thread(traced.view, None)
-    rows = await rows_of(store, [one.rollout for one in traced.traced])
-
-    def mean(calls: Sequence[CreditedCall]) -> float | None:
-        credited = [(call.advantage, call.sampled_tokens) for call in calls if call.advantage is not None]
-        tokens = sum(count for _, count in credited)
-        return sum(value * count for value, count in credited) / tokens if tokens else None
-
-    return GroupView(
-        group=group,
-        credit=view.settings,
-        problem=view.problem,
-        members=[
-            GroupMember(row=row, advantage=mean(member.calls), calls=member.calls)
-            for row, member in zip(rows, view.members, strict=True)
-        ],
-    )
+async def credit_view(store: LightningStore, group: TracedGroup) -> CreditView:
+    rows = await rows_of(store, [one.rollout for one in group.traced])
+    return await asyncio.to_thread(group.credited, rows)
 
 
 # --- the prefix tree ----------------------------------------------------------------------------------------------
@@ -292,41 +230,3 @@ def prefix_tree(traced: Sequence[TracedRollout], token_bytes: TokenBytes | None)
             )
     total = sum(len(path.ids) for path in paths)
     return PrefixTree(tokens=total, shared=total - sum(node.tokens for node in nodes), nodes=nodes)
-
-
-# --- the quality of data ------------------------------------------------------------------------------------------
-
-
-async def sampled_quality(store: LightningStore, run_id: str) -> Quality:
-    """The quality of a run's newest finished rollouts."""
-    where = And([Condition("run_id", "eq", run_id), Condition("status", "in", list(ENDED))])
-    page = await store.page_rollouts(where, [Order(field="number", descending=True)], limit=_SAMPLED)
-    spans = await asyncio.gather(*(store.query_spans(one.rollout_id, "latest") for one in page.items))
-    training = await trained_by(store, run_id)
-
-    def read() -> list[TracedRollout]:
-        found: list[TracedRollout] = []
-        for rollout, own in zip(page.items, spans, strict=True):
-            one = trace_rollout(rollout, own, calls=training.calls, reward=training.reward)
-            found.append(replace(one, breaks=continuity(one.transitions, own).breaks))
-        return found
-
-    traced = await asyncio.to_thread(read)
-    counted: Mapping[str, Counter[str]] = {
-        "outcomes": Counter(one.outcome for one in traced),
-        "excluded": sum((one.excluded for one in traced), Counter[str]()),
-        "kept": sum((one.kept for one in traced), Counter[str]()),
-        "breaks": Counter(found.kind for one in traced for found in one.breaks),
-        "rewards_lost": sum((one.rewards_lost for one in traced), Counter[str]()),
-        "dropped": Counter(),
-    }
-    return Quality(
-        run_id=run_id,
-        measured=False,
-        rollouts=len(traced),
-        calls=sum(len(one.transitions) + one.excluded.total() for one in traced),
-        step=[],
-        counts={name: dict(counts) for name, counts in counted.items()},
-        shares={},
-        suggestions={**SUGGESTIONS},
-    )

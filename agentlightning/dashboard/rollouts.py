@@ -1,17 +1,12 @@
-"""Rollouts in a list, and one of them whole: its attempts, steps, conversations, rewards and logs; and what a person
-does with them: give one a score or a comment, take a selection home.
-
-Knows rollouts, spans and the readings of them in `tracing` and `data`. It does not know credit or tokens.
-"""
+"""Rollouts in a list, and one of them whole: its attempts, steps, conversations, rewards and logs; and the score or
+comment that a person gives one."""
 
 from __future__ import annotations
 
 import asyncio
-import csv
-import io
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -19,13 +14,10 @@ from agentlightning import semconv
 from agentlightning.data.agents import agent_of
 from agentlightning.data.conversations import Message, conversations, read_calls
 from agentlightning.data.explanation import Explanation, explain_rollout
-from agentlightning.data.export import Wanted, dpo_lines, sft_lines
-from agentlightning.data.recorded import Training, recorded_groups
+from agentlightning.data.recorded import Training
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError
 from agentlightning.store.base import LightningStore
-from agentlightning.store.calls import QueryRollouts
-from agentlightning.store.codec import plain
 from agentlightning.tracing.context import AttemptTracer
 from agentlightning.tracing.dialects import json_of, mapping, text_of
 from agentlightning.tracing.messages import finish_reasons, model_name, token_counts
@@ -38,28 +30,14 @@ from agentlightning.tracing.rewards import (
 )
 from agentlightning.tracing.steps import Step, read_steps
 from agentlightning.tracing.tree import arranged, totals
-from agentlightning.types import And, Attempt, Attributes, Condition, Filter, Order, Rollout, Span
+from agentlightning.types import Attempt, Attributes, Rollout, Span
 
 if TYPE_CHECKING:
     from agentlightning.data.drift_kinds import Classifier
 
-LARGEST_PAGE: Final = 200
-_LOOKED_THROUGH: Final = 4  # pages, for rollouts of an agent
 _AT_ONCE: Final = 8  # rollouts whose spans are in memory for a list
-NEWEST_FIRST: Final = (Order(field="number", descending=True),)
 SCORED_BY: Final = "agentlightning.reward.by"  # who gave a reward by hand
 COMMENT: Final = "agentlightning.reward.comment"
-
-
-class ListQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`QueryRollouts`, and an `agent` whose name is to contain a text."""
-
-    where: Filter | None = None
-    order: tuple[Order, ...] = NEWEST_FIRST
-    limit: int = 50
-    cursor: str | None = None
-    with_total: bool = False
-    agent: str | None = None
 
 
 class RolloutRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,28 +57,6 @@ class RolloutList(msgspec.Struct, frozen=True, kw_only=True):
     items: list[RolloutRow]
     total: int | None
     next_cursor: str | None
-
-
-async def list_rollouts(store: LightningStore, query: ListQuery) -> RolloutList:
-    """A page of rollouts. Of those of an agent, what some pages hold: it may be none although there are more.
-
-    InvalidError for a limit beyond 1 to 200."""
-    if not 1 <= query.limit <= LARGEST_PAGE:
-        raise InvalidError(f"limit is {query.limit}; give 1 to {LARGEST_PAGE}")
-    items: list[RolloutRow] = []
-    cursor, total = query.cursor, None
-    for _ in range(1 if query.agent is None else _LOOKED_THROUGH):
-        call = QueryRollouts(
-            where=query.where, order=query.order, limit=query.limit - len(items), cursor=cursor,
-            with_total=query.with_total and total is None,
-        )  # fmt: skip
-        page = await store.perform(call)
-        total, cursor = page.total if total is None else total, page.next_cursor
-        rows = await rows_of(store, page.items)
-        items += [row for row in rows if query.agent is None or any(query.agent in name for name in row.agents)]
-        if cursor is None or len(items) == query.limit:
-            break
-    return RolloutList(items=items, total=None if query.agent else total, next_cursor=cursor)
 
 
 async def rows_of(store: LightningStore, rollouts: Sequence[Rollout]) -> list[RolloutRow]:
@@ -333,8 +289,13 @@ def _reward(span: Span) -> RewardView:
 _MESSAGES: Final = {"chat/completions": "messages", "messages": "messages", "responses": "input"}
 
 
-def replay_request(spans: Sequence[Span], span_id: str) -> dict[str, Any]:
-    """`{"path", "body"}` of the request of a gateway's call, as it came. NotFoundError where it was not recorded."""
+class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True):
+    path: str
+    body: dict[str, Any]
+
+
+def replay_request(spans: Sequence[Span], span_id: str) -> ReplayRequest:
+    """The request of a gateway's call, as it came. NotFoundError where it was not recorded."""
     span = next((one for one in spans if one.span_id == span_id), None)
     endpoint = None if span is None else text_of(span, semconv.CALL_ENDPOINT)
     if span is None or endpoint is None:
@@ -346,94 +307,27 @@ def replay_request(spans: Sequence[Span], span_id: str) -> dict[str, Any]:
             body[field] = said
     if (prompt := text_of(span, semconv.CALL_PROMPT)) is not None:
         body["prompt"] = prompt
-    return {"path": f"/v1/{endpoint}", "body": body}
+    return ReplayRequest(path=f"/v1/{endpoint}", body=body)
 
 
 # --- scores -------------------------------------------------------------------------------------------------------
 
 
-class Score(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Becomes a reward span of the last attempt like any other, marked as the last word and with who gave it. Without a
-    `reward` it is only a `comment`. `name` is what the reward is called."""
-
-    reward: float | None = None
-    comment: str | None = None
-    name: str = "human"
-
-
-async def give_score(store: LightningStore, rollout: Rollout, score: Score, by: str) -> None:
+async def give_score(
+    store: LightningStore, rollout: Rollout, given: Mapping[str, float], comment: str | None, by: str
+) -> None:
     """InvalidError for neither a reward nor a comment; ConflictError for a rollout that was never tried."""
-    if score.reward is None and not score.comment:
+    if not given and not comment:
         raise InvalidError("give a reward, a comment, or both")
     attempt = await store.get_latest_attempt(rollout.rollout_id)
     if attempt is None:
         raise ConflictError(f"rollout {rollout.rollout_id} has no attempt yet that could be scored")
     attributes: Attributes = {SCORED_BY: by}
-    if score.reward is not None:
-        attributes |= reward_attributes({score.name: score.reward}) | {semconv.REWARD_RETURNED: True}
-    if score.comment:
-        attributes[COMMENT] = score.comment
+    if given:
+        attributes |= reward_attributes(given) | {semconv.REWARD_RETURNED: True}
+    if comment:
+        attributes[COMMENT] = comment
     tracer = AttemptTracer(rollout.rollout_id, attempt.attempt_id)
     now = time.time()
     tracer.record(semconv.ANNOTATION, attributes, start_time=now, end_time=now)
     await store.add_many_spans(tracer.drain())
-
-
-# --- selections as files ------------------------------------------------------------------------------------------
-
-_COLUMNS = (
-    "rollout_id", "run_id", "group_id", "group_index", "mode", "status", "reward", "error", "calls", "tokens_read",
-    "tokens_written", "agents", "start_time", "end_time", "tags", "input",
-)  # fmt: skip
-
-
-class Selection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Finished rollouts, those that match `where` and, if given, have one of the `rollout_ids`."""
-
-    format: Literal["sft", "dpo", "rollouts", "csv"]
-    where: Filter | None = None
-    rollout_ids: list[str] | None = None
-
-    @property
-    def filter(self) -> Filter:
-        ended = Condition("status", "in", ["succeeded", "failed", "cancelled"])
-        named = [] if self.rollout_ids is None else [Condition("rollout_id", "in", self.rollout_ids)]
-        return And([ended, *named, *([] if self.where is None else [self.where])])
-
-    @property
-    def file_name(self) -> str:
-        return "rollouts.csv" if self.format == "csv" else f"{self.format}.jsonl"
-
-
-async def export_rollouts(store: LightningStore, selection: Selection) -> AsyncGenerator[bytes]:
-    """The file of a selection, part by part."""
-    if selection.format == "csv":
-        yield csv_line(_COLUMNS)
-    async for group in recorded_groups(store, selection.filter):
-        match selection.format:
-            case "rollouts":
-                lines: list[Any] = [{"rollout": one.rollout, "spans": one.spans} for one in group]
-            case "csv":
-                rows = await rows_of(store, [one.rollout for one in group])
-                yield b"".join(csv_line(_cells(msgspec.to_builtins(row))) for row in rows)
-                continue
-            case _:
-                wanted = Wanted()
-                lines = (sft_lines if selection.format == "sft" else dpo_lines)(group, wanted).lines
-        yield b"".join(msgspec.json.encode(line, enc_hook=plain) + b"\n" for line in lines)
-
-
-def _cells(row: dict[str, Any]) -> list[Any]:
-    known = row["rollout"] | row
-    known |= {"tags": ",".join(map(str, row["rollout"]["metadata"].get("tags", []))), "agents": ",".join(row["agents"])}
-    known["input"] = msgspec.json.encode(row["rollout"]["input"]).decode()
-    return [known[name] for name in _COLUMNS]
-
-
-def csv_line(cells: Any) -> bytes:
-    text = io.StringIO()
-    # A spreadsheet would run a text that begins so as a formula.
-    csv.writer(text).writerow(
-        [f"'{one}" if isinstance(one, str) and one[:1] in "=+-@\t\r\n" and one else one for one in cells]
-    )
-    return text.getvalue().encode()

@@ -5,7 +5,6 @@ Knows runs, metrics and resources. The names of metrics are those of `algorithm.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
@@ -14,7 +13,7 @@ import msgspec
 import numpy as np
 
 from agentlightning.data.continuity import SUGGESTIONS
-from agentlightning.errors import InvalidError, NotFoundError
+from agentlightning.errors import NotFoundError
 from agentlightning.store.base import LightningStore
 from agentlightning.tracing.dialects import mapping
 from agentlightning.types import Metrics, Run, RunStatus
@@ -59,13 +58,13 @@ class RunSeries(msgspec.Struct, frozen=True, kw_only=True):
     values: dict[str, list[float | None]]
 
 
-class Runs:
-    """The runs of a store. What a run that has ended has measured is remembered."""
+class Measured:
+    """What runs have measured; of those that have ended it is remembered."""
 
     def __init__(self) -> None:
         self._ended: dict[tuple[str, float], list[Metrics]] = {}
 
-    async def metrics(self, store: LightningStore, run: Run) -> list[Metrics]:
+    async def by(self, store: LightningStore, run: Run) -> list[Metrics]:
         key = (run.run_id, run.end_time or 0.0)
         if run.end_time is None:
             return await store.query_metrics(run.run_id)
@@ -74,22 +73,6 @@ class Runs:
                 del self._ended[next(iter(self._ended))]
             self._ended[key] = await store.query_metrics(run.run_id)
         return self._ended[key]
-
-    async def rows(self, store: LightningStore) -> list[RunRow]:
-        """The newest first."""
-        runs = await store.query_runs()
-        return [await asyncio.to_thread(_row, run, await self.metrics(store, run)) for run in reversed(runs)]
-
-    async def series(
-        self, store: LightningStore, run_ids: Sequence[str], names: Sequence[str], points: int
-    ) -> list[RunSeries]:
-        """InvalidError for a number of points beyond 20 to 2000, NotFoundError for a run there is not."""
-        if not 20 <= points <= 2000:
-            raise InvalidError(f"points is {points}; give 20 to 2000")
-        return [
-            await asyncio.to_thread(_series, run, await self.metrics(store, run), names, points)
-            for run in [await find_run(store, run_id) for run_id in run_ids]
-        ]
 
 
 async def find_run(store: LightningStore, run_id: str) -> Run:
@@ -100,7 +83,7 @@ async def find_run(store: LightningStore, run_id: str) -> Run:
     return run
 
 
-def _row(run: Run, measured: Sequence[Metrics]) -> RunRow:
+def row_of(run: Run, measured: Sequence[Metrics]) -> RunRow:
     config, seed = mapping(run.manifest.get("config")), run.manifest.get("seed")
     total_steps = mapping(config.get("algorithm")).get("steps")
     rewards = [one.values["reward"] for one in measured if "reward" in one.values]
@@ -136,7 +119,7 @@ def _parts(values: np.ndarray[Any, Any], count: int) -> list[np.ndarray[Any, Any
     return np.array_split(values, min(count, len(values))) if len(values) else []
 
 
-def _series(run: Run, measured: Sequence[Metrics], names: Sequence[str], points: int) -> RunSeries:
+def series(run: Run, measured: Sequence[Metrics], names: Sequence[str], points: int) -> RunSeries:
     buckets = [[measured[int(at)] for at in part] for part in _parts(np.arange(len(measured)), points)]
 
     def summed(value: Callable[[Mapping[str, float]], float]) -> list[float]:
@@ -174,11 +157,10 @@ _COUNTED: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 class Quality(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a run's data is left out or drifts, by reason, over all its steps (`measured`) or in some of its newest
-    rollouts. `shares` are per step; `suggestions` say what can be done about each kind of break."""
+    """What of a run's data is left out or drifts, by reason, over all its steps. `shares` are per step; `suggestions`
+    say what can be done about each kind of break."""
 
     run_id: str
-    measured: bool
     rollouts: int
     calls: int
     step: list[int]
@@ -187,7 +169,7 @@ class Quality(msgspec.Struct, frozen=True, kw_only=True):
     suggestions: dict[str, str]
 
 
-def measured_quality(run: Run, measured: Sequence[Metrics]) -> Quality:
+def quality(run: Run, measured: Sequence[Metrics]) -> Quality:
     """From what each step has counted; steps that counted no rollouts (evaluations) are left out."""
     steps = [one for one in measured if "rollouts" in one.values]
     suggestions: dict[str, str] = {**SUGGESTIONS}
@@ -212,7 +194,6 @@ def measured_quality(run: Run, measured: Sequence[Metrics]) -> Quality:
 
     return Quality(
         run_id=run.run_id,
-        measured=True,
         rollouts=round(total.get("rollouts", 0.0)),
         calls=round(total.get("calls", 0.0) + total.get("calls_excluded", 0.0)),
         step=[one.step for one in steps],
@@ -229,6 +210,12 @@ def measured_quality(run: Run, measured: Sequence[Metrics]) -> Quality:
 # --- prompts ------------------------------------------------------------------------------------------------------
 
 
+class PromptScore(msgspec.Struct, frozen=True, kw_only=True):
+    mean: float
+    tasks: int
+    failed: int
+
+
 class TriedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """A candidate of a prompt search, with its difference from its parent and its newest score."""
 
@@ -241,7 +228,7 @@ class TriedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     diff: str
     resources_id: str
     time: float
-    score: dict[str, float] | None
+    score: PromptScore | None
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
@@ -249,7 +236,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     beam: list[str]
-    scores: dict[str, dict[str, float]]
+    scores: dict[str, PromptScore]
     rejected: dict[str, str] = {}
     final: bool = False
 

@@ -5,6 +5,7 @@ Knows transitions, tokenizers and where a run keeps its own. It does not know mo
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,6 @@ from agentlightning.dashboard.credit import TracedGroup
 from agentlightning.data.continuity import continuity
 from agentlightning.data.explanation import ExplainedBreak, explain_break
 from agentlightning.data.forest import shared_length
-from agentlightning.data.recorded import CreditSettings
 from agentlightning.data.transitions import FloatArray, TracedRollout
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.types import Span
@@ -99,6 +99,10 @@ class Tokenizers:
             self._read = {file: TokenBytes(Tokenizer.from_file(str(file)))}
         return str(file.parent), self._read[file]
 
+    async def token_bytes(self) -> TokenBytes | None:
+        found = await asyncio.to_thread(self.find)
+        return None if found is None else found[1]
+
 
 def classifier_of(token_bytes: TokenBytes | None) -> Classifier | None:
     """What tells why ids differ, where texts of tokens are known."""
@@ -161,7 +165,7 @@ def token_view(
 
 def _advantages(group: TracedGroup, span_id: str) -> list[float] | None:
     try:
-        found: FloatArray | None = group.advantages(group.training.credit or CreditSettings()).get(span_id)
+        found: FloatArray | None = group.advantages(group.settings).get(span_id)
     except (ConfigError, TypeError, ValueError):
         return None
     return None if found is None else found.tolist()

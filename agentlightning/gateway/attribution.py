@@ -18,7 +18,6 @@ from agentlightning.errors import ConflictError
 from agentlightning.gateway.locality import why_elsewhere
 from agentlightning.gateway.request import CallRefused
 from agentlightning.store.base import LightningStore
-from agentlightning.store.calls import FindKey
 from agentlightning.store.lifecycle import ENDS, TERMINAL
 from agentlightning.tracing.context import AttemptTracer
 from agentlightning.types import UNATTRIBUTED, Attempt, Credential, Mode, Rollout
@@ -119,7 +118,7 @@ class Attributor:
             self._keys.move_to_end(api_key)
             return self._keys[api_key]
         try:
-            credential = await store.perform(FindKey(api_key=api_key))
+            credential = await store.find_key(api_key)
         except ConflictError as error:
             _refuse(409, "worker_attempt", str(error))
         if credential is not None and credential.attempt is not None and credential.worker_id is None:

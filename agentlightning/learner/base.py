@@ -6,8 +6,7 @@ A learner knows weights, optimiser and loss. It does not know groups, rewards, r
 from __future__ import annotations
 
 import math
-import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, get_
 
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.transitions import FloatArray
-from agentlightning.errors import ConfigError, check_settings, nearest
+from agentlightning.errors import ConfigError, check_settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,50 +109,6 @@ class Critic:
         check_settings(self, above={"learning_rate": 0}, choices={"trunk": get_args(CriticTrunk)})
 
 
-def is_tinker(given: str | Mapping[str, Any] | None) -> bool:
-    """Whether a run's learner is a Tinker server, verl's or another."""
-    return given == "tinker" or (isinstance(given, Mapping) and not given.keys().isdisjoint(("tinker", "verl")))
-
-
-def read_learner(
-    given: str | Mapping[str, Any] | None,
-    *,
-    models: int = 1,
-    deterministic: bool = False,
-    lora: LoRA | None = None,
-    critic: Critic | None = None,
-    loss: object = None,
-) -> int | None:
-    """In how many processes a run of so many models has its learner; None for one in the trainer's process, or on a
-    Tinker server. ConfigError for what is none of these, and for what does not go with several."""
-    if given in (None, "torch") or is_tinker(given):
-        return None
-    forms = "write torch, {fsdp: 2} for a learner in two processes, tinker, {tinker: URL} or {verl: URL}"
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"learner is {given!r}; {forms}")
-    for key in given:
-        if key != "fsdp":
-            raise ConfigError(f"learner: unknown key {key!r}; {nearest(str(key), ('fsdp', 'tinker', 'verl'))}")
-    processes: Any = given.get("fsdp")
-    if type(processes) is not int or processes < 1:
-        raise ConfigError(f"learner is {dict(given)!r}; {forms}")
-    refused = {"several models": models > 1, "deterministic": deterministic, "lora": lora, "a critic": critic}
-    for name, there in refused.items():
-        if there:
-            raise ConfigError(f"{name} needs the learner torch: fsdp trains all weights of one model, with any sampler")
-    try:
-        pickle.dumps(loss)
-        at_home = getattr(loss, "__module__", None) == "__main__"
-    except (pickle.PicklingError, AttributeError, TypeError):
-        at_home = True
-    if at_home:
-        raise ConfigError(
-            f"the loss {loss!r} cannot be imported by the processes of the learner: define it at the top level of a "
-            "module, or name it: 'file.py:function'"
-        )
-    return processes
-
-
 @dataclass(frozen=True)
 class Weights:
     """A publication: what policy `version` samples with, in the directory `place` that `Learner.export` has written;
@@ -166,25 +121,20 @@ class Weights:
 class Sampler(Protocol):
     """What samples from a policy. `takes` says in which form it is given weights: it reads the learner's `live` model,
     or loads a directory with the `whole` model, with an `adapter` as `peft` writes it, or with a `handle` of weights
-    that are elsewhere."""
+    that are elsewhere. The gateway routes calls to `backend`. Since it was started it has sampled `generated_tokens`,
+    and for `idle_seconds` it had nothing to do, or was not allowed to."""
 
     @property
     def takes(self) -> WeightsForm: ...
 
     @property
-    def backend(self) -> Backend:
-        """What the gateway routes calls to."""
-        ...
+    def backend(self) -> Backend: ...
 
     @property
-    def generated_tokens(self) -> int:
-        """How many it has sampled since it was started."""
-        ...
+    def generated_tokens(self) -> int: ...
 
     @property
-    def idle_seconds(self) -> float:
-        """How long it has had nothing to do, or was not allowed to do it, since it was started."""
-        ...
+    def idle_seconds(self) -> float: ...
 
     async def check(self, train: Sampling) -> None:
         """ConfigError where what it answers to calls sampled so cannot be trained."""
@@ -199,7 +149,7 @@ class Sampler(Protocol):
         ...
 
     async def watch(self, calls_held: Callable[[], AbstractAsyncContextManager[None]]) -> None:
-        """Runs beside the job, see that its servers go on sampling, and never returns; while none does calls are held.
+        """Runs beside the job, sees that its servers go on sampling, and never returns; while none does calls are held.
         BackendError where none will."""
         ...
 
@@ -210,23 +160,22 @@ class Sampler(Protocol):
 
 
 class Learner(Protocol):
-    """Makes gradient steps on the policy's weights.
+    """Makes gradient steps on the policy's weights; every method blocks.
 
     `mismatch_tolerance` bounds |exp(learner − engine logprob) − 1| of a token where both hold the same weights: above
-    it, what is trained is no longer what was sampled."""
+    it, what is trained is no longer what was sampled. `token_bytes` is what the policy's tokens spell; None where its
+    tokenizer does not tell."""
 
     @property
     def mismatch_tolerance(self) -> float: ...
 
     @property
-    def token_bytes(self) -> TokenBytes | None:
-        """What the policy's tokens spell; None where its tokenizer does not tell."""
-        ...
+    def token_bytes(self) -> TokenBytes | None: ...
 
     def prepare(
         self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None
     ) -> tuple[list[TrainingSequence], dict[str, float]]:
-        """The batch as `step` is to be given it, whole or in parts; called before its first optimiser step. Blocks.
+        """The batch as `step` is to be given it, whole or in parts; called before its first optimiser step.
 
         With `loss.old` proximal, log-probabilities are those of the present weights, and the truncated weight of each
         token is a factor of its advantage, which comes to the same: every loss is proportional to a positive factor
@@ -234,14 +183,14 @@ class Learner(Protocol):
         ...
 
     def values(self, batch: Sequence[TrainingSequence]) -> list[FloatArray]:
-        """What the critic says now that each sampled token is worth, one float32[N] per sequence; blocks. ConfigError
-        where there is no critic."""
+        """What the critic says that each sampled token is worth, float32[N] of each sequence. ConfigError where there
+        is no critic."""
         ...
 
     def step(self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None) -> dict[str, float]:
-        """One optimiser step; blocks. Returns metrics: loss, grad_norm, learning_rate, ratio and KL statistics,
-        entropy, tokens (sampled), tokens_computed and tokens_saved (against computing each transition by itself;
-        padding aside); with a critic value_loss, value_clip_fraction and critic_grad_norm.
+        """One optimiser step. Returns metrics: loss, grad_norm, learning_rate, ratio and KL statistics, entropy, tokens
+        (sampled), tokens_computed and tokens_saved (against computing each transition by itself; padding aside); with a
+        critic value_loss, value_clip_fraction and critic_grad_norm.
 
         `version` is what the engine calls the weights that this step begins with, None if they have no name. How far
         engine and learner are apart is told of the tokens sampled by it, if there are any and `loss.old` is behaviour:
@@ -251,7 +200,7 @@ class Learner(Protocol):
         ...
 
     def logprobs(self, batch: Sequence[TrainingSequence], temperature: float = 1.0) -> Sequence[Tensor]:
-        """The policy's present log-probability of every sampled token, one float32[N] per sequence; blocks."""
+        """The policy's present log-probability of every sampled token, float32[N] of each sequence, on the CPU."""
         ...
 
     def export(self, directory: Path, form: WeightsForm) -> None:

@@ -11,14 +11,13 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,10 +31,9 @@ from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner.base import AdamW, WeightsForm
 from agentlightning.learner.losses import Loss
 from agentlightning.learner.policy import Policy
-from agentlightning.learner.started import end_of
+from agentlightning.learner.servers import end_of
 from agentlightning.learner.torch import MISMATCH_TOLERANCE
 
-_READY_SECONDS: Final = 900.0
 _END_SECONDS: Final = 10.0
 _LAST_WORDS_SECONDS: Final = 1.0
 
@@ -61,39 +59,39 @@ class FsdpLearner:
         self.token_bytes: TokenBytes | None = policy.token_bytes
         self.mismatch_tolerance: float = MISMATCH_TOLERANCE[getattr(torch, settings.dtype)]
         self._log = log
-        self._place = Path(tempfile.mkdtemp(prefix="agl-", dir="/tmp"))  # this user's; paths of sockets must be short
+        self._place = tempfile.mkdtemp(prefix="agl-")  # where they meet, this user's
         self._ranks: list[Connection] = []
-        log.parent.mkdir(parents=True, exist_ok=True)
         self.processes: list[subprocess.Popen[bytes]] = []
-        command = (sys.executable, "-m", "agentlightning.learner.sharded", str(self._place / "trainer"))
-        with socket.socket(socket.AF_UNIX) as listener, log.open("ab") as output:
-            self._log_begin = output.tell()
-            listener.bind(command[-1])
-            listener.listen(processes)
-            try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with log.open("ab") as output:
+                self._log_begin = output.tell()
                 for rank in range(processes):
-                    started = subprocess.Popen(
-                        command,
-                        env=_environment(rank, processes),
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=output,
-                        start_new_session=True,  # Ctrl-C is for the trainer, which ends them once it has saved
-                    )
+                    ours, theirs = Pipe()
+                    self._ranks.append(ours)
+                    with theirs:
+                        module = "agentlightning.learner.sharded"
+                        started = subprocess.Popen(
+                            (sys.executable, "-m", module, str(theirs.fileno()), self._place),
+                            env=_environment(rank, processes),
+                            stdin=subprocess.DEVNULL,
+                            stdout=output,
+                            stderr=output,
+                            pass_fds=(theirs.fileno(),),
+                            start_new_session=True,  # Ctrl-C is for the trainer, which ends them once it has saved
+                        )
                     self.processes.append(started)
-                self._connect(listener, processes)
-                self._send(settings)
-                self._answer()
-            except BaseException:
-                self.close()
-                raise
+            self._send(settings)
+            self._answer()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """End the processes."""
         for one in self._ranks:
             one.close()  # which they take as a sign to end
-        hear = len(self._ranks) == len(self.processes)  # one that is still starting does not
-        give_up = time.monotonic() + (_END_SECONDS if hear else 0.0)
+        give_up = time.monotonic() + _END_SECONDS
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, give_up - time.monotonic()))
@@ -147,21 +145,6 @@ class FsdpLearner:
             if error is not None:
                 raise error
         return answers[self._ranks[0]][0]
-
-    def _connect(self, listener: socket.socket, processes: int) -> None:
-        """Wait for all of them. TrainingError where they end before."""
-        given_up = time.monotonic() + _READY_SECONDS
-        rank_of: dict[Connection, int] = {}
-        listener.settimeout(0.2)
-        with self._explained():
-            while len(self._ranks) < processes:
-                if any(one.poll() is not None for one in self.processes) or time.monotonic() > given_up:
-                    raise EOFError
-                with contextlib.suppress(TimeoutError):
-                    accepted, _ = listener.accept()
-                    self._ranks.append(one := Connection(accepted.detach()))
-                    rank_of[one] = pickle.loads(one.recv_bytes())
-        self._ranks.sort(key=rank_of.__getitem__)
 
     @contextlib.contextmanager
     def _explained(self) -> Generator[None]:

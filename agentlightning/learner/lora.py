@@ -40,7 +40,7 @@ class Adapter:
         self._trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
         layers = [f".{name}" for name, _ in model.named_modules()]
-        for target in () if isinstance(targets, str) else targets:
+        for target in [] if isinstance(targets, str) else targets:
             if not any(layer.endswith(f".{target}") for layer in layers):
                 raise ConfigError(f"the model has no layer {target!r}, which the LoRA targets {lora.targets!r} name")
         config = LoraConfig(

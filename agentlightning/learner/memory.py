@@ -1,7 +1,5 @@
-"""How much memory training a model takes, told before it is loaded.
-
-Knows shapes, types and what an optimiser and an engine keep of them; what a gradient keeps is measured. An estimate:
-allocators and the batches there turn out to be are not known.
+"""How much memory training a model takes, told before it is loaded: an estimate, in which only what a gradient keeps
+is measured.
 """
 
 from __future__ import annotations
@@ -9,7 +7,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -36,23 +33,19 @@ class MemoryEstimate:
     """Bytes, by what they are for: all that a separate critic takes, the engine's copy of weights, its key-value cache,
     what a micro-batch keeps for its gradient, and the logits of a chunk are last."""
 
-    weights: int
-    gradients: int
-    optimizer: int
-    reference: int
-    critic: int
-    engine: int
-    cache: int
-    activations: int
-    logits: int
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    reference: int = 0
+    critic: int = 0
+    engine: int = 0
+    cache: int = 0
+    activations: int = 0
+    logits: int = 0
 
     @property
     def total(self) -> int:
         return sum(dataclasses.astuple(self))
-
-    def __str__(self) -> str:
-        parts = [f"{name} {size / GIB:.2f}" for name, size in dataclasses.asdict(self).items() if size]
-        return f"{self.total / GIB:.2f} GiB ({', '.join(parts)})"
 
     def over(self, processes: int, *, one_memory: bool) -> MemoryEstimate:
         """Of so many processes with a part of each weight: all in one memory, or one that has its own."""
@@ -61,20 +54,16 @@ class MemoryEstimate:
         return dataclasses.replace(self, **{name: int(getattr(self, name) * factor) for name in parts})
 
     def check(self, available: int, *, loaded: bool = False) -> None:
-        """ConfigError with what to change where more is needed than is available; the weights may be there already."""
+        """ConfigError where more is needed than is available; the weights may be there already."""
         if self.total - (self.weights if loaded else 0) <= available:
             return
-        changes = {
-            "activations": "a smaller optimizer.micro_batch_tokens, or optimizer.gradient_checkpointing: true",
-            "optimizer": "lora: {} (an adapter is trained, the weights are not)",
-            "weights": "dtype: bfloat16, or a smaller model",
-            "cache": "a smaller max_sequence_length, or fewer n_runners",
-            "reference": "no reference (kl_coefficient 0)",
-            "critic": "critic: shared",
-        }
-        largest = sorted(changes, key=lambda name: getattr(self, name), reverse=True)
-        advice = "; ".join(changes[name] for name in largest if getattr(self, name) > 0.1 * self.total)
-        raise ConfigError(f"training needs about {self}, and {available / GIB:.2f} GiB are there. What helps: {advice}")
+        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in dataclasses.asdict(self).items() if size)
+        raise ConfigError(
+            f"training needs about {self.total / GIB:.2f} GiB ({parts}), and {available / GIB:.2f} GiB are there. What "
+            "helps: for activations a smaller optimizer.micro_batch_tokens, or optimizer.gradient_checkpointing: true; "
+            "for optimizer and reference lora: {} (an adapter is trained, the weights are not); for weights dtype: "
+            "bfloat16, or a smaller model; for cache a smaller max_sequence_length, or fewer n_runners"
+        )
 
 
 def estimate_memory(
@@ -93,31 +82,28 @@ def estimate_memory(
     slots (0: none).
 
     A micro-batch is taken to be full: `micro_batch_tokens`, or one sequence of the greatest length."""
-    weights = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
-    rounded = any(parameter.dtype != torch.float32 for parameter in model.parameters())
-    targets = _targets(model, lora) if lora is not None else []
-    if lora is None:
-        trained, masters = sum(parameter.numel() for parameter in model.parameters()), rounded
-    else:
-        trained, masters = sum(lora.rank * (one.in_features + one.out_features) for one in targets), False
+    parameters = sum(one.numel() for one in model.parameters())
+    weights = sum(one.numel() * one.itemsize for one in model.parameters())
+    embedding: Any = model.get_input_embeddings()
+    # Joined projections of a small model, at most.
+    engine = weights - embedding.weight.numel() * embedding.weight.itemsize if parameters <= LARGEST_JOINED else 0
+    if lora is not None:
+        targets = _targets(model, lora)
+        trained, moments = sum(lora.rank * (one.in_features + one.out_features) for one in targets), 2
+        engine += sum(one.weight.numel() * one.weight.itemsize for one in targets)
         weights += trained * FLOAT32
-    engine = 0
-    if slots and lora is not None:
-        engine = sum(one.weight.numel() * one.weight.itemsize for one in targets)
-    elif slots and own_weights:
-        engine = weights
-    if slots and sum(parameter.numel() for parameter in model.parameters()) <= LARGEST_JOINED:
-        embedding: Any = model.get_input_embeddings()
-        engine += weights - embedding.weight.numel() * embedding.weight.itemsize  # joined projections, at most
+    else:
+        rounded = any(one.dtype != torch.float32 for one in model.parameters())
+        trained, moments = parameters, 3 if rounded else 2
+        engine += weights if own_weights else 0
     tokens = max(config.micro_batch_tokens, max_sequence_length)
     vocabulary = int(model.config.get_text_config().vocab_size)
-    gradients, optimizer = trained * FLOAT32, trained * FLOAT32 * (3 if masters else 2)
+    gradients, optimizer = trained * FLOAT32, trained * FLOAT32 * moments
     try:
-        per_token = _activations_per_token(model, lora, config.gradient_checkpointing, device)
+        activations = int(tokens * _activations_per_token(model, lora, config.gradient_checkpointing, device))
     except (AttributeError, ValueError, TypeError, RuntimeError) as error:  # of shapes that none of ours has
         _log.warning("the activations of a %s are not in the estimate of memory: %s", type(model).__name__, error)
-        per_token = 0.0
-    activations = int(tokens * per_token)
+        activations = 0
     own = weights if lora is None else trained * FLOAT32
     separate = critic is not None and critic.trunk == "separate"
     return MemoryEstimate(
@@ -126,7 +112,7 @@ def estimate_memory(
         optimizer=optimizer,
         reference=weights if reference and lora is None else 0,
         critic=own + gradients + optimizer + activations if separate else 0,
-        engine=engine,
+        engine=engine if slots else 0,
         cache=cache_bytes(model, slots, max_sequence_length),
         activations=activations,
         logits=LOGITS_HELD * FLOAT32 * min(tokens * vocabulary, LOGITS_AT_ONCE),
@@ -134,13 +120,24 @@ def estimate_memory(
 
 
 def available_memory(device: torch.device) -> int | None:
-    """Bytes that a process can have there now, None where nobody tells."""
+    """Bytes that a process can have there now, None where nobody tells (not Linux)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    if device.type != "cpu":
+    memory = Path("/proc/meminfo")
+    if device.type != "cpu" or not memory.is_file():
         return None
-    found = [_available_of_machine(), *_left_of_container()]
-    return min((one for one in found if one is not None), default=None)
+    found = dict(line.split(":") for line in memory.read_text().splitlines())
+    return min([int(found["MemAvailable"].split()[0]) * 1024, *left_of_container()])
+
+
+def left_of_container(group: Path = Path("/sys/fs/cgroup")) -> list[int]:
+    """What the limit of a container (cgroup, version 2) leaves, files that the kernel only keeps in memory counted."""
+    try:
+        limit, used, about = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current", "stat"))
+    except OSError:
+        return []
+    cached = dict(line.split() for line in about.splitlines()).get("inactive_file", "0")
+    return [] if limit == "max" else [int(limit) - int(used) + int(cached)]
 
 
 def _activations_per_token(
@@ -192,23 +189,3 @@ def _targets(model: PreTrainedModel, lora: LoRA) -> list[Any]:
         return list(linear.values())
     names = (lora.targets,) if isinstance(lora.targets, str) else lora.targets
     return [one for name, one in linear.items() if name.rpartition(".")[2] in names]
-
-
-def _available_of_machine() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):  # not Linux: all there is, were nothing else running
-        names = os.sysconf_names
-        known = "SC_PHYS_PAGES" in names and "SC_PAGE_SIZE" in names
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else None
-
-
-def _left_of_container(group: Path = Path("/sys/fs/cgroup")) -> list[int]:
-    """What the limit of a container (cgroup, version 2) leaves, files that the kernel only keeps in memory counted."""
-    try:
-        limit, used, about = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current", "stat"))
-    except OSError:
-        return []
-    cached = dict(line.split() for line in about.splitlines()).get("inactive_file", "0")
-    return [] if limit == "max" else [int(limit) - int(used) + int(cached)]

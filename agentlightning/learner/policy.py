@@ -72,10 +72,8 @@ def choose_device(device: str | None = None) -> str:
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # what torch raises for a device it was built without
-        reason = str(error).partition(". ")[0]
-        reason = "" if reason.startswith("Expected one of") else f" ({reason})"  # 25 of which torch knows the names
-        raise ConfigError(f"device {device!r} cannot be used here{reason}; choose cpu, cuda or mps") from None
+    except (RuntimeError, AssertionError):  # what torch raises for a device it was built without
+        raise ConfigError(f"device {device!r} cannot be used here; choose cpu, cuda or mps") from None
     return device
 
 
@@ -93,7 +91,9 @@ def open_policy(
 
     ConfigError as of `load_policy`, or where that function cannot be had or makes no policy."""
     if isinstance(source, Policy):
-        policy = source if device is None else _moved(source, device)
+        policy = source
+        if device is not None:
+            _move(policy, device)
     elif is_reference(str(source)):
         make = load_reference(str(source))
         try:
@@ -103,7 +103,7 @@ def open_policy(
         policy = make(seed)
         if not isinstance(policy, Policy):
             raise ConfigError(f"{source} made a {type(policy).__name__}; it must return a Policy")
-        policy = _moved(policy, device)
+        _move(policy, device)
     else:
         policy = load_policy(source, device=device, dtype=dtype or "float32")
     if dtype is not None:
@@ -116,12 +116,10 @@ def open_policy(
     return replace(policy, adapter=Adapter(policy.model, lora, seed=seed))
 
 
-def _moved(policy: Policy, device: str | None) -> Policy:
-    """The policy itself, on the device."""
+def _move(policy: Policy, device: str | None) -> None:
     device = choose_device(device)
     for model in (policy.model, *(() if policy.adapter is None else (policy.adapter.merged,))):
         cast(Any, model).to(device)
-    return policy
 
 
 def load_policy(source: str | Path, *, device: str | None = None, dtype: str = "float32") -> Policy:
@@ -180,8 +178,7 @@ def _load_model(source: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     base = PeftConfig.from_pretrained(str(source)).base_model_name_or_path
     if not base:
         raise ConfigError(
-            f"{source} holds an adapter and does not say of which model, which was made by a function: load the "
-            "adapter with peft, on the model that the function makes"
+            f"{source} holds an adapter of a model that a function made: load it with peft, on what the function makes"
         )
     # `peft`'s own loader would cut the model to the tokenizer's size.
     with catch_warnings():
@@ -193,14 +190,11 @@ def _load_model(source: str | Path, dtype: torch.dtype) -> PreTrainedModel:
 def _check_source(source: str | Path) -> None:
     path = Path(source)
     if "://" in str(source):
-        raise ConfigError(
-            f"{source} is the address of an endpoint, whose answers come without token ids and whose weights cannot be "
-            "had from there; give a directory written by save_pretrained, or a Hugging Face id"
-        )
+        raise ConfigError(f"{source} is an endpoint, which gives no weights; give a directory or a Hugging Face id")
     if path.exists() and not any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         raise ConfigError(
-            f"{path} holds no model: config.json is missing. Give a directory written by save_pretrained"
-            f"{_checkpoints_below(path)}"
+            f"{path} holds no model: config.json is missing. Give a directory written by save_pretrained, such as a "
+            "checkpoint of a run"
         )
     if not path.exists() and (path.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") > 1):
         raise ConfigError(f"model path {source} does not exist")
@@ -217,8 +211,3 @@ def _explained(source: str | Path) -> Generator[None]:
             f"cannot load model {str(source)!r}: {reason}. Give a directory written by save_pretrained, or the id of a "
             "causal language model on the Hugging Face hub (which must be reachable, or in its local cache)"
         ) from None
-
-
-def _checkpoints_below(path: Path) -> str:
-    found = [one for one in sorted(path.glob("**/config.json")) if "published" not in one.parts]
-    return f", such as {found[-1].parent}" if found else ""

@@ -10,17 +10,16 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext, suppress
-from typing import Any, Final, Literal
-from urllib.parse import urlsplit
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 import torch
 
 from agentlightning.data.sequences import TrainingSequence
-from agentlightning.errors import BackendError, ConfigError, UnavailableError, nearest
+from agentlightning.errors import BackendError, ConfigError, UnavailableError
 from agentlightning.gateway.backend import Backend, BackendEvent, Delta, ModelCall, RelayedAnswer, RelayedCall, Sampling
 from agentlightning.gateway.backends.connection import Connection
 from agentlightning.gateway.backends.kinds import with_version
@@ -30,135 +29,89 @@ from agentlightning.gateway.probe import one_answer, probe
 from agentlightning.gateway.replicas import RemoteBackend, Replicas
 from agentlightning.gateway.updates import WeightUpdate, load_adapter, load_weights, unload_adapter
 from agentlightning.learner.base import Weights, WeightsForm
+from agentlightning.learner.places import SamplerPlace
 from agentlightning.learner.policy import Policy
-from agentlightning.learner.started import StartedServer
+from agentlightning.learner.servers import StartedServer
 
 _log = logging.getLogger(__name__)
 
-START: Final = "start"
-_PROBED_TOKENS: Final = 16
-_PATIENCE: Final = 300.0  # seconds for calls to finish, where a server cannot pause them
+PROBED_TOKENS: Final = 16
+_PATIENCE: Final = 300.0  # seconds for calls to finish, where a server cannot pause them, and for a server to come back
 _LOOK_SECONDS: Final = 1.0  # between looks for servers that are lost
 _HEALTH_SECONDS: Final = 2.0
-_END_SECONDS: Final = 3.0  # a server that dies breaks its connections before its process has ended
-_RESTARTS: Final = 3
-_REPEATED: Final = 1  # how often a call is made again whose server has died
 _ADAPTERS_KEPT: Final = 2  # on a server, beside those with which calls began that still run
 
 
-class RemoteSampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a policy is sampled: the base URL of a `vllm` or of an `sglang` server, or those of several that answer
-    alike. `model` is the server's name for it, where it serves several; `api_key` its key.
+class Activity:
+    """Counts what runs: `with activity:` around each call. `idle_seconds` is for how long nothing has."""
 
-    With `start` in place of a URL the server is started with the run and ended with it: `program` is vLLM's command, or
-    the Python that has SGLang, `flags` and `environment` are added to what it is given."""
-
-    vllm: str | list[str] | None = None
-    sglang: str | list[str] | None = None
-    model: str | None = None
-    api_key: str | None = None
-    program: str | None = None
-    flags: list[str] = []
-    environment: dict[str, str] = {}
+    def __init__(self) -> None:
+        self.running = 0
+        self.none = asyncio.Event()
+        self.none.set()
+        self._idle, self._since = 0.0, time.monotonic()
 
     @property
-    def kind(self) -> Literal["vllm", "sglang"]:
-        return "vllm" if self.vllm else "sglang"
+    def idle_seconds(self) -> float:
+        return self._idle + (0.0 if self.running else time.monotonic() - self._since)
 
-    @property
-    def starts(self) -> bool:
-        return START in (self.vllm, self.sglang)
+    def __enter__(self) -> None:
+        self._idle = self.idle_seconds
+        self.running += 1
+        self.none.clear()
 
-    @property
-    def urls(self) -> list[str]:
-        given = self.vllm or self.sglang or []
-        return [given] if isinstance(given, str) else given
-
-
-def read_sampler(
-    given: str | Mapping[str, Any] | None, *, models: int, deterministic: bool, overlaps: bool
-) -> RemoteSampling | None:
-    """What a run of so many models says of its sampler; None for the engine in the trainer's process. ConfigError for
-    what is neither, and for what does not go with it: a `deterministic` run, or one that `overlaps` its rollouts."""
-    if given in (None, "embedded"):
-        return None
-    forms = "write embedded, vllm, sglang, {vllm: http://host:8000/v1} or {sglang: http://host:30000/v1}"
-    try:
-        sampling = msgspec.convert({given: START} if given in ("vllm", "sglang") else given, RemoteSampling)
-    except msgspec.ValidationError as error:
-        if isinstance(given, str):
-            raise ConfigError(f"sampler is {given!r}; {forms}") from None
-        for key in given or ():
-            if key not in RemoteSampling.__struct_fields__:
-                raise ConfigError(
-                    f"sampler: unknown key {key!r}; {nearest(key, RemoteSampling.__struct_fields__)}"
-                ) from None
-        raise ConfigError(f"sampler: {error}; {forms}") from None  # without the key in it
-    if len([kind for kind in (sampling.vllm, sampling.sglang) if kind]) != 1:
-        raise ConfigError(f"sampler names {', '.join(given) or 'nothing'}; {forms}")
-    if sampling.sglang and sampling.model:
-        raise ConfigError("sampler: an SGLang server has one model; leave `model` out")
-    if (sampling.flags or sampling.environment or sampling.program) and not sampling.starts:
-        raise ConfigError(
-            f"sampler: program, flags and environment are of a server that is started: {{{sampling.kind}: start, …}}"
-        )
-    for url in () if sampling.starts else sampling.urls:
-        if urlsplit(url).scheme not in ("http", "https"):
-            raise ConfigError(f"sampler: {url!r} is no address of a server; {forms}")
-    if sampling.model and sampling.starts:
-        raise ConfigError("sampler: a server that is started has the run's model alone; leave `model` out")
-    if sampling.api_key and sampling.starts:
-        raise ConfigError("sampler: api_key is that of a server by URL; one that is started is reached by no one else")
-    if models != 1:
-        raise ConfigError(f"a sampler by URL serves one model, and {models} are trained: leave `sampler` out")
-    if deterministic:
-        raise ConfigError("deterministic needs the embedded sampler: servers put calls into batches as they come")
-    if overlaps and sampling.sglang:
-        raise ConfigError("max_staleness needs a sampler that pauses calls for new weights: vLLM does, SGLang does not")
-    return sampling
+    def __exit__(self, *_: object) -> None:
+        self.running -= 1
+        if not self.running:
+            self._since = time.monotonic()
+            self.none.set()
 
 
 class RemoteSampler:
-    """A `Sampler` on the servers that `sampling` names, or on the one that was `started`, for `policy`; and the backend
-    of its calls. vLLM takes an adapter beside the model that it was started with, under a name for each version;
-    SGLang gets it merged. One that `sleeps` has no memory on its GPU while a step is computed. Prompt and answer have
+    """A `Sampler` on the servers at `place`, or on the one that was `started`, for `policy`; and the backend of its
+    calls. vLLM takes an adapter beside the model that it was started with, under a name for each version; SGLang gets
+    it merged. One that `sleeps` has no memory on its GPU while a step is computed. Prompt and answer have
     `max_sequence_length` tokens at most, or what a server says that it takes."""
 
     def __init__(
         self,
-        sampling: RemoteSampling,
+        place: SamplerPlace,
         policy: Policy,
         started: StartedServer | None = None,
         *,
         sleeps: bool = False,
         max_sequence_length: int | None = None,
     ) -> None:
-        self.takes: WeightsForm = "adapter" if policy.adapter is not None and sampling.vllm else "whole"
+        self.takes: WeightsForm = "adapter" if policy.adapter is not None and place.vllm else "whole"
         chat = ChatTemplate.from_pretrained(policy.tokenizer)
-        if started is None:
-            self._servers = [_server(sampling, url, sampling.api_key, chat) for url in sampling.urls]
-        else:
-            self._servers = [_server(sampling, started.url, started.api_key, chat, started.socket)]
+        addresses = [(url, place.api_key, None) for url in place.urls]
+        if started is not None:
+            addresses = [(started.url, None, started.socket)]
+        self._servers: list[VllmBackend | SglangBackend] = []
+        for url, key, socket in addresses:
+            url = with_version(url, place.kind)
+            if place.vllm:
+                server = VllmBackend(url, chat, api_key=key, model=place.model, socket=socket)
+            else:
+                server = SglangBackend(Connection(url, api_key=key), chat)
+            self._servers.append(server)
         self._started, self._sleeps, self._sleeping = started, sleeps, False
         self._max_sequence_length = max_sequence_length
         self._replicas = Replicas(self._servers, lost=self._lost)
         self._weights: Weights | None = None  # the newest
-        self._gone: set[RemoteBackend] = set()
+        self._gone: set[RemoteBackend] = set()  # what answers there next has other weights
         self._changing = asyncio.Lock()  # of the weights of any server
-        self._restarts = 0  # since the last publication
         self._run = f"policy-{secrets.token_hex(4)}"  # other runs may use the same server
         self._adapters: list[str] = []
         self._calls_with: Counter[str] = Counter()  # of each adapter
         self._usable = asyncio.Event()  # calls wait for it before they begin
         self._usable.set()
-        self._unused = asyncio.Event()
-        self._unused.set()
         self.name, self.relays = self._replicas.name, self._replicas.relays
         self.captures_tokens, self.seeded = self._replicas.captures_tokens, self._replicas.seeded
         self.generated_tokens = 0
-        self.pauses = sampling.kind == "vllm"  # calls go on through a publication; else they end before it
+        self.pauses = place.kind == "vllm"  # calls go on through a publication; else they end before it
         self.patience = _PATIENCE
-        self._running, self._idle, self._idle_since = 0, 0.0, time.monotonic()
+        self._activity = Activity()
 
     @property
     def backend(self) -> RemoteSampler:
@@ -166,7 +119,7 @@ class RemoteSampler:
 
     @property
     def idle_seconds(self) -> float:
-        return self._idle + (0.0 if self._running else time.monotonic() - self._idle_since)
+        return self._activity.idle_seconds
 
     async def check(self, train: Sampling) -> None:
         """Find out what the servers call their model. ConfigError where one cannot be reached, or where what it answers
@@ -175,10 +128,13 @@ class RemoteSampler:
             if self._started is not None:
                 await self._started.ready(server.connection)
             served = await _served(server)
+            of_ids: Any = server
             if isinstance(server, VllmBackend):
-                server.model = server.model or _only_model(server, served)
+                if server.model is None and len(served) != 1:
+                    names = ", ".join(one.id for one in served) or "nothing"
+                    raise ConfigError(f"the sampler at {server.name} serves {names}: say which as `model`")
+                server.model, of_ids = server.model or served[0].id, server.of_ids
             lengths = {one.max_model_len for one in served if one.max_model_len} | {self._max_sequence_length}
-            of_ids = server.of_ids if isinstance(server, VllmBackend) else server
             of_ids.max_sequence_length = min((one for one in lengths if one is not None), default=None)
             await probe(server, "policy", train)
 
@@ -187,9 +143,7 @@ class RemoteSampler:
 
     @asynccontextmanager
     async def _asleep(self) -> AsyncGenerator[None]:
-        """A server that ends at it, or meanwhile, is started again when it is next looked at. BackendError of one that
-        lives and does not do it."""
-        await self._told("sleep?level=1&mode=keep")  # calls that run go on afterwards
+        await _post(self._servers[0].connection, "sleep?level=1&mode=keep")  # calls that run go on afterwards
         self._sleeping = True
         try:
             yield
@@ -200,18 +154,8 @@ class RemoteSampler:
     async def _wake(self) -> None:
         if self._sleeping:
             torch.cuda.empty_cache()  # of the learner, which is in this process
-            await self._told("wake_up")
+            await _post(self._servers[0].connection, "wake_up")
             self._sleeping = False
-
-    async def _told(self, route: str) -> None:
-        assert self._started is not None
-        try:
-            await _post(self._servers[0].connection, route, b"{}")
-        except BackendError as error:
-            if not await self._started.ended(_END_SECONDS):
-                raise
-            _log.warning("the sampler has ended: %s", error)
-            self._lost(self._servers[0])
 
     async def publish(self, weights: Weights) -> None:
         async with self._changing:
@@ -223,13 +167,8 @@ class RemoteSampler:
                 if not self.pauses:
                     await self._finished()
                 await self._load(self._servers, weights)
-            except BackendError as error:
-                if self._started is None or not await self._started.ended(_END_SECONDS):
-                    raise
-                await self._start_again(self._started, str(error))
             finally:
                 self._settle()
-            self._restarts = 0
 
     async def sample(self) -> list[TrainingSequence]:
         return [await short_answer(server) for server in self._servers if not server.connection.unusable]
@@ -237,15 +176,9 @@ class RemoteSampler:
     async def watch(self, calls_held: Callable[[], AbstractAsyncContextManager[None]]) -> None:
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            if self._changing.locked() or self._sleeping:  # there is no memory for another one now
+            if self._changing.locked() or self._sleeping:
                 continue
-            if self._started is not None and await self._started.ended():
-                self._lost(self._servers[0])
-            for server in self._servers if self._started is None else ():
-                if not server.connection.unusable and await server.connection.deserted(_HEALTH_SECONDS):
-                    self._lost(server)  # what answers there next has other weights
-            if self._usable.is_set():
-                await self._take_up()
+            await self._look()
             if not self._usable.is_set():
                 async with calls_held():
                     await self._until_usable()
@@ -257,8 +190,26 @@ class RemoteSampler:
             if time.monotonic() > give_up:
                 why = "; ".join(str(server.connection.unusable) for server in self._servers)
                 raise BackendError(f"no sampler for {_PATIENCE:g} seconds; `agl train --resume` goes on: {why}")
-            await self._take_up()
             await asyncio.sleep(_LOOK_SECONDS)
+            await self._look()
+
+    async def _look(self) -> None:
+        """Notice servers that are gone, and give those that are back the newest weights. BackendError where the run's
+        own has ended. One that is there and refuses weights is left alone."""
+        if self._started is not None and (ended := self._started.ended()):
+            raise BackendError(f"the sampler is gone; `agl train --resume` goes on with another: {ended}")
+        async with self._changing:
+            for server in self._servers:
+                if not server.connection.unusable:
+                    if await server.connection.deserted(_HEALTH_SECONDS):
+                        self._lost(server)
+                elif not await server.connection.healthy(_HEALTH_SECONDS, control=True):
+                    self._gone.add(server)
+                elif server in self._gone and self._weights is not None:
+                    self._gone.discard(server)
+                    with suppress(BackendError):  # its connection says why
+                        await self._load([server], self._weights)
+            self._settle()
 
     def _lost(self, server: RemoteBackend) -> None:
         """Send a server no calls before it has been given the newest weights."""
@@ -274,42 +225,7 @@ class RemoteSampler:
         else:
             self._usable.set()
 
-    async def _take_up(self) -> None:
-        """Give servers that were gone and answer again the newest weights; start one's own again if it has ended.
-        BackendError where that one ends again and again. One that is there and refuses weights is left alone."""
-        async with self._changing:
-            for server in self._servers:
-                if not server.connection.unusable or self._weights is None:
-                    continue
-                if self._started is not None and await self._started.ended():
-                    await self._start_again(self._started, server.connection.unusable)
-                elif not await server.connection.healthy(_HEALTH_SECONDS, control=True):
-                    self._gone.add(server)
-                elif server in self._gone:
-                    self._gone.discard(server)
-                    with suppress(BackendError):  # its connection says why
-                        await self._load([server], self._weights)
-            self._settle()
-
-    async def _start_again(self, started: StartedServer, why: str) -> None:
-        server = self._servers[0]
-        while self._weights is not None:
-            self._restarts += 1
-            if self._restarts > _RESTARTS:
-                raise BackendError(
-                    f"the sampler has ended {self._restarts} times since weights were published; see {started.log}, "
-                    f"then go on with `agl train --resume`: {why}"
-                )
-            _log.warning("the sampler has ended and is started again: %s", why)
-            try:
-                await started.start_again(server.connection)
-                await self._load([server], self._weights)
-            except (ConfigError, BackendError) as error:
-                why = str(error)
-            else:
-                return
-
-    async def _load(self, servers: Sequence[RemoteBackend], weights: Weights) -> None:
+    async def _load(self, servers: Sequence[VllmBackend | SglangBackend], weights: Weights) -> None:
         """Give these servers the weights; one that does not take them gets no calls. BackendError where none does."""
         if self.takes == "whole":
             in_flight = "pause" if self.pauses else "finish"
@@ -348,11 +264,13 @@ class RemoteSampler:
         for last in (False, True):
             try:
                 async with asyncio.timeout(self.patience):
-                    await self._unused.wait()
+                    await self._activity.none.wait()
+                return
             except TimeoutError:
+                running = self._activity.running
                 if last:
-                    raise UnavailableError(f"{self._running} calls at {self.name} go on although aborted") from None
-                _log.warning("%d calls have taken %g seconds: new weights wait no longer", self._running, self.patience)
+                    raise UnavailableError(f"{running} calls at {self.name} go on although aborted") from None
+                _log.warning("%d calls have taken %g seconds: new weights wait no longer", running, self.patience)
                 for server in self._servers:
                     with suppress(BackendError):  # a server that is gone answers nothing
                         await _post(server.connection, "abort_request", b'{"rid": "", "abort_all": true}')
@@ -366,27 +284,26 @@ class RemoteSampler:
                 yield event
 
     async def _answered(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
-        begun, tried = False, 0
+        begun, repeated = False, False
         while True:
             await self._usable.wait()
-            self._enter()
             adapter = self._adapters[-1] if self._adapters else ""
             self._calls_with[adapter] += 1
             try:
-                async with aclosing(self._replicas.answer(call)) as events:
-                    async for event in events:
-                        begun = True
-                        if isinstance(event, Delta):
-                            self.generated_tokens += len(event.token_ids)
-                        yield event
+                with self._activity:
+                    async with aclosing(self._replicas.answer(call)) as events:
+                        async for event in events:
+                            begun = True
+                            if isinstance(event, Delta):
+                                self.generated_tokens += len(event.token_ids)
+                            yield event
                 return
             except BackendError:
-                tried += 1
-                if begun or self._usable.is_set() or tried > _REPEATED:  # it may be this call that ends its servers
+                if begun or repeated or self._usable.is_set():  # it may be this call that ends its servers
                     raise
+                repeated = True
             finally:
                 self._calls_with -= Counter([adapter])
-                self._leave()
 
     def relay(self, call: RelayedCall) -> AbstractAsyncContextManager[RelayedAnswer]:
         return self._replicas.relay(call)
@@ -398,29 +315,8 @@ class RemoteSampler:
         await self._unload(self._servers, self._adapters)
         await self._replicas.close()
 
-    def _enter(self) -> None:
-        if not self._running:
-            self._idle += time.monotonic() - self._idle_since
-        self._running += 1
-        self._unused.clear()
 
-    def _leave(self) -> None:
-        self._running -= 1
-        if not self._running:
-            self._unused.set()
-            self._idle_since = time.monotonic()
-
-
-def _server(
-    sampling: RemoteSampling, url: str, api_key: str | None, chat: ChatTemplate, socket: str | None = None
-) -> VllmBackend | SglangBackend:
-    url = with_version(url, sampling.kind)
-    if sampling.vllm:
-        return VllmBackend(url, chat, api_key=api_key, model=sampling.model, socket=socket)
-    return SglangBackend(Connection(url, api_key=api_key), chat)
-
-
-async def _post(connection: Connection, route: str, body: bytes) -> None:
+async def _post(connection: Connection, route: str, body: bytes = b"{}") -> None:
     async with connection.posted(f"{connection.root}/{route}", body, accepted=True, control=True) as response:
         await response.read()
 
@@ -468,16 +364,9 @@ async def _served(server: RemoteBackend) -> list[_Served]:
     return [one for one in served.data if one.parent is None]
 
 
-def _only_model(server: VllmBackend, served: Sequence[_Served]) -> str:
-    names = [one.id for one in served]
-    if len(names) != 1:
-        raise ConfigError(f"the sampler at {server.name} serves {', '.join(names) or 'nothing'}: say which as `model`")
-    return names[0]
-
-
 async def short_answer(backend: Backend) -> TrainingSequence:
     """What it answers to "Hi", to be compared with a learner."""
-    answer = await one_answer(backend, "policy", Sampling(max_tokens=_PROBED_TOKENS, seed=0))
+    answer = await one_answer(backend, "policy", Sampling(max_tokens=PROBED_TOKENS, seed=0))
     return sampled_sequence(answer.prompt_token_ids, answer.choices[0].token_ids, answer.choices[0].logprobs)
 
 

@@ -1,4 +1,4 @@
-"""A policy made callable: engine, its thread, and the backend that the gateway routes to."""
+"""A policy made callable by the embedded engine."""
 
 from __future__ import annotations
 
@@ -60,8 +60,10 @@ class EmbeddedSampler:
         return self.service.exclusive()
 
     async def publish(self, weights: Weights) -> None:
-        written = None if weights.place is None else partial(_load, self.model, weights.place)
-        await self.service.update_weights(weights.version, written)
+        def load(place: Path) -> None:
+            self.model.load_state_dict(saved_weights(place), strict=False)  # what is tied is there once
+
+        await self.service.update_weights(weights.version, weights.place and partial(load, weights.place))
 
     async def watch(self, calls_held: Callable[[], AbstractAsyncContextManager[None]]) -> None:
         await asyncio.Event().wait()
@@ -110,10 +112,6 @@ def serve_policy(
     return EmbeddedSampler(service, TokenBackend(chat, service, name="embedded", max_sequence_length=length), model)
 
 
-def _load(model: PreTrainedModel, directory: Path) -> None:
-    model.load_state_dict(saved_weights(directory), strict=False)  # what is tied is there once
-
-
 def _bring_up_to_date(model: PreTrainedModel, policy: Policy) -> None:
     if policy.adapter is not None:
         policy.adapter.publish()
@@ -139,10 +137,9 @@ def choose_threads(model: PreTrainedModel, threads: int | None) -> None:
 
 
 def _end_ids(policy: Policy) -> list[int]:
-    """Ids that end an answer: those of the generation config (chat models may have several), else the tokenizer's."""
-    configured: Any = policy.model.generation_config.eos_token_id if policy.model.generation_config else None
-    own: Any = policy.tokenizer.eos_token_id
-    ids: list[Any] = [*(configured if isinstance(configured, list) else [configured]), own]
+    """Ids that end an answer: those of the generation config (chat models may have several), and the tokenizer's."""
+    configured: Any = getattr(policy.model.generation_config, "eos_token_id", None)
+    ids: list[Any] = [*(configured if isinstance(configured, list) else [configured]), policy.tokenizer.eos_token_id]
     found = {int(token_id) for token_id in ids if token_id is not None}
     if not found:
         raise ConfigError("neither the model nor its tokenizer names an end-of-sequence token; set tokenizer.eos_token")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-import socket
 import sys
 import threading
 import traceback
@@ -173,20 +172,19 @@ def _like(whole: Tensor, own: Tensor) -> Tensor:
     return distribute_tensor(whole.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
 
 
-def main(path: str) -> None:
-    """Serve the trainer that listens at the Unix socket `path`."""
-    trainer = _connected(path)
-    trainer.send_bytes(pickle.dumps(int(os.environ["RANK"])))
-    settings: Settings = pickle.loads(trainer.recv_bytes())
-    calls: SimpleQueue[tuple[str, Any]] = SimpleQueue()
-    threading.Thread(target=_read, args=(trainer, calls, Path(path).parent), daemon=True).start()
+def main(descriptor: int, place: str) -> None:
+    """Serve the trainer at the other end of the socket `descriptor`; the processes meet in the directory `place`."""
+    rank, trainer = int(os.environ["RANK"]), Connection(descriptor)
+    calls: SimpleQueue[Any] = SimpleQueue()
+    threading.Thread(target=_read, args=(trainer, calls, place), daemon=True).start()
+    settings: Settings = calls.get()
     on_gpu = torch.device(settings.device).type == "cuda"
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        init_method=f"file://{Path(path).with_name('store')}",  # a store on a port would be open to the network
-        rank=int(os.environ["RANK"]),
+        init_method=f"file://{place}/store",  # a store on a port would be open to the network
+        rank=rank,
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(hours=1),  # who loads a model lets the others wait; the trainer notices one that ends
     )
@@ -194,24 +192,19 @@ def main(path: str) -> None:
     trainer.send_bytes(pickle.dumps((None, None)))
     while True:
         method, arguments = calls.get()
+        answer, error = None, None
         try:
-            answer, error = getattr(learner, method)(*arguments), None
+            answer = getattr(learner, method)(*arguments)
         except AgentLightningError as raised:  # by all of them alike
-            answer, error = None, raised
+            error = raised
         except OSError as raised:  # by the one that writes or reads files; in a step the others would wait for ever
             if method not in ("save", "export", "load"):
                 raise
-            answer, error = None, raised
-        trainer.send_bytes(pickle.dumps((answer if dist.get_rank() == 0 else None, error)))
+            error = raised
+        trainer.send_bytes(pickle.dumps((answer if rank == 0 else None, error)))
 
 
-def _connected(path: str) -> Connection:
-    with socket.socket(socket.AF_UNIX) as one:
-        one.connect(path)
-        return Connection(one.detach())
-
-
-def _read(trainer: Connection, calls: SimpleQueue[tuple[str, Any]], place: Path) -> None:
+def _read(trainer: Connection, calls: SimpleQueue[Any], place: str) -> None:
     try:
         while True:
             calls.put(pickle.loads(trainer.recv_bytes()))
@@ -224,4 +217,4 @@ def _read(trainer: Connection, calls: SimpleQueue[tuple[str, Any]], place: Path)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(int(sys.argv[1]), sys.argv[2])

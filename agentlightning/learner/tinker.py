@@ -1,7 +1,7 @@
 """A Tinker server as learner and sampler in one: the hosted service, or a server of one's own that speaks its protocol.
 
-Knows the `tinker` SDK, and what such a server is sent in which order. Knows no algorithm and no store. Weights stay on
-the server, and what is published and saved here are their handles.
+Knows the `tinker` SDK, and what such a server is sent in which order. Weights stay on the server, and what is published
+and saved here are their handles.
 
 Every loss is computed here: the server tells log-probabilities, and −dL/dlogprob goes back as the advantages of its
 `importance_sampling` at ratio 1, whose gradient is that of L.
@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
-import logging
 import os
 import secrets
-import time
 import urllib.request
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -38,53 +35,16 @@ from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.generation import Ending, GenerationRequest, GrammarsAs, SampledToken
 from agentlightning.learner.base import AdamW, LoRA, Weights, WeightsForm
 from agentlightning.learner.losses import Loss, Totals, policy_loss
+from agentlightning.learner.places import HOSTED, LearnerPlace
 from agentlightning.learner.policy import load_tokenizer
-from agentlightning.learner.remote import sampled_sequence
+from agentlightning.learner.remote import PROBED_TOKENS, Activity, sampled_sequence
 from agentlightning.learner.torch import MISMATCH_TOLERANCE, not_finite, prepared
 
-if TYPE_CHECKING:
-    from agentlightning.learner.opening import Opening
-
-_log = logging.getLogger(__name__)
-
-HOSTED: Final = "hosted"
 HANDLE_FILE: Final = "tinker.json"
 _LENGTH: Final = 4096  # of prompt and answer, unless it is given
 _FEWEST: Final = 16  # sequences that an averaging server is sent: it compiles for each number of them
-_PROBED_TOKENS: Final = 16
 _KEPT: Final = 2  # publications on the server
-_SECONDS: Final = 10.0  # for a server to say that it is there, and to take leave of it
-_REFUSED: Final = {  # fields of `Opening`: what a user calls them, and why not
-    "sampling": ("sampler", "the server that learns samples too"),
-    "critic": ("a critic", "it trains no values"),
-    "reference": ("reference", "it tells log-probabilities of the adapter that is trained"),
-    "deterministic": ("deterministic", "it puts calls into batches as they come"),
-    "own_weights": ("max_staleness", "some servers sample with the very weights that they train"),
-    "dtype": ("dtype", "the server chooses it"),
-    "device": ("device", "the server chooses it"),
-    "threads": ("threads", "next to nothing is computed here"),
-}
-
-
-class TinkerLearning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The base URL of a `tinker` server, or `hosted`; and the `tokenizer`'s name or directory, where it is not the
-    model's. `reduction` says what the server's losses are divided by: nothing (`sum`), or, as SkyRL's JAX backend does,
-    a sequence's length and the number of sequences (`mean`)."""
-
-    tinker: str = HOSTED
-    tokenizer: str | None = None
-    reduction: Literal["sum", "mean"] | None = None
-
-
-class VerlLearning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The base URL of `verl`'s Tinker server, which sums its losses and trains all weights of the one model it has; and
-    the `tokenizer`'s name or directory, where it is not the model's."""
-
-    verl: str
-    tokenizer: str | None = None
-
-
-Learning: TypeAlias = TinkerLearning | VerlLearning
+_SECONDS: Final = 10.0  # for a server to say that it is there
 
 
 class Handle(msgspec.Struct, frozen=True):
@@ -94,40 +54,16 @@ class Handle(msgspec.Struct, frozen=True):
     steps: int = 0
 
 
-def read_tinker(given: str | Mapping[str, Any] | None, opening: Opening) -> Learning:
-    """What a run says of a learner that is not in this process. ConfigError for what is none, and for what does not go
-    with a Tinker server."""
-    form = VerlLearning if isinstance(given, Mapping) and "verl" in given else TinkerLearning
-    try:
-        learning = TinkerLearning() if given == "tinker" else msgspec.convert(given, form)
-    except msgspec.ValidationError as error:
-        forms = "write torch, tinker, {tinker: URL} or {verl: URL}"
-        raise ConfigError(f"learner is {given!r} ({error}); {forms}") from None
-    for field, (name, reason) in _REFUSED.items():
-        if getattr(opening, field):
-            raise ConfigError(f"learner: a Tinker server goes without {name}: {reason}")
-    if opening.optimizer.gradient_checkpointing:
-        raise ConfigError("learner: a Tinker server goes without gradient_checkpointing: it chooses that itself")
-    name = _name(learning)
-    if name != HOSTED and not name.startswith(("http://", "https://")):
-        raise ConfigError(f"learner: {name!r} is no address of a Tinker server: write http://host:port, or hosted")
-    if name == HOSTED and not os.environ.get("TINKER_API_KEY"):
-        raise ConfigError("learner: the hosted Tinker service needs a key in the variable TINKER_API_KEY")
-    if opening.loss is not None:
-        check_loss(opening.loss)
-        if isinstance(learning, VerlLearning):
-            if opening.lora is not None:
-                raise ConfigError("learner: verl's Tinker server trains all weights and no adapter: leave lora out")
-        elif opening.lora is None or opening.lora != LoRA(opening.lora.rank):
-            raise ConfigError(
-                f"learner: a Tinker server trains an adapter of all layers with alpha {LoRA.alpha:g}: give lora: "
-                "{rank: 16}, without other keys"
-            )
-    return learning
-
-
-def _name(learning: Learning) -> str:
-    return (learning.verl if isinstance(learning, VerlLearning) else learning.tinker).rstrip("/")
+def check_training(place: LearnerPlace, loss: Loss, lora: LoRA | None) -> None:
+    """ConfigError where a Tinker server does not train like this."""
+    check_loss(loss)
+    if place.verl is not None and lora is not None:
+        raise ConfigError("learner: verl's Tinker server trains all weights and no adapter: leave lora out")
+    if place.verl is None and (lora is None or lora != LoRA(lora.rank)):
+        raise ConfigError(
+            f"learner: a Tinker server trains an adapter of all layers with alpha {LoRA.alpha:g}: give lora: "
+            "{rank: 16}, without other keys"
+        )
 
 
 def check_loss(loss: Loss) -> None:
@@ -143,59 +79,44 @@ def check_loss(loss: Loss) -> None:
 
 
 @contextmanager
-def open_tinker(learning: Learning, model: str, opening: Opening) -> Generator[tuple[TinkerSampler, TinkerLearner]]:
+def open_tinker(
+    place: LearnerPlace, model: str, optimizer: AdamW, *, lora: LoRA | None, seed: int, max_sequence_length: int | None
+) -> Generator[tuple[TinkerSampler, TinkerLearner]]:
     """Inside, the server is ready to sample from `model`, its name for it, and to train an adapter on it, or, verl's,
     its weights. ConfigError where it cannot be reached, is not ready, or has no such model."""
-    tokenizer, tinker = load_tokenizer(learning.tokenizer or model), tinker_sdk()
-    name = _name(learning)
-    url = None if name == HOSTED else name
+    tokenizer, sdk = load_tokenizer(place.tokenizer or model), tinker_sdk()
+    url = None if place.url == HOSTED else place.url
     if url is not None:
         try:  # the SDK would try for minutes
             with urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=_SECONDS) as answer:
                 health = answer.read().decode(errors="replace")
         except (OSError, ValueError) as error:
             raise ConfigError(f"learner: no Tinker server answers at {url}: {error}") from None
-        if isinstance(learning, VerlLearning) and '"ready"' not in health:
+        if place.verl is not None and '"ready"' not in health:
             raise ConfigError(f"learner: verl's Tinker server at {url} is not ready, or is another: it says {health}")
-    with ExitStack() as stack:
-        with _explained(tinker):
-            service = tinker.ServiceClient(base_url=url, api_key=os.environ.get("TINKER_API_KEY", "tml-none"))
-            names = [one.model_name for one in service.get_server_capabilities().supported_models if one.model_name]
-        served = {os.path.abspath(name): name for name in names}.get(os.path.abspath(model))  # some are directories
-        if served is None:
-            raise ConfigError(f"learner: {name} serves {', '.join(names)}, and not the model {model!r}")
-        stack.callback(lambda: service.holder.close())
-        rank = (opening.lora or LoRA()).rank
-        create = partial(service.create_lora_training_client, served, rank=rank, seed=opening.seed)
-        if isinstance(learning, VerlLearning):
-            create = partial(_with_first_weights, tinker, service, served, create)
-        learner = TinkerLearner(tinker, service, create, tokenizer, opening.optimizer, learning)
-        stack.callback(learner.close)
-        chat, length = ChatTemplate.from_pretrained(tokenizer), opening.max_sequence_length or _LENGTH
-        yield TinkerSampler(tinker, service, served, chat, name, length), learner
-
-
-def _with_first_weights(sdk: Any, service: Any, model: str, create: Callable[[], Any]) -> Any:
-    """A training client of verl's server, which has one set of weights, if they are those that it was started with."""
+    with _explained(sdk):
+        service = sdk.ServiceClient(base_url=url, api_key=os.environ.get("TINKER_API_KEY", "tml-none"))
+        names = [one.model_name for one in service.get_server_capabilities().supported_models if one.model_name]
+    served = {os.path.abspath(name): name for name in names}.get(os.path.abspath(model))  # some are directories
+    if served is None:
+        raise ConfigError(f"learner: {place.url} serves {', '.join(names)}, and not the model {model!r}")
+    create = partial(service.create_lora_training_client, served, rank=(lora or LoRA()).rank, seed=seed)
+    chat, length = ChatTemplate.from_pretrained(tokenizer), max_sequence_length or _LENGTH
     try:
-        sampler = service.create_sampling_client(base_model=model)
-        sampler.sample(sdk.types.ModelInput.from_ints([0]), 1, sdk.types.SamplingParams(max_tokens=1)).result()
-    except sdk.TinkerError as error:
-        raise ConfigError(
-            f"learner: verl's Tinker server cannot sample from {model} as it was before any training: start it anew, "
-            f"with a rollout, or go on with --resume ({error})"
-        ) from None
-    return create()
+        learner = TinkerLearner(sdk, service, create, tokenizer, optimizer, place)
+        yield TinkerSampler(sdk, service, served, chat, place.url, length), learner
+    finally:
+        service.holder.close()
 
 
 class TinkerLearner:
     """A `Learner` on the server behind `service`, which holds weights and optimiser. The server clips gradients by
-    `max_grad_norm` where it can. Whoever made it closes it: an adapter takes one of a few places there."""
+    `max_grad_norm` where it can."""
 
     mismatch_tolerance = MISMATCH_TOLERANCE[torch.bfloat16]  # what the server computes in is not known
 
     def __init__(
-        self, sdk: Any, service: Any, create: Callable[[], Any], tokenizer: Any, config: AdamW, learning: Learning
+        self, sdk: Any, service: Any, create: Callable[[], Any], tokenizer: Any, config: AdamW, place: LearnerPlace
     ) -> None:
         config.rate(1)  # a schedule without an end is refused now
         self.config = config
@@ -203,30 +124,13 @@ class TinkerLearner:
         self.token_bytes: TokenBytes | None = TokenBytes(tokenizer.backend_tokenizer)
         self._sdk, self._service, self._create = sdk, service, create
         self._client: Any = None  # made when it is first needed: a state can only be loaded into a new one
-        self._of_verl = isinstance(learning, VerlLearning)
-        reduction = "sum" if isinstance(learning, VerlLearning) else learning.reduction
-        self._averages, self._sums = reduction == "mean", reduction is not None
-
-    def close(self) -> None:
-        """Free the adapter's place on the server, as far as it lets one."""
-        client, self._client = self._client, None
-        if client is None or self._of_verl:  # whose weights are the server's
-            return
-        pool = importlib.import_module("tinker.lib.client_connection_pool_type").ClientConnectionPoolType.TRAIN
-
-        async def unload() -> None:
-            with client.holder.aclient(pool) as connection:
-                await connection.models.unload(request=self._sdk.types.UnloadModelRequest(model_id=client.model_id))
-
-        try:
-            client.holder.run_coroutine_threadsafe(unload()).result(_SECONDS)
-        except (self._sdk.TinkerError, TimeoutError) as error:  # the server frees it later by itself
-            _log.warning("the Tinker server was not told that %s is done: %r", client.model_id, error)
+        self._masked = place.verl is not None
+        self._averages = place.reduction == "mean"
+        self._sums = place.verl is not None or place.reduction is not None
 
     def prepare(
         self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None
     ) -> tuple[list[TrainingSequence], dict[str, float]]:
-        """See `Learner.prepare`."""
         return prepared(self, batch, loss, version)
 
     def values(self, batch: Sequence[TrainingSequence]) -> list[FloatArray]:
@@ -286,7 +190,6 @@ class TinkerLearner:
             restored = self._service.create_training_client_from_state_with_optimizer(handle.path)
         except self._sdk.TinkerError as error:
             raise ConfigError(f"checkpoint {directory} cannot be resumed from: the server says {error}") from None
-        self.close()
         self._client, self.steps = restored, handle.steps
 
     def _ask(self, method: str, *arguments: Any) -> Any:
@@ -329,7 +232,7 @@ class TinkerLearner:
         """Row i is of the token after the i-th, float32[L − 1]. verl's server refuses a sequence of zeros alone where
         it is not told what was sampled, and others may refuse to be told."""
         inputs = {"target_tokens": token_ids[1:].astype(np.int64), "logprobs": logprobs, "advantages": advantages}
-        if self._of_verl:
+        if self._masked:
             inputs["mask"] = sampled
         types = self._sdk.types
         prompt = types.ModelInput.from_ints(token_ids[:-1].tolist())
@@ -355,14 +258,13 @@ class TinkerSampler:
         self._client: Any = None
         self._version = 0
         self._published: list[str] = []
-        self._calls: set[asyncio.Future[Any]] = set()
+        self._activity = Activity()
         self._usable = asyncio.Event()
         self._usable.set()
-        self._idle, self._idle_since = 0.0, time.monotonic()
 
     @property
     def idle_seconds(self) -> float:
-        return self._idle + (0.0 if self._calls else time.monotonic() - self._idle_since)
+        return self._activity.idle_seconds
 
     async def check(self, train: Sampling) -> None:
         """What it answers is checked when the first weights are published."""
@@ -373,7 +275,7 @@ class TinkerSampler:
     async def exclusive(self) -> AsyncGenerator[None]:
         self._usable.clear()
         try:
-            await asyncio.gather(*self._calls, return_exceptions=True)
+            await self._activity.none.wait()
             yield
         finally:
             self._usable.set()
@@ -396,7 +298,7 @@ class TinkerSampler:
 
     async def sample(self) -> list[TrainingSequence]:
         prompt = self._chat.tokenizer.encode("Hi").ids
-        tokens = await self.complete(GenerationRequest(prompt, max_tokens=_PROBED_TOKENS, seed=0))
+        tokens = await self.complete(GenerationRequest(prompt, max_tokens=PROBED_TOKENS, seed=0))
         return [sampled_sequence(prompt, [one.token_id for one in tokens], [one.logprob for one in tokens])]
 
     # --- the generator ---
@@ -411,10 +313,8 @@ class TinkerSampler:
         if request.top_logprobs:
             raise BackendError("a Tinker server tells no top_logprobs; leave them out", status=400)
         await self._usable.wait()
-        call, version = asyncio.ensure_future(self._sampled(self._client, request, room)), self._version
-        if not self._calls:
-            self._idle += time.monotonic() - self._idle_since
-        self._calls.add(call)
+        self._activity.__enter__()
+        call, version = asyncio.create_task(self._sampled(self._client, request, room)), self._version
         call.add_done_callback(self._ended)
         try:
             told = await asyncio.shield(call)
@@ -444,12 +344,10 @@ class TinkerSampler:
         prompt = types.ModelInput.from_ints(list(request.prompt_token_ids))
         return (await client.sample_async(prompt, num_samples=1, sampling_params=settings)).sequences[0]
 
-    def _ended(self, call: asyncio.Future[Any]) -> None:
-        self._calls.discard(call)
+    def _ended(self, call: asyncio.Task[Any]) -> None:
+        self._activity.__exit__()
         if not call.cancelled():
             call.exception()  # seen: its caller may have left
-        if not self._calls:
-            self._idle_since = time.monotonic()
 
 
 def gradient(

@@ -161,7 +161,6 @@ class TorchLearner:
     def prepare(
         self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None
     ) -> tuple[list[TrainingSequence], dict[str, float]]:
-        """See `Learner.prepare`."""
         return prepared(self, batch, loss, version)
 
     def step(self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None) -> dict[str, float]:
@@ -310,8 +309,6 @@ class TorchLearner:
         return predicting_states(model, micro, hidden=self.critic is not None, logits=not self._head_is_plain)
 
     def logprobs(self, batch: Sequence[TrainingSequence], temperature: float = 1.0) -> list[Tensor]:
-        """The policy's present log-probability of every sampled token, one float32[N] per sequence, on the CPU; no
-        gradient."""
         return self._logprobs(self._as_exact(batch), temperature)
 
     def _logprobs(self, batch: Sequence[TrainingSequence], temperature: float) -> list[Tensor]:
@@ -321,7 +318,6 @@ class TorchLearner:
         return self._per_token(batch, of_policy)
 
     def values(self, batch: Sequence[TrainingSequence]) -> list[FloatArray]:
-        """See `Learner.values`."""
         critic = self.critic
         if critic is None:
             raise ConfigError("this learner has no critic to say what tokens are worth; pass critic=Critic()")
@@ -347,7 +343,6 @@ class TorchLearner:
         return parts
 
     def export(self, directory: Path, form: WeightsForm) -> None:
-        """See `Learner.export`."""
         self._forget_gradient()  # on a GPU that is shared its memory is the sampler's until the next step
         directory.mkdir(parents=True)
         adapter = self.policy.adapter
@@ -359,7 +354,6 @@ class TorchLearner:
             replace(self.policy, model=adapter.publish(), adapter=None).save(directory)
 
     def save(self, directory: Path, resumable: bool = True) -> None:
-        """See `Learner.save`."""
         self.policy.save(directory)
         if not resumable:
             return

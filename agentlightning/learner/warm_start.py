@@ -1,28 +1,30 @@
 """Supervised warm start: teaches a policy the form of a conversation from demonstrations, until it can copy.
 
-Knows demonstrations (messages and, optionally, their kind) and a loss on the assistant's tokens. Does not know tasks,
-rewards or how good the demonstrations are. The measure of progress is *copying*: the mean probability that the
-policy gives to the names and numbers which an assistant's turn takes over from what it has read. Judged per kind of
-task on demonstrations kept aside, it says when every kind can be solved now and then, which is where reinforcement
-learning can begin.
+Does not know tasks, rewards or how good the demonstrations are. The measure of progress is *copying*: the mean
+probability that the policy gives to the names and numbers which an assistant's turn takes over from what it has read.
+Judged per kind of task on demonstrations kept aside, it says when every kind can be solved now and then, which is where
+reinforcement learning can begin.
 """
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from agentlightning.errors import ConfigError, TrainingError
+from agentlightning.data.sequences import TrainingSequence
+from agentlightning.errors import ConfigError
+from agentlightning.learner.base import AdamW
+from agentlightning.learner.losses import Loss
 from agentlightning.learner.policy import Policy
-from agentlightning.learner.tiny import ASSISTANT, END, PAD, chat_text, make_model, make_tokenizer, token_id
+from agentlightning.learner.tiny import ASSISTANT, END, chat_text, make_model, make_tokenizer, token_id
+from agentlightning.learner.torch import TorchLearner
 
 COMMON = 0.25  # a token that occurs in a larger share of the demonstrations belongs to the form, not to the task
 
@@ -55,13 +57,12 @@ class Progress:
 
 @dataclass(frozen=True)
 class Example:
-    """One tokenised demonstration: its ids [T], and for each of them whether the policy is to learn to write it and
-    whether it repeats a value that was read before."""
+    """One demonstration: a sequence in which what the assistant wrote is learned, and, bool[N], which of those tokens
+    repeat a value that was read before."""
 
     kind: str
-    token_ids: tuple[int, ...]
-    learned: tuple[bool, ...]
-    copied: tuple[bool, ...]
+    sequence: TrainingSequence
+    copied: np.ndarray
 
 
 def make_policy(
@@ -104,86 +105,32 @@ def warm_start(
         )
     examples = make_examples(tokenizer, demonstrations, tools)
     checked, trained = examples[: options.checked], examples[options.checked :]
-    pad_id = token_id(tokenizer, PAD)
     batches = endless_batches(trained, options.batch_size, random.Random(f"warm start/{seed}"))
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=options.learning_rate, betas=(0.9, 0.98), weight_decay=options.weight_decay
-    )
+    config = AdamW(options.learning_rate, (0.9, 0.98), options.weight_decay, micro_batch_tokens=2048)
+    learner = TorchLearner(Policy(model, tokenizer), config)
     copying: dict[str, float] = {}
     last_step = options.max_steps
     step = 0
     while step < last_step:
         step += 1
-        rate = min(1.0, step / options.warm_up, (last_step - step + 1) / options.cool_down)
-        for group in optimizer.param_groups:
-            group["lr"] = options.learning_rate * rate
-        loss = train_step(model, optimizer, next(batches), pad_id=pad_id)
+        share = min(1.0, step / options.warm_up, (last_step - step + 1) / options.cool_down)
+        learner.config = replace(config, learning_rate=options.learning_rate * share)
+        metrics = learner.step([one.sequence for one in next(batches)], Loss("policy_gradient"))
         if step % options.check_every == 0 and last_step == options.max_steps:
-            copying = measure_copying(model, checked)
+            copying = measure_copying(learner, checked)
             if step >= options.min_steps and min(copying.values(), default=1.0) >= options.copying:
                 last_step = min(last_step, step + options.cool_down)
         if on_step is not None:
-            on_step(Progress(step, loss, copying))
-    return measure_copying(model, checked)
+            on_step(Progress(step, metrics["loss"], copying))
+    return measure_copying(learner, checked)
 
 
-def train_step(
-    model: PreTrainedModel,
-    optimizer: torch.optim.Optimizer,
-    batch: Sequence[Example],
-    *,
-    pad_id: int,
-    micro_batch_size: int = 8,
-) -> float:
-    """One AdamW step on the mean cross-entropy of the learned tokens; returns that loss.
-
-    Lengths are brought together within the batch only: batches chosen by length would differ in what they teach."""
-    ordered = sorted(batch, key=lambda example: len(example.token_ids))
-    total = sum(sum(example.learned) for example in batch)
-    optimizer.zero_grad(set_to_none=True)
-    mean = 0.0
-    for start in range(0, len(ordered), micro_batch_size):
-        micro = ordered[start : start + micro_batch_size]
-        token_ids = padded([example.token_ids for example in micro], pad_id)
-        learned = padded([example.learned for example in micro], False)[:, 1:]
-        logits = logits_where(model, token_ids, learned)
-        loss = F.cross_entropy(logits, token_ids[:, 1:][learned], reduction="sum") / total
-        loss.backward()
-        mean += loss.item()
-    if not math.isfinite(mean):
-        raise TrainingError(f"the warm start's loss became {mean}; try a lower learning_rate")
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    return mean
-
-
-@torch.no_grad()
-def measure_copying(model: PreTrainedModel, examples: Sequence[Example], batch_size: int = 50) -> dict[str, float]:
+def measure_copying(learner: TorchLearner, examples: Sequence[Example]) -> dict[str, float]:
     """Per kind, the mean probability that the model gives to the copied tokens, each after all that precedes it."""
     probabilities: dict[str, list[float]] = defaultdict(list)
-    ordered = sorted(examples, key=lambda example: len(example.token_ids))
-    for start in range(0, len(ordered), batch_size):
-        batch = ordered[start : start + batch_size]
-        token_ids = padded([example.token_ids for example in batch], 0)
-        copied = padded([example.copied for example in batch], False)[:, 1:]
-        predicted = logits_where(model, token_ids, copied).softmax(-1)
-        probability = predicted.gather(1, token_ids[:, 1:][copied][:, None])[:, 0]
-        for row, value in zip(torch.nonzero(copied)[:, 0].tolist(), probability.tolist(), strict=True):
-            probabilities[batch[row].kind].append(value)
-    return {kind: sum(values) / len(values) for kind, values in sorted(probabilities.items())}
-
-
-def logits_where(model: PreTrainedModel, token_ids: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Logits [N, V] for the N tokens `token_ids[:, 1:][chosen]`, each given all before it; padding is on the right,
-    where causal attention does not see it. Only the chosen rows are projected onto the vocabulary."""
-    hidden = model.model(input_ids=token_ids[:, :-1], use_cache=False).last_hidden_state
-    return model.lm_head(hidden[chosen])
-
-
-def padded(rows: Sequence[Sequence[int]], value: int) -> torch.Tensor:
-    """[N, longest] of the rows' type, filled with `value` on the right."""
-    length = max(len(row) for row in rows)
-    return torch.tensor([[*row, *[value] * (length - len(row))] for row in rows])
+    for one, logprobs in zip(examples, learner.logprobs([one.sequence for one in examples]), strict=True):
+        probabilities[one.kind] += logprobs.exp().numpy()[one.copied].tolist()
+    return {kind: sum(values) / len(values) for kind, values in sorted(probabilities.items()) if values}
 
 
 def endless_batches(examples: Sequence[Example], size: int, generator: random.Random) -> Iterator[Sequence[Example]]:
@@ -206,15 +153,26 @@ def make_examples(
     common = {token for token, count in occurrences.items() if count > COMMON * len(encoded)}
     examples: list[Example] = []
     for demonstration, token_ids in zip(demonstrations, encoded, strict=True):
-        learned: list[bool] = []
+        positions: list[int] = []
         copied: list[bool] = []
         read: set[int] = set()
         speaking = False
-        for token in token_ids:
-            learned.append(speaking)
-            copied.append(speaking and token in read and token not in common)
-            if not speaking:
+        for position, token in enumerate(token_ids):
+            if speaking:
+                positions.append(position)
+                copied.append(token in read and token not in common)
+            else:
                 read.add(token)
             speaking = token == begin or (speaking and token != end)
-        examples.append(Example(str(demonstration.get("kind", "")), tuple(token_ids), tuple(learned), tuple(copied)))
+        count = len(positions)
+        sequence = TrainingSequence(
+            rollout_id="demonstration",
+            token_ids=np.array(token_ids, np.int32),
+            positions=np.array(positions, np.int32),
+            transitions=np.zeros(count, np.int32),
+            logprobs=np.zeros(count, np.float32),
+            advantages=np.ones(count, np.float32),
+            versions=np.zeros(count, np.int32),
+        )
+        examples.append(Example(str(demonstration.get("kind", "")), sequence, np.array(copied, bool)))
     return examples

@@ -1,17 +1,22 @@
 """What an agent is: a function with a decorator, or a subclass of `LitAgent`.
 
-An agent receives a task and resources and returns its reward. It knows nothing of stores, leases or tokens; this
-module knows how the two forms are called, not who calls them.
+It receives a task and resources and returns its reward. Each rollout has a copy of it to itself.
 """
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import functools
 import inspect
+import io
+import pickle
 import sys
+import types
 import warnings
+import weakref
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, cast, overload
+from typing import Any, Final, Generic, ParamSpec, TypeAlias, TypeVar, cast, overload
 
 from agentlightning.data.references import load_reference
 from agentlightning.errors import ConfigError, nearest
@@ -300,3 +305,86 @@ def _described(function: Callable[..., Any]) -> str:
 
 def _undefined(agent: LitAgent[Any], what: str) -> ConfigError:
     return ConfigError(f"{type(agent).__name__} does not define {what}; override one of the rollout methods")
+
+
+# --- an agent of its own for each rollout ------------------------------------------------------------------------
+
+_NEVER_COPIED: Final = (type, types.FunctionType, types.BuiltinFunctionType, weakref.ref)  # and some not pickled
+LARGEST_COPIED: Final = 1 << 20  # bytes of an attribute when pickled; a larger one is shared
+
+
+def own_copies(agent: LitAgent[Any]) -> Callable[[], LitAgent[Any]]:
+    """What makes a copy of `agent` for one rollout, so that what one keeps on `self` (a client, a history) is never
+    another's. A copy is `copy.deepcopy`'s; shared is what cannot be copied (locks, clients, open files), what is large
+    (an index, a loaded model) and what limits several tasks. ConfigError for an agent that refuses to be copied."""
+    agent = agent.loaded() if isinstance(agent, NamedAgent) else agent
+    holders: list[Any] = [_object_of(agent.function) if isinstance(agent, FunctionAgent) else agent]
+    if inspect.isfunction(holders[0]) or inspect.isclass(holders[0]):
+        return cast("Callable[[], LitAgent[Any]]", lambda: cast("Any", agent))
+    given: list[Any] = []
+    if isinstance(partial := holders[0], functools.partial):
+        given = [*partial.args, *partial.keywords.values()]
+        holders.append(_object_of(cast("Any", partial.func)))
+    shared = {id(holder): holder for holder in holders}
+    for value in (*given, *(one for holder in holders for one in getattr(holder, "__dict__", {}).values())):
+        if not _is_copied(value, shared):
+            shared[id(value)] = value
+    for holder in holders:
+        del shared[id(holder)]
+
+    def made() -> LitAgent[Any]:
+        return copy.deepcopy(agent, dict(shared))
+
+    try:
+        made()
+    except Exception as error:
+        raise ConfigError(
+            f"the agent cannot be copied for each rollout: {type(error).__name__}: {error}. "
+            "Define __deepcopy__ in its class; one that returns self lets all rollouts share the agent"
+        ) from error
+    return made
+
+
+def _object_of(function: Any) -> Any:
+    """What a method is bound to; else what is called itself."""
+    return getattr(function, "__self__", function)
+
+
+def _is_copied(value: Any, known: dict[int, Any]) -> bool:
+    """What is `known` within it does not count."""
+    if type(value).__module__.partition(".")[0] == "asyncio":
+        return False
+    try:
+        _Measuring(known).dump(value)
+    except _TooLargeError:
+        return False
+    except Exception:  # noqa: BLE001 - of a stranger's object
+        return hasattr(value, "__deepcopy__")  # else a copy that breaks off leaves half-made objects to `__del__`
+    return True
+
+
+class _TooLargeError(Exception):
+    pass
+
+
+class _Measuring(pickle.Pickler):
+    """Pickles to nowhere, up to a limit, what `copy.deepcopy` would copy."""
+
+    def __init__(self, known: dict[int, Any]) -> None:
+        super().__init__(_Limited(), pickle.HIGHEST_PROTOCOL)
+        self._known = known
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if isinstance(obj, asyncio.Semaphore):
+            self._known[id(obj)] = obj  # it limits all rollouts, whatever holds it
+        return id(obj) if id(obj) in self._known or isinstance(obj, _NEVER_COPIED) else None
+
+
+class _Limited(io.RawIOBase):
+    _written = 0
+
+    def write(self, data: Any) -> int:
+        self._written += len(data)
+        if self._written > LARGEST_COPIED:
+            raise _TooLargeError
+        return len(data)

@@ -1,7 +1,6 @@
 """What a runner and one of its agents' processes say to each other, and how an agent gets from one to the other.
 
-Messages are msgpack behind their length, over a socket pair. This module does not know how processes start, nor what is
-done in them.
+Messages are msgpack behind their length, over a socket pair.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from agentlightning.types import AttemptedRollout, Attributes, NamedResources, S
 
 _LENGTH: Final = struct.Struct("!I")
 _MAIN: Final = "__main__"
+FAREWELL_SECONDS: Final = 2.0  # for what the agent's libraries do at the end of a process
 _loading: list[str] = []  # of this process: the module whose import is under way
 
 
@@ -65,12 +65,12 @@ class NotLoaded(msgspec.Struct, tag=True):
 
 
 class Ended(msgspec.Struct, tag=True):
-    """The agent came to its end. `result` is what it returned, as spans; `failure` the exception it raised; `left` says
-    what it left running."""
+    """The agent came to its end. `result` is what it returned, as spans; `failure` the exception it raised; `left`
+    whether it left something running, which could be taken for the next attempt."""
 
     result: list[Span]
     failure: Attributes | None = None
-    left: str | None = None
+    left: bool = False
 
 
 _ORDERS: Final = msgspec.msgpack.Decoder(Boot | Start | Cancel)

@@ -1,20 +1,20 @@
 """`command`: any program is an agent, in any language, without a line of ours in it.
 
 The program gets the task on stdin and in its arguments, and its model, traces and rewards by environment variables.
-This module knows how a task becomes arguments and where a reward is read; how a program is run and ended `executable`
-knows.
+It leads a session of its own, so that it can be ended with all it started. There is no Windows behind it.
 """
 
 from __future__ import annotations
 
-import logging
+import asyncio
+import contextlib
 import os
 import re
 import shlex
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,27 +22,25 @@ from typing import Any, Final, Literal, TypeAlias, cast, get_args
 
 import msgspec
 
-from agentlightning.errors import AgentLightningError, ConfigError, InvalidError, nearest
+from agentlightning.errors import AgentLightningError, ConfigError, nearest
 from agentlightning.runner.agent import LitAgent, RolloutRawResult, is_async, pick_resource
 from agentlightning.runner.environment import agent_environment, current_server, inherited_environment
-from agentlightning.runner.executable import Output, execute
 from agentlightning.runner.execution import in_own_thread
 from agentlightning.runner.instrumented import instrumenting
 from agentlightning.tracing.attributes import to_json
 from agentlightning.tracing.context import current_binding
-from agentlightning.tracing.logs import KEPT_BYTES, record_log
-from agentlightning.tracing.rewards import FORMS, parse_reward
+from agentlightning.tracing.logs import Excerpt, LogStream, record_log
+from agentlightning.tracing.rewards import parse_reward
 from agentlightning.types import LLM, AttemptedRollout, NamedResources
 
-logger = logging.getLogger(__name__)
-
-RewardSource: TypeAlias = Literal["auto", "stdout", "file", "url"]
+RewardSource: TypeAlias = Literal["auto", "stdout", "url"]
 
 _FIELD: Final = re.compile(r"\{task((?:\[[^\]{}]+\]|\.\w+)*)\}")
 _STEP: Final = re.compile(r"\[([^\]]+)\]|\.(\w+)")
 _SHELL: Final = frozenset({"|", "||", "&&", "&", ";", ">", ">>", "<", "2>", "2>&1"})
-_LONGEST_REWARD: Final = 64 * 1024  # bytes of a reward file
 _SHOWN: Final = 2000  # characters of stderr in the reason of a failure
+_PIPE_BYTES: Final = 65536
+GRACE_SECONDS: Final = 3.0  # between SIGTERM and SIGKILL; less than a runner waits for a cancelled agent
 
 
 class CommandFailedError(AgentLightningError):
@@ -68,26 +66,24 @@ def command(
     grader: Grader | str | None = None,
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
-    kept_bytes: int = KEPT_BYTES,
 ) -> CommandAgent:
     """An agent of a program: `command("python my_agent.py --question {task[question]}", reward="stdout")`.
 
     `line` is split as a shell would, and no shell runs it; then `{task}` becomes the task (text as it is, else JSON),
     `{task[key]}` and `{task.key}` a field of it, each within its one argument. stdin is the task as JSON.
 
-    `reward` is where the reward is: `stdout`, its last line; `file`, the file that `AGL_REWARD_FILE` names; `url`, what
-    is posted to `AGL_REWARD_URL`. `auto` takes the file if it was written, else a last line that is an object with
-    `reward` or `primary_key`, else what was posted, if anything. Or else a `grader` decides: a function (sync or async)
-    of the task and a `CommandOutput`, or a command that gets both as JSON on stdin and prints the reward last.
+    `reward` is where the reward is: `stdout`, its last line; `url`, what is posted to `AGL_REWARD_URL`. `auto` takes a
+    last line that is an object with `reward` or `primary_key`, else what was posted, if anything. Or else a `grader`
+    decides: a function (sync or async) of the task and a `CommandOutput`, or a command that gets both as JSON on stdin
+    and prints the reward last.
 
-    `env` adds variables, with fields of the task as in `line`; `cwd` is where it runs. `kept_bytes` of stdout, and of
-    stderr, are kept as the attempt's logs.
-    ConfigError for a line that cannot be run so."""
+    `env` adds variables, with fields of the task as in `line`; `cwd` is where it runs. The beginning and the end of
+    stdout and stderr are kept as the attempt's logs. ConfigError for a line that cannot be run so."""
     if reward not in get_args(RewardSource):
         raise ConfigError(f"reward is {reward!r}; {nearest(reward, get_args(RewardSource))}")
     if grader is not None and reward != "auto":
         raise ConfigError(f"the reward is either the grader's or read from {reward!r}; leave one of them out")
-    return CommandAgent(Program(line, dict(env or {}), None if cwd is None else Path(cwd), kept_bytes), reward, grader)
+    return CommandAgent(Program(line, dict(env or {}), None if cwd is None else Path(cwd)), reward, grader)
 
 
 @dataclass
@@ -97,7 +93,6 @@ class Program:
     line: str
     env: dict[str, str]
     cwd: Path | None
-    kept_bytes: int
 
     def __post_init__(self) -> None:
         try:
@@ -138,7 +133,7 @@ class Program:
         environment, directory = await in_own_thread(lambda: self.setting(variables, own))
         arguments = [_filled(word, task) for word in self._words]
         given = {name: _filled(value, task) for name, value in self.env.items()}
-        with closing(Output("stdout", self.kept_bytes)) as stdout, closing(Output("stderr", self.kept_bytes)) as stderr:
+        with closing(Output("stdout")) as stdout, closing(Output("stderr")) as stderr:
             try:
                 exit_code = await execute(
                     arguments,
@@ -163,7 +158,6 @@ class CommandAgent(LitAgent[Any]):
     def __init__(self, program: Program, reward: RewardSource, grader: Grader | Program | str | None) -> None:
         self._program = program
         self._source = reward
-        self._warned = False
         self._grader = replace(program, line=grader) if isinstance(grader, str) else grader
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CommandAgent:
@@ -178,14 +172,11 @@ class CommandAgent(LitAgent[Any]):
     async def rollout_async(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> RolloutRawResult:
         """Run the program on the task and return its reward, None where it gave that itself or gave none."""
         with tempfile.TemporaryDirectory(prefix="agentlightning-", ignore_cleanup_errors=True) as own:
-            reward_file = Path(own, "reward")
             variables = self._variables(resources, rollout)
-            if self._source in ("auto", "file") and self._grader is None:
-                variables["AGL_REWARD_FILE"] = str(reward_file)
             output = await self._program.run(task, _line(task), variables, "the command", Path(own))
             if self._grader is not None:
                 return await self._graded(self._grader, task, output, Path(own))
-            return self._reward(output, reward_file)
+            return None if self._source == "url" else self._reward(_last_line(output))
 
     def _variables(self, resources: NamedResources, rollout: AttemptedRollout) -> dict[str, str]:
         any_llm = any(isinstance(resource, LLM) for resource in resources.values())
@@ -197,41 +188,24 @@ class CommandAgent(LitAgent[Any]):
         if self._source == "url" and server is None:
             raise ConfigError(
                 "reward='url' needs a server to post to, and this runner's store is not behind one; "
-                "take reward='stdout' or 'file', or run it by `agl runner --server URL`"
+                "take reward='stdout', or run it by `agl runner --server URL`"
             )
         ids = rollout.rollout_id, rollout.attempt.attempt_id
         reward_key = rollout.reward_key if may_give else None  # else an agent could grade itself
         variables = agent_environment(llm, *ids, server, rollout.api_key or "none", reward_key=reward_key)
         return variables | instrumenting()
 
-    def _reward(self, output: CommandOutput, file: Path) -> RolloutRawResult:
-        if self._source == "url":
-            return None
-        if self._source != "stdout" and (text := _written(file)):
-            return parse_reward(text, "what the command wrote to $AGL_REWARD_FILE")._asdict()
-        if self._source == "file":
-            raise InvalidError(f"the command wrote no reward to the file $AGL_REWARD_FILE; expected {FORMS}")
-        line = _last_line(output)
-        if self._source == "stdout":
-            return parse_reward(line, "the last line of the command's stdout")._asdict()
-        return self._declared(line)
-
-    def _declared(self, line: str) -> RolloutRawResult:
-        """The reward in a last line that says by itself that it is one: an answer of 42 is no reward of 42."""
-        try:
-            value = msgspec.json.decode(line)
-        except (ValueError, RecursionError):
-            return None
-        if isinstance(value, dict) and ("reward" in value or "primary_key" in value):
-            return parse_reward(line, "the last line of the command's stdout")._asdict()
-        if isinstance(value, float | int) and not self._warned:
-            self._warned = True
-            logger.warning(
-                "the command's last line is a number, and was not taken for the reward; if it is one, say "
-                'reward="stdout" or print {"reward": %s}',
-                line[:50],
-            )
-        return None
+    def _reward(self, line: str) -> RolloutRawResult:
+        """The reward in the last line. With `auto` only one that says by itself that it is one: an answer of 42 is no
+        reward of 42."""
+        if self._source == "auto":
+            try:
+                value = msgspec.json.decode(line)
+            except (ValueError, RecursionError):
+                return None
+            if not isinstance(value, dict) or not {"reward", "primary_key"} & value.keys():
+                return None
+        return parse_reward(line, "the last line of the command's stdout")._asdict()
 
     async def _graded(self, grader: Grader | Program, task: Any, output: CommandOutput, own: Path) -> Any:
         if isinstance(grader, Program):
@@ -267,15 +241,6 @@ def _line(value: Any) -> str:
     return to_json("the task", value) + "\n"
 
 
-def _written(file: Path) -> bytes:
-    """What stands in a reward file, b"" where there is none. InvalidError for what is no small plain file."""
-    if not os.path.lexists(file):
-        return b""
-    if not file.is_file() or file.stat().st_size > _LONGEST_REWARD:
-        raise InvalidError(f"$AGL_REWARD_FILE is no plain file of at most {_LONGEST_REWARD} bytes; expected {FORMS}")
-    return file.read_bytes().strip()
-
-
 def _last_line(output: CommandOutput) -> str:
     return output.stdout.rstrip().rpartition("\n")[2]
 
@@ -288,3 +253,118 @@ def _failure(what: str, exit_code: int, said: str) -> str:
     end = said[-_SHOWN:]
     last = end.rpartition("\n")[2]
     return f"{what} {how}: {last}\n{end}" if end else f"{what} {how} and wrote nothing to stderr or stdout"
+
+
+# --- processes ---------------------------------------------------------------------------------------------------
+
+
+class Output:
+    """One of a program's streams: taken whenever there is some, so that a flood blocks nobody, and kept in part."""
+
+    def __init__(self, name: LogStream) -> None:
+        self.name: LogStream = name
+        self._excerpt = Excerpt()
+        self._read_end, self.write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        self._open = self._write_end_open = True
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._read_end, self._take)
+
+    def taken(self) -> str:
+        """What was written since the last time, with all that is in the pipe at this moment."""
+        self._take()
+        excerpt, self._excerpt = self._excerpt, Excerpt()
+        return excerpt.text()
+
+    def close_write_end(self) -> None:
+        """From here on only the program has that end."""
+        if self._write_end_open:
+            self._write_end_open = False
+            os.close(self.write_end)
+
+    def close(self) -> None:
+        """Take what is in the pipe at this moment, and nothing after it."""
+        self.close_write_end()
+        self._take()
+        if self._open:
+            self._open = False
+            self._loop.remove_reader(self._read_end)
+            os.close(self._read_end)
+
+    def _take(self) -> None:
+        if self._open:
+            with contextlib.suppress(BlockingIOError):
+                data = os.read(self._read_end, _PIPE_BYTES)
+                self._excerpt.write(data)
+                if not data:  # nobody has the other end any more
+                    self._loop.remove_reader(self._read_end)
+
+
+@dataclass
+class Executable:
+    """A program that runs. `exited` has its exit code, negative for the signal that ended it."""
+
+    process: asyncio.subprocess.Process
+    outputs: Sequence[Output]
+    exited: asyncio.Future[int]
+
+    @classmethod
+    async def start(cls, arguments: Sequence[str], outputs: Sequence[Output], **options: Any) -> Executable:
+        """Start it with stdout and stderr for `outputs`, which are closed where it cannot start, and further `options`
+        of `asyncio.create_subprocess_exec`. Raises what that raises."""
+        stdout, stderr = (output.write_end for output in outputs)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *arguments, stdout=stdout, stderr=stderr, start_new_session=True, **options
+            )
+        except BaseException:  # cancelled, too
+            for output in outputs:
+                output.close()
+            raise
+        for output in outputs:
+            output.close_write_end()
+        return cls(process, outputs, asyncio.ensure_future(process.wait()))
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal, and all of its process group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left; macOS says so of zombies
+            os.killpg(self.process.pid, number)
+
+    async def end(self, grace_seconds: float) -> None:
+        """End it and all of its group: SIGTERM if it runs, and after `grace_seconds` SIGKILL for whatever is left."""
+        try:
+            if not self.exited.done():
+                self.signal(signal.SIGTERM)
+                await asyncio.wait({self.exited}, timeout=grace_seconds)
+        finally:
+            self.signal(signal.SIGKILL)
+            for output in self.outputs:
+                output.close()
+        await asyncio.wait({self.exited})
+
+
+async def execute(
+    arguments: Sequence[str],
+    outputs: Sequence[Output],
+    *,
+    stdin: bytes,
+    environment: Mapping[str, str],
+    directory: Path | None,
+) -> int:
+    """Run a program and return its exit code, negative for the signal that ended it. ConfigError if it cannot start.
+
+    When it has exited, whatever is left of its process group is killed. When the awaiting task is cancelled, the group
+    gets SIGTERM and, `GRACE_SECONDS` later, SIGKILL. Only a grandchild in a session of its own escapes both. Where it
+    could not start, `outputs` may still be open: whoever made them closes them."""
+    # Not a pipe: programs may open /dev/stdin, seek in it, or leave it unread.
+    with tempfile.TemporaryFile() as given:
+        given.write(stdin)
+        given.seek(0)
+        try:
+            program = await Executable.start(arguments, outputs, stdin=given, env=environment, cwd=directory)
+        except (OSError, ValueError) as error:  # no such program, too long an argument, a NUL in one
+            raise ConfigError(f"the program {arguments[0]!r} cannot be started: {error}") from None
+    try:
+        return await asyncio.shield(program.exited)
+    finally:
+        await program.end(GRACE_SECONDS)

@@ -1,8 +1,5 @@
-"""The end of a process that runs agents: it waits for no agent that swallows its cancellation, blocks the event loop or
-its thread, and somebody says so where an agent ends the process itself.
-
-Knows event loops, threads and signals; it does not know what runs.
-"""
+"""The end of a process that runs agents: signals, and agents that swallow their cancellation, block the event loop or
+their thread, or end the process themselves."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ import contextlib
 import logging
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Generator
@@ -26,10 +22,7 @@ T = TypeVar("T")
 LEFT_SECONDS: Final = 2.0  # for tasks that still run when all work is done
 INTERRUPTED: Final = 130  # exit code
 _THREADS: Final = "asyncio.to_thread"
-_DIED: Final = (
-    "agl has ended without a word: an agent in its process called os._exit or crashed it, or it was killed (out of "
-    "memory, SIGKILL). With --isolation process an agent ends only its own process"
-)
+_LEFT: Final = b"an agent in its process called os._exit; with --isolation process it ends only its own process\n"
 
 
 def run_to_end(work: Coroutine[Any, Any, T], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> T:
@@ -74,32 +67,24 @@ def exit_with(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def watched() -> Generator[Callable[[float], None]]:
-    """Within the block somebody says so if this process ends unasked, and it never ends with exit code 0 then. The
-    function given ends it after so many seconds, whatever runs then."""
-    read, write = os.pipe()
-    script = 'read -r said || printf "%s\\n" "$1" >&2'  # the end of this process closes the pipe
-    with open(read) as ours:
-        watcher = subprocess.Popen(("sh", "-c", script, "sh", _DIED), stdin=ours, start_new_session=True)
-
+    """Within the block an agent that calls `os._exit` in this process ends it with a word, and never with exit code 0.
+    The function given ends the process after so many seconds, whatever runs then."""
     process, leave = os.getpid(), os._exit
 
-    def fail(status: int) -> NoReturn:  # what an agent forks may still end well
-        leave(status or 1 if os.getpid() == process else status)
-
-    def say(to: int, words: bytes) -> None:
-        with contextlib.suppress(OSError):  # whoever stops a whole group of processes has ended the watcher, too
-            os.write(to, words)
+    def fail(status: int) -> NoReturn:
+        if os.getpid() == process:  # what an agent forks may still end well
+            os.write(2, _LEFT)
+            status = status or 1
+        leave(status)
 
     def end() -> None:
-        say(write, b"ended\n")
-        say(2, b"an agent does not let the process end: it ends without it\n")
-        os._exit(INTERRUPTED)
+        os.write(2, b"an agent does not let the process end: it ends without it\n")
+        leave(INTERRUPTED)
 
     def end_after(seconds: float) -> None:
-        timer = threading.Timer(seconds, end)
+        timers.append(timer := threading.Timer(seconds, end))
         timer.daemon = True
         timer.start()
-        timers.append(timer)
 
     timers: list[threading.Timer] = []
     os._exit = fail
@@ -109,9 +94,6 @@ def watched() -> Generator[Callable[[float], None]]:
         os._exit = leave
         for timer in timers:
             timer.cancel()
-        say(write, b"ended\n")
-        os.close(write)
-        watcher.wait()
 
 
 @contextlib.contextmanager

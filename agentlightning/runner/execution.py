@@ -1,7 +1,6 @@
 """Running one agent once: in the loop or in a thread, until it ends or is stopped, whatever it raises or returns.
 
-This module knows agents, hooks and the tracer of an attempt. It does not know the store: it is told when to stop and
-answers with an `Outcome`.
+It does not know the store: it is told when to stop and answers with an `Outcome`.
 """
 
 from __future__ import annotations
@@ -11,25 +10,20 @@ import contextvars
 import inspect
 import logging
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 from agentlightning.errors import ConfigError, InvalidError
 from agentlightning.runner.agent import LitAgent, is_async
-from agentlightning.runner.guard import guard_clients
-from agentlightning.runner.hooks import Hook
-from agentlightning.runner.resources import serves_model
+from agentlightning.runner.clients import guard_clients
+from agentlightning.runner.environment import serves_model
 from agentlightning.semconv import REWARD_RETURNED
 from agentlightning.tracing.context import AttemptTracer, bind
 from agentlightning.tracing.emit import emit_exception, emit_reward, shown
 from agentlightning.tracing.instrument import quiet_openai_agents
 from agentlightning.tracing.rewards import read_reward
 from agentlightning.types import AttemptedRollout, AttemptStatus, NamedResources, Span
-
-if TYPE_CHECKING:
-    from agentlightning.runner.processes import AgentProcess
-    from agentlightning.runner.runner import Runner
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +35,40 @@ NOT_SERVED = (
     "model, say isolation='none'"
 )
 ISOLATE = "isolation='process' runs agents where they can be killed"
+
+
+class Hook:
+    """Override what you need; all methods are awaited in the runner's event loop, in the order hooks were given.
+
+    The sequence is on_rollout_start, on_trace_start, the agent, on_trace_end, on_rollout_end. `emit_*` calls in any of
+    them belong to the attempt, so a reward may be emitted in `on_trace_end`. All but `on_rollout_end` run within the
+    attempt's timeout. When the agent raises, `on_trace_end` and `on_rollout_end` still run; when the attempt is
+    stopped (timeout, cancellation), only `on_rollout_end` does. A hook that raises fails the attempt."""
+
+    async def on_rollout_start(self, *, agent: LitAgent[Any], runner: Any, rollout: AttemptedRollout) -> None:
+        """The attempt was leased and its resources were found."""
+
+    async def on_trace_start(
+        self, *, agent: LitAgent[Any], runner: Any, tracer: AttemptTracer, rollout: AttemptedRollout
+    ) -> None:
+        """The agent is about to start. `tracer.get_last_trace()` lists the spans recorded so far."""
+
+    async def on_trace_end(
+        self, *, agent: LitAgent[Any], runner: Any, tracer: AttemptTracer, rollout: AttemptedRollout
+    ) -> None:
+        """The agent returned or raised; a returned reward is recorded after this."""
+
+    async def on_rollout_end(
+        self, *, agent: LitAgent[Any], runner: Any, rollout: AttemptedRollout, spans: Sequence[Span]
+    ) -> None:
+        """Everything is done except telling the store. `spans` are those recorded in this process (LLM calls are
+        recorded by the gateway and are not among them)."""
+
+
+class Elsewhere(Protocol):
+    """Where an agent runs, if not in this process."""
+
+    async def run(self, rollout: AttemptedRollout, resources: NamedResources, tracer: AttemptTracer) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -59,12 +87,12 @@ class Execution:
 
     `stop` may be called at any time from the event loop: the agent is cancelled and `run` answers with that status."""
 
-    runner: Runner
+    runner: Any
     agent: LitAgent[Any]
     hooks: tuple[Hook, ...]
     rollout: AttemptedRollout
     tracer: AttemptTracer
-    process: AgentProcess | None = None
+    process: Elsewhere | None = None
     own_agent: Callable[[], LitAgent[Any]] | None = None
 
     def __post_init__(self) -> None:
@@ -111,13 +139,6 @@ class Execution:
                 self.tracer.attempt_id,
                 GRACE_SECONDS,
                 ISOLATE,
-            )
-        task.add_done_callback(self._notice_late_answer)
-
-    def _notice_late_answer(self, task: asyncio.Task[Answer]) -> None:
-        if not task.cancelled() and task.exception() is None and task.result().error is None:
-            logger.warning(
-                "the agent of attempt %s answered after it was stopped; the answer is ignored", self.tracer.attempt_id
             )
 
     def _concluded(self, answer: Answer) -> Outcome:
@@ -217,8 +238,6 @@ async def in_own_thread(function: Callable[[], Any]) -> Any:
     def deliver(answer: Answer) -> None:
         if not answered.done():
             answered.set_result(answer)
-        else:
-            logger.warning("a sync agent came to its end after its attempt was stopped; its result is ignored")
 
     def work() -> None:
         try:

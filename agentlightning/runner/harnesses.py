@@ -12,8 +12,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +23,6 @@ import yaml
 from agentlightning.errors import ConfigError, nearest
 from agentlightning.runner.command import CommandAgent, CommandFailedError, CommandOutput, Grader, Program
 from agentlightning.runner.environment import inherited_environment
-from agentlightning.tracing.logs import KEPT_BYTES
 
 # Variables that a harness does not inherit: credentials, and what configures it, or leads to a user's own files.
 _OWN: Final = re.compile(
@@ -33,7 +30,6 @@ _OWN: Final = re.compile(
     r"|OPENAI|OPENCODE|OTEL|QWEN|XDG)",
     re.IGNORECASE,
 )
-_VERSION_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True)
@@ -47,29 +43,11 @@ class Preset:
     prompt: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     files: Mapping[str, str] = field(default_factory=dict[str, str])
-    version: str = "--version"
 
     def check(self, path: str | None = None) -> None:
-        """ConfigError where it is not installed (on `path`, default PATH), or too old."""
-        found = shutil.which(self.program, path=path)
-        if found is None:
-            raise ConfigError(f"{self.program!r} is not on the PATH; {self._advice()}")
-        with tempfile.TemporaryDirectory(prefix="agentlightning-", ignore_cleanup_errors=True) as home:
-            try:
-                told = subprocess.run(
-                    (found, self.version), env=_cleared(Path(home)) | {"PATH": path or os.environ.get("PATH", "")},
-                    stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_VERSION_SECONDS, check=False,
-                ).stdout  # fmt: skip
-            except (OSError, subprocess.TimeoutExpired) as error:
-                raise ConfigError(f"{found} does not say its version: {error}; {self._advice()}") from None
-        version = re.search(r"\d+\.\d+\.\d+", told)
-        if version is None:
-            raise ConfigError(f"{found} {self.version} says no version; {self._advice()}")
-        if _numbers(version[0]) < _numbers(self.least):
-            raise ConfigError(f"{found} is version {version[0]}; {self._advice()}")
-
-    def _advice(self) -> str:
-        return f"install {self.least} or newer: {self.install}"
+        """ConfigError where it is not installed (on `path`, default PATH)."""
+        if shutil.which(self.program, path=path) is None:
+            raise ConfigError(f"{self.program!r} is not on the PATH; install {self.least} or newer: {self.install}")
 
     def environment(self, variables: Mapping[str, str], home: Path) -> dict[str, str]:
         """Write its files below `home`; the variables of a process that calls the model which `variables` name
@@ -100,10 +78,6 @@ def _filled(text: str, values: Mapping[str, str]) -> str:
     return re.sub(r"\{(endpoint|root|key|model|home)\}", lambda found: values[found[1]], text)
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")))
-
-
 PRESETS: Final = msgspec.convert(
     yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")), dict[str, Preset]
 )
@@ -125,7 +99,6 @@ def harness(
     grader: Grader | str | None = None,
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
-    kept_bytes: int = KEPT_BYTES,
 ) -> CommandAgent:
     """An agent of a coding agent that is installed: `harness("codex", prompt="{task[prompt]}", grader=grade)`.
 
@@ -139,8 +112,8 @@ def harness(
     preset = find_preset(name)
     words = (preset.program, *preset.flags, *arguments, *(word.replace("{prompt}", prompt) for word in preset.prompt))
     place, copied = None if cwd is None else Path(cwd), None if workspace is None else Path(workspace)
-    program = HarnessProgram(shlex.join(words), dict(env or {}), place, kept_bytes, preset, copied)
-    graded = _Grading(grader, dict(env or {}), place, kept_bytes) if isinstance(grader, str) else grader
+    program = HarnessProgram(shlex.join(words), dict(env or {}), place, preset, copied)
+    graded = _Grading(grader, dict(env or {}), place) if isinstance(grader, str) else grader
     return CommandAgent(program, "auto", graded or _no_reward)
 
 

@@ -1,7 +1,7 @@
 """The process that leases rollouts and runs agents: hundreds at once in one event loop.
 
-It knows the store's interface and how to execute an agent; it does not know where the store is, nor models. One timer
-extends the leases of all attempts, sends their spans so far, and learns which of them were cancelled meanwhile.
+One timer extends the leases of all attempts, sends their spans so far, and learns which of them were cancelled
+meanwhile.
 """
 
 from __future__ import annotations
@@ -28,26 +28,21 @@ from agentlightning.errors import (
     InvalidError,
     NotFoundError,
 )
-from agentlightning.runner.agent import AnyAgent, as_agent
+from agentlightning.runner.agent import AnyAgent, as_agent, own_copies
 from agentlightning.runner.clients import ClientPool, current_pool
-from agentlightning.runner.copies import own_copies
-from agentlightning.runner.environment import current_server
-from agentlightning.runner.execution import Execution, Outcome
-from agentlightning.runner.hooks import Hook
+from agentlightning.runner.environment import ResourceCache, current_server
+from agentlightning.runner.execution import Execution, Hook, Outcome
+from agentlightning.runner.isolation import AgentNotLoadedError, AgentProcess, Isolation, boot_of, usual_concurrency
 from agentlightning.runner.patience import is_defect, patiently
-from agentlightning.runner.processes import AgentNotLoadedError, AgentProcess, Isolation, boot_of, usual_concurrency
-from agentlightning.runner.resources import ResourceCache
 from agentlightning.store.base import LightningStore
 from agentlightning.store.lifecycle import TERMINAL
 from agentlightning.tracing.choice import TracerKind, choose_tracer
 from agentlightning.tracing.dialects import speaks_for_gateway
 from agentlightning.tracing.logs import AttemptLogs
 from agentlightning.types import (
-    And,
     Attempt,
     AttemptedRollout,
     AttemptStatus,
-    Condition,
     Mode,
     NamedResources,
     Rollout,
@@ -61,7 +56,6 @@ T = TypeVar("T")
 
 POLL_SECONDS = 20.0  # one long poll for work
 HEARTBEAT_SECONDS = 10.0  # until a lease was seen; then a third of the shortest lease
-SETTLE_PERIODS = 10  # after so many an attempt ends though spans still arrive
 GIVE_BACK_SECONDS = 5.0  # how long a cancelled runner tries to hand its attempts back
 DEFECT_TRIES = 5  # of spans at which the server fails, before they count as refused
 
@@ -95,10 +89,7 @@ class Runner:
     the store cannot be reached, or its server fails, calls are repeated for `patience_seconds`; then `run` ends with
     UnavailableError. ConfigError for an agent that cannot be run.
 
-    `tracer` is explained at `choose_tracer`. Where programs outside this process export spans of the attempt by
-    themselves, `settle_seconds` is how long none must have reached the store, after the agent's end, before the attempt
-    ends (at most ten times that long; it counts towards the attempt's timeout). After `idle_seconds` without work, seen
-    at a heartbeat, `run` returns.
+    `tracer` is explained at `choose_tracer`. After `idle_seconds` without work, seen at a heartbeat, `run` returns.
 
     With `isolation="process"` attempts run in `concurrency` processes, each used for up to `max_attempts_per_process`,
     one after the other, so that an agent that blocks, crashes or leaks harms no other attempt and can be killed. The
@@ -117,7 +108,6 @@ class Runner:
         endpoint_override: str | None = None,
         patience_seconds: float = 60.0,
         tracer: TracerKind = "auto",
-        settle_seconds: float = 0.0,
         idle_seconds: float = math.inf,
         isolation: Isolation = "auto",
         max_attempts_per_process: int | None = 100,
@@ -125,8 +115,6 @@ class Runner:
         self.concurrency = usual_concurrency(isolation) if concurrency is None else concurrency
         if self.concurrency < 1:
             raise ConfigError(f"concurrency is {concurrency}; it must be at least 1")
-        if not 0 <= settle_seconds < math.inf:
-            raise ConfigError(f"settle_seconds is {settle_seconds}; give the seconds without spans to wait for, or 0")
         self.store = store
         self.agent = as_agent(agent)
         self.worker_id = worker_id or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -137,7 +125,7 @@ class Runner:
         self._own_agent = own_copies(self.agent) if self._boot is None else None
         self.isolation, self._most_attempts = isolation, max_attempts_per_process
         self._process_names = (f"{self.worker_id}/{number}" for number in count(1))
-        self._settle_seconds, self._idle_seconds = settle_seconds, idle_seconds
+        self._idle_seconds = idle_seconds
         self._resources = ResourceCache(store, endpoint_override)
         self._logs = AttemptLogs()
         self._flights: set[Flight] = set()
@@ -267,24 +255,10 @@ class Runner:
                 outcome = await flight.run(resources)
             if isinstance(outcome.error, AgentNotLoadedError):
                 raise outcome.error
-            if self._settle_seconds and outcome.status in ("succeeded", "failed"):
-                await self._settle(*flight.ids)
             return outcome
         finally:
             clock.cancel()
             flight.tracer.close()  # before the last spans are sent, so that none is lost behind them unsaid
-
-    async def _settle(self, rollout_id: str, attempt_id: str) -> None:
-        """Wait until no span of an attempt has reached the store for a while."""
-        where = And([Condition("rollout_id", "eq", rollout_id), Condition("attempt_id", "eq", attempt_id)])
-        seen = None
-        for _ in range(SETTLE_PERIODS):
-            stored = await self._patiently(lambda: self.store.page_spans(where, limit=1, with_total=True))
-            if stored.total == seen:
-                return
-            seen = stored.total
-            await asyncio.sleep(self._settle_seconds)
-        logger.warning("attempt %s ends though its spans still arrive; they are kept when they come", attempt_id)
 
     async def _time_out(self, flight: Flight) -> None:
         """Stop the agent at its timeout, which is later by as long as the gateway held its calls; the store is asked

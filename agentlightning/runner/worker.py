@@ -1,8 +1,8 @@
 """The process that an agent has to itself: runs one attempt after the other, as its runner says.
 
 Spans go to the runner the moment they are recorded, so that they outlive this process. The agent's module is imported
-when the environment of the first attempt is set. This module knows agents and the connection; it does not know the
-store, leases or hooks. It is the leader of a session, so that it can be killed with all that the agent starts.
+when the environment of the first attempt is set. It leads a session, so that it can be killed with all that the agent
+starts.
 """
 
 from __future__ import annotations
@@ -21,12 +21,21 @@ from pathlib import Path
 from typing import Any, Final
 
 from agentlightning.errors import AgentLightningError
-from agentlightning.runner.agent import LitAgent
-from agentlightning.runner.channel import Boot, Cancel, Connection, Ended, NotLoaded, Recorded, Start, unpacked
+from agentlightning.runner.agent import LitAgent, own_copies
+from agentlightning.runner.channel import (
+    FAREWELL_SECONDS,
+    Boot,
+    Cancel,
+    Connection,
+    Ended,
+    NotLoaded,
+    Recorded,
+    Start,
+    unpacked,
+)
 from agentlightning.runner.clients import ClientPool, current_pool
-from agentlightning.runner.copies import own_copies
+from agentlightning.runner.environment import AgentResources
 from agentlightning.runner.execution import AGENT_THREAD, Answer, call_agent, guarded, record_result
-from agentlightning.runner.resources import AgentResources
 from agentlightning.tracing.choice import choose_tracer
 from agentlightning.tracing.context import AttemptTracer, bind
 from agentlightning.tracing.emit import exception_attributes
@@ -35,7 +44,6 @@ from agentlightning.tracing.logs import AttemptLogs
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _POOLS: Final = (("concurrent", "futures", "thread.py"), ("anyio", "_backends", "_asyncio.py"))
-FAREWELL_SECONDS: Final = 2.0  # for what the agent's libraries do at the end of a process
 
 
 def main(descriptor: int) -> None:
@@ -140,19 +148,15 @@ class _Worker:
         return Ended(result.drain(), failure, _left_running(before))
 
 
-def _left_running(before: set[threading.Thread]) -> str | None:
-    """What an attempt left running: it could go on to call a model, and be taken for the next attempt."""
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    if tasks:
-        return f"the task {next(iter(tasks)).get_name()!r}"
-    for thread in threading.enumerate():
-        if thread not in before and thread.name != AGENT_THREAD and not _is_idle(thread):
-            return f"the thread {thread.name!r}"
-    for children in Path("/proc/self/task").glob("*/children"):  # Linux; elsewhere they go unseen
-        with contextlib.suppress(OSError):
-            for child in children.read_text().split():
-                return f"the process {child}"
-    return None
+def _left_running(before: set[threading.Thread]) -> bool:
+    """Whether an attempt left a task, a thread or a process running."""
+    if asyncio.all_tasks() - {asyncio.current_task()}:
+        return True
+    if any(one.name != AGENT_THREAD and not _is_idle(one) for one in set(threading.enumerate()) - before):
+        return True
+    with contextlib.suppress(OSError):  # Linux; elsewhere processes go unseen
+        return any(children.read_text().split() for children in Path("/proc/self/task").glob("*/children"))
+    return False
 
 
 def _is_idle(thread: threading.Thread) -> bool:

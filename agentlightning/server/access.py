@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import msgspec
 
@@ -19,13 +19,11 @@ from agentlightning.gateway.attribution import api_key_of
 from agentlightning.gateway.locality import why_elsewhere
 from agentlightning.semconv import CALL, REWARD
 from agentlightning.server.sessions import Sessions
-from agentlightning.store import calls
+from agentlightning.store.access_keys import audit
 from agentlightning.store.base import LightningStore
-from agentlightning.store.calls import AdminCall, Call
+from agentlightning.store.calls import Call
 from agentlightning.tracing.dialects import speaks_for_gateway
 from agentlightning.types import Credential, KeyScope, Span
-
-C = TypeVar("C", bound=Call[Any])
 
 _SCOPES: Final[tuple[KeyScope, ...]] = ("read", "grader", "worker", "trainer", "admin")
 """A key of each may call what those before it may. A grader reads, and writes spans with rewards."""
@@ -53,13 +51,13 @@ class Scope:
         rewards = credential.attempt is None or credential.rewards
         return cls(credential.name, opens, credential.attempt, rewards)
 
-    def require(self, kind: type[Call[Any]]) -> None:
+    def require(self, kind: type[Call]) -> None:
         """ForbiddenError unless the caller may make calls of this kind."""
         if self.attempt is not None:
-            if kind is not calls.AddSpans:
+            if kind.method != "store_spans":
                 raise ForbiddenError("an attempt's key can only add spans to its own attempt; this needs another key")
         elif kind.scope not in self.opens:
-            raise ForbiddenError(f"{kind.__name__} needs a key with the scope {kind.scope!r}; {self.name} has not")
+            raise ForbiddenError(f"{kind.method} needs a key with the scope {kind.scope!r}; {self.name} has not")
 
     def body_limit(self, limit: int) -> int:
         """Of the `limit` on a request's bytes, how much this caller may send: an agent, who is not trusted, less."""
@@ -89,12 +87,16 @@ class Scope:
             )
         return None
 
-    def checked(self, call: C) -> C:
-        """The call in this caller's name. ForbiddenError if it adds a span to an attempt that the caller may not touch,
-        or one that says what it may not."""
-        if isinstance(call, AdminCall):
-            return msgspec.structs.replace(call, actor=self.name)
-        for span in call.spans if isinstance(call, calls.AddSpans) else ():
+    def check(self, call: Call) -> None:
+        """Note an administrator's call in the log. ForbiddenError if it adds a span that the caller may not add."""
+        if call.audited:
+            audit(call.method, self.name, msgspec.structs.asdict(call))
+        elif call.method == "store_spans":
+            self.check_spans(getattr(call, "spans"))  # noqa: B009
+
+    def check_spans(self, spans: Sequence[Span]) -> None:
+        """ForbiddenError if one is of an attempt that the caller may not touch, or says what the caller may not."""
+        for span in spans:
             if self.attempt is not None and (span.rollout_id, span.attempt_id) != self.attempt:
                 raise ForbiddenError(
                     f"this key is for attempt {self.attempt[1]} of rollout {self.attempt[0]}; span {span.span_id} "
@@ -102,7 +104,6 @@ class Scope:
                 )
             if reason := self.refuses(span):
                 raise ForbiddenError(reason)
-        return call
 
 
 _REWARDS: Final = f"{REWARD}."
@@ -125,7 +126,7 @@ class Access:
         # Digests are compared: they are of one length, so that not even the key's length shows in the time it takes.
         if key and self._admin_key is not None and hmac.compare_digest(_digest(key), self._admin_key):
             return Scope("the admin key")
-        credential = await self._store.perform(calls.FindKey(api_key=key)) if key else None
+        credential = await self._store.find_key(key) if key else None
         if credential is not None:
             return Scope.of(credential)
         if self._admin_key is None:

@@ -26,7 +26,8 @@ from starlette.routing import Route
 from agentlightning.errors import ForbiddenError, UnavailableError
 from agentlightning.server.access import Access
 from agentlightning.server.requests import caller_of
-from agentlightning.store.calls import QueryRollouts
+from agentlightning.server.rest import PREFIX
+from agentlightning.store.base import CALLS
 from agentlightning.store.sql import SqlStore
 from agentlightning.store.transaction import Changes
 from agentlightning.types import Rollout
@@ -48,12 +49,13 @@ class EventRoutes:
         self._stopping = asyncio.Event()
 
     def route(self) -> Route:
-        return Route("/events", self._listen, methods=["GET"])
+        return Route(f"{PREFIX}/events", self._listen, methods=["GET"])
 
     def stop(self) -> None:
         self._stopping.set()
 
     async def _listen(self, request: Request) -> Response:
+        """What happens in the store, as server-sent events"""
         await self._admit(request)
         # Proxies that would hold events back (nginx) are told not to.
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -61,7 +63,7 @@ class EventRoutes:
 
     async def _admit(self, request: Request) -> None:
         """Whoever may query rollouts may hear of them."""
-        (await caller_of(request, self._access)).require(QueryRollouts)
+        (await caller_of(request, self._access)).require(CALLS["page_rollouts"])
 
     async def _stream(self, request: Request) -> AsyncGenerator[bytes, None]:
         self.open += 1

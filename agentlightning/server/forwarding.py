@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Final
 
@@ -22,13 +22,11 @@ from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
-from prometheus_client.core import CounterMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 from yarl import URL
 
 from agentlightning.errors import ConfigError
 from agentlightning.semconv import ATTEMPT_ID, GEN_AI_INPUT_TOKENS, GEN_AI_OUTPUT_TOKENS, ROLLOUT_ID, SPAN_SEQUENCE_ID
+from agentlightning.server.health import Reading
 from agentlightning.tracing.otlp import KIND, SCOPE_NAME, SCOPE_VERSION
 from agentlightning.types import Attributes, Span
 
@@ -40,7 +38,7 @@ _SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
 _log: Final = logging.getLogger(__name__)
 
 
-class Forwarder(Collector):
+class Forwarder:
     """Sends spans to the collector at `url` until `close`. `/v1/traces` is appended unless it is there.
 
     A batch waits `linger` seconds for more spans. A full queue drops its oldest spans; a batch that the collector does
@@ -86,11 +84,13 @@ class Forwarder(Collector):
             shown = self.url.with_user(None).with_query(None)  # where keys may be
             _log.warning("%d of %d spans did not reach the collector at %s", self.taken - self.sent, self.taken, shown)
 
-    def collect(self) -> Iterable[Metric]:
+    def readings(self) -> list[Reading]:
         """For `/metrics`."""
-        yield CounterMetricFamily("agl_forward_taken_spans", "Spans for the collector.", value=self.taken)
-        yield CounterMetricFamily("agl_forward_sent_spans", "Spans that the collector took.", value=self.sent)
-        yield CounterMetricFamily("agl_forward_dropped_spans", "Spans that it did not take.", value=self.dropped)
+        return [
+            Reading("agl_forward_taken_spans_total", "Spans for the collector.", lambda: self.taken),
+            Reading("agl_forward_sent_spans_total", "Spans that the collector took.", lambda: self.sent),
+            Reading("agl_forward_dropped_spans_total", "Spans that it did not take.", lambda: self.dropped),
+        ]
 
 
 class _CountingExporter(SpanExporter):

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Literal, TypeAlias
 
 import msgspec
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentlightning.store.redaction import text_without_secrets
@@ -50,18 +50,16 @@ def log_request(finished: Finished) -> None:
     )
 
 
-def label_routes(routes: Sequence[BaseRoute], prefix: str = "") -> None:
+def label_routes(routes: Sequence[BaseRoute]) -> None:
     """Let every route note its template in the requests that reach it."""
     for route in routes:
-        if isinstance(route, Mount):
-            label_routes(route.routes, prefix + route.path)
-        elif isinstance(route, Route):
-            route.app = _noting(route.app, prefix + route.path)
+        if isinstance(route, Route):
+            route.app = _noting(route.app, route.path)
 
 
 def _noting(app: ASGIApp, template: str) -> ASGIApp:
     def noted(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        scope[_ROUTE] = template
+        note_route(scope, template)
         return app(scope, receive, send)
 
     return noted

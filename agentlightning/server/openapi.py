@@ -1,9 +1,7 @@
-"""The interface described: OpenAPI 3.1 at `/openapi.json`, made from the calls themselves, and a page to read it at
-`/docs`.
+"""The interface described: OpenAPI 3.1 at `/openapi.json`, made from the calls and routes of a server, and a page to
+read it at `/docs`, which needs nothing from elsewhere.
 
-This module knows what each call takes and returns, and which answers there are; of endpoints whose protocols are
-described by their makers, only what they are, and nothing of the routes that serve the dashboard's page and change with
-it. The page needs nothing from elsewhere: it works on a machine without internet.
+Calls are described with their schemas. Of other routes only what they are: their protocols are described elsewhere.
 """
 
 from __future__ import annotations
@@ -13,20 +11,17 @@ import importlib.metadata
 import importlib.resources
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from types import NoneType
-from typing import Any, Final, TypeAlias, cast, get_type_hints
+from typing import Any, Final, TypeAlias, cast
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from agentlightning.server.models import MODEL_CALLS
 from agentlightning.server.rest import PREFIX
-from agentlightning.server.reward_url import REWARD_PATH
-from agentlightning.store import calls
-from agentlightning.store.calls import AdminCall, Call, ErrorReply
+from agentlightning.store.calls import IN_QUERY, Call, ErrorReply, path_fields
 
 Json: TypeAlias = dict[str, Any]
 
@@ -48,87 +43,46 @@ _ABOUT: Final = (
     "Send a key as `Authorization: Bearer …`; a server without an admin key answers this machine's programs without "
     "one. Calls with a `timeout` wait so many seconds for something to answer with, at most a minute at a time."
 )
-_ATTEMPT: Final = "/rollout/{rollout_id}/attempt/{attempt_id}"
-
-# What the rest is, by route. What is under `/v1` is under each attempt's own prefix too.
-_OF_EVERY_SERVER: Final = {
-    "GET /health": "Whether the process lives",
-    "GET /ready": "Whether the store answers",
-    "GET /metrics": "Counters in Prometheus's text format",
-}
-_OF_A_STORE: Final = {
-    f"GET {PREFIX}/events": "What happens in the store, as server-sent events: "
-    "`rollout`, `spans`, `groups`, `metrics`, `queued`, `reset`",
-    f"POST {REWARD_PATH}": "Give an attempt a reward: a number, or an object of named ones. "
-    "A request that repeats an `Idempotency-Key` counts once",
-    "POST /v1/traces": "Spans of any OpenTelemetry exporter (OTLP over HTTP), as protobuf or JSON",
-}
-_OF_A_GATEWAY: Final = {
-    "POST /v1/chat/completions": "OpenAI's chat completions, streamed or whole",
-    "POST /v1/completions": "OpenAI's completions, of one text or of token ids, streamed or whole",
-    "POST /v1/responses": "OpenAI's responses, streamed or whole",
-    "GET /v1/responses": "Declined (426): there is no websocket",
-    "POST /v1/embeddings": "OpenAI's embeddings, of servers that make them",
-    "POST /v1/messages": "Anthropic's messages, streamed or whole",
-    "POST /v1/messages/count_tokens": "How many tokens the prompt of a message has",
-    "POST /v1beta/models/{call}": "Google's `{model}:generateContent`, `:streamGenerateContent` and `:countTokens`",
-    "POST /v1/models/{call}": "The same",
-    "GET /v1/models": "The models there are",
-    "GET /v1/models/{name}": "One of them",
-}
-_WITHOUT_KEY: Final = ("/health", "/ready", REWARD_PATH)
+_WITHOUT_KEY: Final = ("/health", "/ready", "/rewards/{key}")
 
 
-def documentation_routes(*, with_store: bool, with_gateway: bool, protected: bool) -> list[BaseRoute]:
-    """`/openapi.json` and `/docs` of a server with or without a store, a gateway and an admin key. They need no key."""
+def documentation_routes(
+    kinds: Sequence[type[Call]], routes: Sequence[BaseRoute], *, protected: bool
+) -> list[BaseRoute]:
+    """`/openapi.json` and `/docs` of a server that answers calls of these `kinds`, and `routes`. They need no key."""
+
+    @functools.cache
+    def encoded() -> bytes:
+        return msgspec.json.encode(document(kinds, routes, protected=protected))
 
     async def spec(request: Request) -> Response:
-        return Response(_encoded(with_store, with_gateway, protected), media_type=_JSON)
+        return Response(encoded(), media_type=_JSON)
 
     async def page(request: Request) -> Response:
         html = importlib.resources.files("agentlightning.server").joinpath("docs.html").read_text("utf-8")
         policy = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
         return Response(html, media_type="text/html", headers={"content-security-policy": policy})
 
-    return [Route("/openapi.json", spec, methods=["GET"]), Route("/docs", page, methods=["GET"])]
+    own = {"/openapi.json": spec, "/docs": page}
+    return [Route(path, answer, methods=["GET"], include_in_schema=False) for path, answer in own.items()]
 
 
-@functools.cache
-def _encoded(with_store: bool, with_gateway: bool, protected: bool) -> bytes:
-    return msgspec.json.encode(document(with_store=with_store, with_gateway=with_gateway, protected=protected))
-
-
-def document(*, with_store: bool = True, with_gateway: bool = True, protected: bool = True) -> Json:
+def document(kinds: Sequence[type[Call]], routes: Iterable[BaseRoute], *, protected: bool) -> Json:
     """The whole description. Without `protected` the server also answers those who show no key."""
-    kinds = list(calls.all_calls()) if with_store else []
-    of_models = {
-        route: (handler, get_type_hints(handler))
-        for route, handler in MODEL_CALLS.items()
-        if with_store and with_gateway
-    }
-    bodies = [hints[name] for _, hints in of_models.values() for name in ("asked", "return") if name in hints]
-    told = list(dict.fromkeys([ErrorReply, *kinds, *(kind.returns() for kind in kinds), *bodies]))
+    told = list(dict.fromkeys([ErrorReply, *kinds, *(kind.returns for kind in kinds)]))
     schemas, components = _simple(msgspec.json.schema_components(told, ref_template=_SCHEMAS))
     shapes: dict[Any, Json] = dict(zip(told, schemas, strict=True))
     paths: dict[str, Json] = {}
-
-    def describe(route: str, operation: Json) -> None:
-        method, _, path = route.partition(" ")
-        paths.setdefault(path, {})[method.lower()] = operation
-
     for kind in kinds:
+        method, _, path = kind.route.partition(" ")
         # A call's own shape, with what travels in the path, is nobody's body.
-        shape = components.pop(kind.__name__)
-        describe(kind.route.replace("/", f"{PREFIX}/", 1), _operation(kind, shape, shapes[kind.returns()]))
-    for route, (handler, hints) in of_models.items():
-        described = _model_operation(route, handler, shapes.get(hints.get("asked")), shapes[hints["return"]])
-        describe(route.replace("/", f"{PREFIX}/", 1), described)
-    plain = _OF_EVERY_SERVER | (_OF_A_STORE if with_store else {}) | (_OF_A_GATEWAY if with_gateway else {})
-    for route, about in plain.items():
-        describe(route, _plain(route, about))
-        if with_store and " /v1" in route:
-            attributed = route.replace(" ", f" {_ATTEMPT}")
-            describe(attributed, _plain(attributed, about))
+        operation = _operation(kind, components.pop(kind.__name__), shapes[kind.returns])
+        paths.setdefault(PREFIX + path, {})[method.lower()] = operation
+    for route in routes:
+        if isinstance(route, Route) and route.include_in_schema and "{rest:path}" not in route.path:
+            path = route.path.replace(":path}", "}")
+            for method in (route.methods or set[str]()) - {"HEAD"}:
+                paths.setdefault(path, {})[method.lower()] = _plain(route, method, path)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -158,66 +112,44 @@ def _simple(schema: Any) -> Any:
     return parts
 
 
-def _operation(kind: type[Call[Any]], shape: Json, answer: Json) -> Json:
+def _operation(kind: type[Call], shape: Json, answer: Json) -> Json:
     """One call: where its fields travel, and what comes back."""
-    in_path = calls.path_fields(kind.route)
+    in_path, in_query = path_fields(kind.route), kind.route.startswith(IN_QUERY)
     fields = {name: schema for name, schema in shape["properties"].items() if name not in in_path}
-    if issubclass(kind, AdminCall):
-        del fields["actor"]  # the server fills it in
     required = [name for name in shape["required"] if name in fields]
     parameters = [_parameter(name, "path", shape["properties"][name], required=True) for name in in_path]
-    about = inspect.cleandoc(vars(kind).get("__doc__") or "")
+    about = inspect.cleandoc(kind.__doc__ or "")
     operation: Json = {
-        "operationId": kind.__name__,
-        "summary": re.sub(r"(?<!^)(?=[A-Z])", " ", kind.__name__).capitalize(),
+        "operationId": kind.method,
+        "summary": re.sub(r"(?<=[a-z])(?=[A-Z])|_", " ", kind.method).capitalize(),
         "description": f"{about}\n\nNeeds a key with the scope `{kind.scope}`.".strip(),
         "tags": [kind.route.partition(" /")[2].partition("/")[0]],
     }
-    if kind.route.startswith("GET "):
+    if in_query:
         parameters += [_parameter(name, "query", schema, required=name in required) for name, schema in fields.items()]
     else:
         body = {"type": "object", "properties": fields, "required": required, "additionalProperties": False}
         operation["requestBody"] = {"required": bool(required), "content": _content(body)}
     if parameters:
         operation["parameters"] = parameters
-    if kind.route.startswith("GET ") and NoneType in getattr(kind.returns(), "__args__", ()):
+    if in_query and NoneType in getattr(kind.returns, "__args__", ()):
         (answer,) = (one for one in answer["anyOf"] if one != {"type": "null"})  # None is a 404
     failures = {code: {"$ref": f"#/components/responses/{code}"} for code in _FAILURES}
     operation["responses"] = {"200": {"description": "Done.", "content": _content(answer)}} | failures
     return operation
 
 
-def _model_operation(route: str, handler: Callable[..., Any], body: Json | None, answer: Json) -> Json:
-    """One call about the table of models."""
-    operation = _plain(route, str(handler.__doc__))
-    operation |= {
-        "operationId": handler.__name__.title().replace("_", ""),
-        "tags": ["models"],
-        "description": "Needs the admin key.",
-    }
-    if route.startswith("DELETE "):
-        operation["parameters"].append(_parameter("owner", "query", {"type": "string"}, required=False))
-    if body is not None:
-        operation["requestBody"] = {"required": route.startswith("PUT "), "content": {_JSON: {"schema": body}}}
-    done = {"description": "Done."}
-    with_body = {"200": done | {"content": {_JSON: {"schema": answer}}}}
-    operation["responses"] = {"204": done} if answer == {"type": "null"} else with_body
-    operation["responses"]["default"] = _failure("See the message.")
-    return operation
-
-
-def _plain(route: str, about: str) -> Json:
+def _plain(route: Route, method: str, path: str) -> Json:
     """A route in short. Its failures are in the form of its protocol."""
-    method, _, path = route.partition(" ")
+    own = inspect.getdoc(route.endpoint) if inspect.isroutine(route.endpoint) else None
     operation: Json = {
-        "summary": about,
-        "tags": ["gateway" if "/v1/" in route else "server"],
-        "parameters": [_parameter(name, "path", {"type": "string"}, required=True) for name in calls.path_fields(path)],
+        "summary": (own or "As its protocol has it.").partition("\n\n")[0].replace("\n", " "),
+        "tags": ["gateway" if "/v1" in path else "server"],
+        "parameters": [_parameter(name, "path", {"type": "string"}, required=True) for name in path_fields(path)],
         "responses": {"200": {"description": "Answered."}, "default": {"description": "Refused, or failed."}},
     }
     if method == "POST":
-        taken = ["number", "object"] if path == REWARD_PATH else "object"
-        operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": {"type": taken}}}}
+        operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": {"type": "object"}}}}
     return operation | ({"security": []} if path in _WITHOUT_KEY else {})
 
 

@@ -1,6 +1,5 @@
 """OTLP over HTTP: spans from any OpenTelemetry exporter, at `/v1/traces` and at the same path under an attempt's URL.
 
-This module knows whose a span is and how OTLP answers. Decoding is `tracing.otlp`'s, what is allowed is `access`'s.
 Nothing is dropped in silence: the answer counts the spans that a key may not add, and those that name no attempt the
 store knows go to the rollout `unattributed`.
 """
@@ -10,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final
 
 import msgspec
@@ -22,8 +22,7 @@ from agentlightning.errors import AgentLightningError, ForbiddenError, InvalidEr
 from agentlightning.semconv import ATTEMPT_ID, ROLLOUT_ID
 from agentlightning.server.access import Access, Scope
 from agentlightning.server.requests import TooLargeError, failure_of, receive_body
-from agentlightning.store.base import LightningStore
-from agentlightning.store.calls import AddSpans
+from agentlightning.store.base import CALLS, LightningStore
 from agentlightning.tracing.otlp import JSON, PROTOBUF, UnsupportedMediaError, decode_traces, encode_response, resolve
 from agentlightning.types import UNATTRIBUTED, Span
 
@@ -31,74 +30,70 @@ _RETRY_AFTER_SECONDS: Final = 1
 _WINDOW_BITS: Final = {"gzip": 31, "deflate": 15}  # as zlib wants to be told which header to expect
 
 
-class OtlpRoutes:
+def otlp_routes(store: LightningStore, access: Access, body_limit: int) -> list[BaseRoute]:
     """The two paths of OTLP/HTTP over one store. `body_limit` is in bytes, before and after decompression."""
 
-    def __init__(self, store: LightningStore, access: Access, body_limit: int) -> None:
-        self._store = store
-        self._access = access
-        self._body_limit = body_limit
-
-    def routes(self) -> list[BaseRoute]:
-        return [
-            Route("/v1/traces", self._export, methods=["POST"]),
-            Route("/rollout/{rollout_id}/attempt/{attempt_id}/v1/traces", self._export, methods=["POST"]),
-        ]
-
-    async def _export(self, request: Request) -> Response:
+    async def export(request: Request) -> Response:
+        """Spans of any OpenTelemetry exporter (OTLP over HTTP), as protobuf or JSON"""
         content_type = request.headers.get("content-type", "")
         answer_type = PROTOBUF if PROTOBUF in content_type.lower() else JSON
         ids = request.path_params
         try:
-            scope = await self._access.scope(request.headers)
-            scope.require(AddSpans)
-            limit = scope.body_limit(self._body_limit)
+            scope = await access.scope(request.headers)
+            scope.require(CALLS["store_spans"])
+            limit = scope.body_limit(body_limit)
             body = await receive_body(request.receive, limit)
             encoding = request.headers.get("content-encoding", "")
             # In a thread: a large batch takes long to decode, and LLM calls go on meanwhile.
             spans = await asyncio.to_thread(lambda: decode_traces(inflate(body, encoding, limit), content_type))
-            refused = await self._take(scope, spans, (ids["rollout_id"], ids["attempt_id"]) if ids else None)
+            refused = await _take(store, scope, spans, (ids["rollout_id"], ids["attempt_id"]) if ids else None)
         except AgentLightningError as error:
             return _refusal(error, answer_type)
         return Response(encode_response(refused, answer_type), headers={"content-type": answer_type})
 
-    async def _take(self, scope: Scope, spans: Sequence[Span], url_ids: tuple[str, str] | None) -> list[str]:
-        """Store spans under the attempts they belong to, all or none but for those whose content the caller may not
-        add; why not, of each of these. ForbiddenError where that is all of them.
+    paths = ("/v1/traces", "/rollout/{rollout_id}/attempt/{attempt_id}/v1/traces")
+    return [Route(path, export, methods=["POST"]) for path in paths]
 
-        An attempt's key decides: a span without ids is that attempt's, one that names another attempt is a
-        ForbiddenError. Otherwise a span belongs to whom it names; if the store knows nobody of that name, it is kept as
-        unattributed, with the names it gave as attributes."""
-        nobody = scope.attempt or (UNATTRIBUTED, UNATTRIBUTED)
-        verdicts = [(span, scope.refuses(span)) for span in spans]
-        refused = [reason for _, reason in verdicts if reason is not None]
-        assigned = [_assigned(span, resolve(span, url_ids) or nobody) for span, reason in verdicts if reason is None]
-        if not assigned:
-            if refused:
-                raise ForbiddenError(refused[0])
-            return []
-        try:
-            await self._add(scope, assigned)
-        except NotFoundError:
-            if scope.attempt is not None:
-                raise
-            known = await self._known({span.rollout_id for span in assigned})
-            await self._add(scope, [span if _ids(span) in known else _unattributed(span) for span in assigned])
-        return refused
 
-    async def _add(self, scope: Scope, spans: list[Span]) -> None:
-        await self._store.perform(scope.checked(AddSpans(spans=spans)))
+async def _take(
+    store: LightningStore, scope: Scope, spans: Sequence[Span], url_ids: tuple[str, str] | None
+) -> list[str]:
+    """Store spans under the attempts they belong to, all or none but for those whose content the caller may not add;
+    why not, of each of these. ForbiddenError where that is all of them.
 
-    async def _known(self, rollout_ids: set[str]) -> set[tuple[str, str]]:
-        """The attempts of those rollouts that the store knows."""
-        known = {(UNATTRIBUTED, UNATTRIBUTED)}  # also before the store has made it
-        for rollout_id in rollout_ids:
-            try:
-                attempts = await self._store.query_attempts(rollout_id)
-            except NotFoundError:
-                continue
-            known |= {(rollout_id, attempt.attempt_id) for attempt in attempts}
-        return known
+    An attempt's key decides: a span without ids is that attempt's, one that names another attempt is a ForbiddenError.
+    Otherwise a span belongs to whom it names; if the store knows nobody of that name, it is kept as unattributed, with
+    the names it gave as attributes."""
+
+    async def add(several: list[Span]) -> None:
+        scope.check_spans(several)
+        await store.store_spans(several)
+
+    nobody = scope.attempt or (UNATTRIBUTED, UNATTRIBUTED)
+    verdicts = [(span, scope.refuses(span)) for span in spans]
+    refused = [reason for _, reason in verdicts if reason is not None]
+    assigned = [_assigned(span, resolve(span, url_ids) or nobody) for span, reason in verdicts if reason is None]
+    if not assigned:
+        if refused:
+            raise ForbiddenError(refused[0])
+        return []
+    try:
+        await add(assigned)
+    except NotFoundError:
+        if scope.attempt is not None:
+            raise
+        known = await _known(store, {span.rollout_id for span in assigned})
+        await add([span if _ids(span) in known else _unattributed(span) for span in assigned])
+    return refused
+
+
+async def _known(store: LightningStore, rollout_ids: set[str]) -> set[tuple[str, str]]:
+    """The attempts of those rollouts that the store knows."""
+    known = {(UNATTRIBUTED, UNATTRIBUTED)}  # also before the store has made it
+    for rollout_id in rollout_ids:
+        with suppress(NotFoundError):
+            known |= {(rollout_id, attempt.attempt_id) for attempt in await store.query_attempts(rollout_id)}
+    return known
 
 
 def _ids(span: Span) -> tuple[str, str]:

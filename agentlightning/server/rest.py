@@ -1,16 +1,16 @@
-"""The store as REST: every call of `store.calls` at its route, and the few lines that run any of them.
+"""Calls over HTTP: each kind at its route below `/api/v1`, and the few lines that run any of them. Most are the
+store's; a server adds those about its models, and the views of its page.
 
 Bodies are JSON or msgpack, by `Content-Type`; answers by `Accept`. Most requests of a server are these, many a second,
-so that they go past the web framework. This module does not decide anything: what is allowed is decided by `access`
-and by the store.
+so that they go past the web framework. What is allowed is decided by `access` and by whatever performs a call.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from typing import Any, Final, TypeAlias
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -20,34 +20,42 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning.errors import AgentLightningError, InvalidError, NotFoundError, UnavailableError
 from agentlightning.server.access import Access
+from agentlightning.server.access import Scope as Caller
 from agentlightning.server.logs import note_caller, note_route
 from agentlightning.server.requests import ClientGoneError, defect, failure, receive_body, refusal
 from agentlightning.store import calls, codec
-from agentlightning.store.base import LightningStore
-from agentlightning.store.calls import Call
-from agentlightning.store.rollouts import MOST_BYTES
+from agentlightning.store.calls import IN_QUERY, Call
 
 PREFIX: Final = "/api/v1"
 LONGEST_POLL: Final = 60.0  # seconds
 MOST_ROWS: Final = 1000
 _MSGPACK: Final = "application/msgpack"
 _MSGPACK_HEADERS: Final = ((b"content-type", b"application/msgpack"),)
-_JSON_HEADERS: Final = ((b"content-type", b"application/json"),)
+_JSON_HEADERS: Final = (  # browsers read these
+    (b"content-type", b"application/json"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"cache-control", b"no-store"),
+)
+_OF_A_MODEL: Final = ("hold", "release", "weights")
 _log: Final = logging.getLogger(__name__)
+
+Perform: TypeAlias = Callable[[Call, Caller], Coroutine[Any, Any, Any]]
 
 
 class Endpoint:
-    """One kind of call: the segments of its path (None where one is a field) and what makes the call of a request."""
+    """One kind of call: the segments of its path (None where one is a field), what makes the call of a request, and
+    what carries it out."""
 
-    def __init__(self, kind: type[Call[Any]]) -> None:
+    def __init__(self, kind: type[Call], perform: Perform) -> None:
         self.kind = kind
+        self.perform = perform
         self.method, _, path = kind.route.partition(" ")
         self.template = PREFIX + path
         self.segments = tuple(None if part.startswith("{") else part for part in path.split("/")[1:])
         self.fields = tuple(calls.path_fields(path))
         self.decode = _decoder(kind)
         self.waits = "timeout" in kind.__struct_fields__
-        self.none_is_missing = self.method == "GET" and kind.returns() is not None
+        self.none_is_missing = self.method == "GET" and kind.returns is not None
 
     def match(self, segments: list[str]) -> dict[str, Any] | None:
         """The fields that a path of this form gives, or None if it has another."""
@@ -77,7 +85,7 @@ class LongPolls:
         for work in self._waiting:
             work.cancel()
 
-    def bounded(self, call: Call[Any]) -> Call[Any]:
+    def bounded(self, call: Call) -> Call:
         """The call with a timeout of no more than the longest."""
         timeout: float | None = getattr(call, "timeout", None)
         if timeout is None or timeout > self._longest:
@@ -107,24 +115,31 @@ class LongPolls:
         raise UnavailableError("the server is stopping; ask again in a moment")
 
 
-class StoreRest:
-    """ASGI: answers what is under `/api/v1` and a call of the store, and passes the rest on to `app`."""
+class Rest:
+    """ASGI: answers what is under `/api/v1` and one of the calls, and passes the rest on to `app`. The kinds of calls
+    come with what performs them; a body above `body_limit` bytes is refused."""
 
-    def __init__(self, app: ASGIApp, store: LightningStore, access: Access, polls: LongPolls, body_limit: int) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        access: Access,
+        polls: LongPolls,
+        body_limit: int,
+        performed: Iterable[tuple[Iterable[type[Call]], Perform]],
+    ) -> None:
         self._app = app
-        self._store = store
         self._access = access
         self._polls = polls
         self._body_limit = body_limit
         self._by_length: dict[int, list[Endpoint]] = {}
-        for kind in calls.all_calls():
-            endpoint = Endpoint(kind)
-            self._by_length.setdefault(len(endpoint.segments), []).append(endpoint)
+        for kinds, perform in performed:
+            for endpoint in (Endpoint(kind, perform) for kind in kinds):
+                self._by_length.setdefault(len(endpoint.segments), []).append(endpoint)
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "http" or not scope["path"].startswith(f"{PREFIX}/"):
             return self._app(scope, receive, send)
-        segments = scope["path"][len(PREFIX) + 1 :].split("/")
+        segments = _segments(scope["path"])
         allowed: list[str] = []
         for endpoint in self._by_length.get(len(segments), ()):
             fields = endpoint.match(segments)
@@ -152,7 +167,7 @@ class StoreRest:
         except AgentLightningError as error:
             response = failure(error)
         except Exception:  # noqa: BLE001 - told in the log, not to the caller
-            _log.exception("%s failed", endpoint.kind.__name__)
+            _log.exception("%s failed", endpoint.kind.method)
             response = defect()
         if response is not None:
             return await response(scope, receive, send)
@@ -168,7 +183,7 @@ class StoreRest:
         caller = await self._access.scope(headers)
         note_caller(scope, caller.name)
         caller.require(endpoint.kind)
-        if endpoint.method == "GET":
+        if endpoint.method in IN_QUERY:
             # Of a field that is given twice the last counts, as in JSON.
             fields = {**dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)), **fields}
             data = b""
@@ -181,30 +196,37 @@ class StoreRest:
             asked = endpoint.decode(fields, data, _MSGPACK in headers.get("content-type", ""))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidError(f"{scope['method']} {scope['path']}: {error}") from None
-        call = _bounded(caller.checked(asked))
+        caller.check(asked)
+        call = _bounded(asked)
         if endpoint.waits:
-            result = await self._polls.answer(receive, self._store.perform(self._polls.bounded(call)))
+            result = await self._polls.answer(receive, endpoint.perform(self._polls.bounded(call), caller))
         else:
-            result = await self._store.perform(call)
+            result = await endpoint.perform(call, caller)
         if result is None and endpoint.none_is_missing:
             raise NotFoundError(f"there is nothing at {scope['path']}")
         return result
 
 
-def _bounded(call: Call[Any]) -> Call[Any]:
-    """The call with an answer of no more than a server gives at a time; who asked for more goes on from the cursor."""
-    if isinstance(call, calls.PageCall):
-        size = MOST_BYTES if call.most_bytes is None else min(MOST_BYTES, call.most_bytes)
-        limit = MOST_ROWS if call.limit is None else min(MOST_ROWS, call.limit)
-        return msgspec.structs.replace(call, limit=limit, most_bytes=size)
-    if isinstance(call, calls.FinishedAfter | calls.CompleteGroupsAfter) and call.limit > MOST_ROWS:
+def _segments(path: str) -> list[str]:
+    """Of a path below the prefix; a model's name, which may hold slashes, is one of them."""
+    segments = path[len(PREFIX) + 1 :].split("/")
+    if segments[0] == "models" and len(segments) > 2:
+        end = len(segments) - (segments[-1] in _OF_A_MODEL)
+        segments[1:end] = ["/".join(segments[1:end])]
+    return segments
+
+
+def _bounded(call: Call) -> Call:
+    """The call with an answer of no more rows than a server gives at a time; who asked for more goes on from there."""
+    limit: int | None = getattr(call, "limit", 0)
+    if limit is None or limit > MOST_ROWS:
         return msgspec.structs.replace(call, limit=MOST_ROWS)
     return call
 
 
-def _decoder(kind: type[Call[Any]]) -> Callable[[Mapping[str, Any], bytes, bool], Any]:
+def _decoder(kind: type[Call]) -> Callable[[Mapping[str, Any], bytes, bool], Any]:
     """What makes the call of the fields in the path or query, a body, and whether that is msgpack."""
-    if kind.route.startswith("GET "):
+    if kind.route.startswith(IN_QUERY):
         return lambda fields, data, in_msgpack: msgspec.convert(fields, kind, strict=False)
     if not calls.path_fields(kind.route):
         # Decoded at once: bodies of many spans come this way. One whose fields all have defaults may be left out.

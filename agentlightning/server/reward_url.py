@@ -20,19 +20,18 @@ from agentlightning.server.access import UnauthenticatedError
 from agentlightning.server.logs import note_caller
 from agentlightning.server.requests import in_json, receive_body, refusal
 from agentlightning.store.base import LightningStore
-from agentlightning.store.calls import AddSpans, FindKey
 from agentlightning.tracing.context import AttemptTracer
 from agentlightning.tracing.rewards import parse_reward, reward_attributes
 
-REWARD_PATH: Final = "/rewards/{key}"
 _LONGEST: Final = 64 * 1024  # bytes
 
 
 def reward_route(store: LightningStore) -> Route:
-    """The route over one store. A body that is no reward is answered 400 with what to send. A request that repeats the
-    `Idempotency-Key` of another is answered as if it were new, and the first one counts."""
+    """The route over one store. A body that is no reward is answered 400 with what to send."""
 
     async def give(request: Request) -> Response:
+        """Give an attempt a reward: a number, or an object of named ones. A request that repeats an `Idempotency-Key`
+        counts once"""
         key = request.path_params["key"]
         rollout_id, attempt_id = await _attempt_of(store, request, key)
         try:
@@ -50,15 +49,15 @@ def reward_route(store: LightningStore) -> Route:
             # Of the key as well: an agent that can guess the header could otherwise take the reward's place.
             span_id=None if repeated is None else hashlib.sha256(f"{key} {repeated}".encode()).hexdigest()[:16],
         )
-        await store.perform(AddSpans(spans=tracer.drain()))
+        await store.store_spans(tracer.drain())
         return in_json(given._asdict())
 
-    return Route(REWARD_PATH, give, methods=["POST"])
+    return Route("/rewards/{key}", give, methods=["POST"])
 
 
 async def _attempt_of(store: LightningStore, request: Request, key: str) -> tuple[str, str]:
     """Whose rewards the key in the path gives; UnauthenticatedError, or ForbiddenError for a key of another kind."""
-    credential = await store.perform(FindKey(api_key=key))
+    credential = await store.find_key(key)
     if credential is None:
         raise UnauthenticatedError("this URL holds no key of this server; post to $AGL_REWARD_URL exactly as it is")
     note_caller(request.scope, credential.name)

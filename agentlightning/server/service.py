@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Generator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -21,10 +21,12 @@ from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.locality import is_loopback
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.server.app import BODY_LIMIT, create_app
-from agentlightning.server.models import hold_model, register_model, release_model, unregister_model
+from agentlightning.server.models import HoldModel, ReleaseModel, RemoveModel, registration
 from agentlightning.server.serve import HttpServer
-from agentlightning.store import calls
+from agentlightning.store.access_keys import audit
 from agentlightning.store.base import LightningStore
+from agentlightning.store.calls import Call
+from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.redaction import Capture, Redact, redaction
 from agentlightning.store.retention import ended_before
 from agentlightning.store.sql import SqlStore
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from agentlightning.server.forwarding import Forwarder
 
 HOURLY: Final = 3600.0
+_PATIENCE: Final = 2.0  # seconds in which a server that is told about models may be away
 _log: Final = logging.getLogger(__name__)
 
 
@@ -99,7 +102,7 @@ async def running_server(settings: ServerSettings) -> AsyncGenerator[Running]:
             body_limit=settings.body_limit,
             rate_limit=settings.rate_limit,
             access_log=settings.access_log,
-            collectors=[] if forwarder is None else [forwarder],
+            readings=[] if forwarder is None else forwarder.readings(),
         )
         http = HttpServer(
             app, host=settings.host, port=settings.port, tls_cert=settings.tls_cert, tls_key=settings.tls_key
@@ -135,8 +138,9 @@ async def retain(store: LightningStore, older_than_seconds: float, *, every_seco
     While the store cannot be written nothing is removed, and the next round tries again."""
     while True:
         try:
-            where = ended_before(await store.perform(calls.GetTime()) - older_than_seconds)
-            deleted = await store.perform(calls.DeleteRollouts(where=where, actor="retention"))
+            where = ended_before(await store.get_time() - older_than_seconds)
+            audit("delete_rollouts", "retention", {})
+            deleted = await store.delete_rollouts(where)
         except UnavailableError as error:
             _log.warning("old rollouts could not be removed, trying again in %g s: %s", every_seconds, error)
         else:
@@ -161,29 +165,33 @@ async def lent(
     gateway = Gateway(ModelTable(entries), admin_key=key)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(gateway.close)
-        http = HttpServer(create_app(None, gateway=gateway), port=port)
-        await http.start()
-        stack.push_async_callback(http.stop)
+        http = await stack.enter_async_context(HttpServer(create_app(None, gateway=gateway), port=port))
+        client = LightningStoreClient(server, api_key, patience=_PATIENCE)
+        stack.push_async_callback(client.close)
         for entry in entries:
-            url = f"{http.url}/v1"
-            await register_model(server, entry, base_url=url, backend_key=key, api_key=api_key, owner=owner)
-            stack.push_async_callback(_take_back, server, entry.name, api_key, owner)
+            await client.perform(registration(entry, f"{http.url}/v1", api_key=key, owner=owner))
+            stack.push_async_callback(_remove, client, RemoveModel(name=entry.name, owner=owner))
         yield
 
 
-async def _take_back(server: str, name: str, api_key: str | None, owner: str) -> None:
+async def _remove(client: LightningStoreClient, call: RemoveModel) -> None:
     with suppress(UnavailableError):  # a server that is gone routes nowhere any more
-        await unregister_model(server, name, api_key=api_key, owner=owner)
+        await client.perform(call)
 
 
 @asynccontextmanager
-async def model_held(server: str, name: str, *, api_key: str | None, lease: float = 60.0) -> AsyncGenerator[None]:
-    """Calls of the model wait at the gateway of `server` as long as the block lasts, and for at most `lease` seconds
+async def models_held(
+    server: str, names: Sequence[str], *, api_key: str | None, lease: float = 60.0
+) -> AsyncGenerator[None]:
+    """Calls of the models wait at the gateway of `server` as long as the block lasts, and for at most `lease` seconds
     more if this process dies in it. Where the server cannot be told so, it is logged, and they do not wait."""
+    client = LightningStoreClient(server, api_key, patience=_PATIENCE)
 
-    async def hold() -> None:
-        with _logged():
-            await hold_model(server, name, api_key=api_key, seconds=lease)
+    async def tell(calls: Sequence[Call]) -> None:
+        try:
+            await asyncio.gather(*map(client.perform, calls))
+        except AgentLightningError as error:  # a hold is not worth the end of a run
+            _log.warning("the calls of agents do not wait for new weights with their clocks stopped: %s", error)
 
     async def renew() -> None:
         while not ended.is_set():
@@ -191,32 +199,16 @@ async def model_held(server: str, name: str, *, api_key: str | None, lease: floa
                 async with asyncio.timeout(lease / 3):
                     await ended.wait()
             except TimeoutError:
-                await hold()
+                await tell(holds)
 
-    await hold()
+    holds = [HoldModel(name=name, seconds=lease) for name in names]
+    await tell(holds)
     ended = asyncio.Event()
-    renewing = asyncio.create_task(renew(), name=f"hold of {name}")
+    renewing = asyncio.create_task(renew(), name="holds of models")
     try:
         yield
     finally:
         ended.set()
         await renewing  # a request to hold must not arrive after the one to release
-        with _logged():
-            await release_model(server, name, api_key=api_key)
-
-
-@asynccontextmanager
-async def models_held(server: str, names: Sequence[str], *, api_key: str | None) -> AsyncGenerator[None]:
-    """`model_held` of several at once."""
-    async with AsyncExitStack() as stack:
-        for name in names:
-            await stack.enter_async_context(model_held(server, name, api_key=api_key))
-        yield
-
-
-@contextmanager
-def _logged() -> Generator[None]:
-    try:
-        yield
-    except AgentLightningError as error:  # a hold is not worth the end of a run
-        _log.warning("the calls of agents do not wait for new weights with their clocks stopped: %s", error)
+        await tell([ReleaseModel(name=name) for name in names])
+        await client.close()

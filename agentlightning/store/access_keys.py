@@ -6,63 +6,59 @@ Of a key only a digest is stored. This module knows rows; what a scope opens is 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import secrets
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
 from agentlightning.errors import InvalidError, NotFoundError
-from agentlightning.store import calls, codec, keys, query
+from agentlightning.store import codec, keys
 from agentlightning.store.attempts import load_standing, touch_worker
-from agentlightning.store.calls import AdminCall
 from agentlightning.store.database import Connection
 from agentlightning.store.tables import KEYS
 from agentlightning.store.transaction import Transaction
-from agentlightning.types import ApiKey, Filter, IssuedKey
-
-_log: Final = logging.getLogger("agentlightning.audit")
+from agentlightning.types import ApiKey, IssuedKey, KeyScope
 
 PREFIX: Final = "aglk-"
-_LONGEST_DETAIL: Final = 2000  # characters
 _LONGEST_NAME: Final = 200  # characters
 _LONGEST_LIFETIME: Final = 1e10  # seconds: three centuries, and still a date
 
 
-def issue(tx: Transaction, call: calls.IssueKey) -> IssuedKey:
+def issue_key(tx: Transaction, name: str, scopes: Sequence[KeyScope], lifetime_seconds: float | None) -> IssuedKey:
     """Make a key; its secret is in the answer and nowhere else."""
-    if not call.scopes:
+    if not scopes:
         raise InvalidError("a key without scopes opens nothing; give some of read, worker, grader, trainer, admin")
-    if not (1 <= len(call.name) <= _LONGEST_NAME and call.name.isprintable()):
-        raise InvalidError(f"the key's name is {call.name[:50]!r}; give 1 to {_LONGEST_NAME} printable characters")
-    if call.lifetime_seconds is not None and not 0 < call.lifetime_seconds <= _LONGEST_LIFETIME:
+    if not (1 <= len(name) <= _LONGEST_NAME and name.isprintable()):
+        raise InvalidError(f"the key's name is {name[:50]!r}; give 1 to {_LONGEST_NAME} printable characters")
+    if lifetime_seconds is not None and not 0 < lifetime_seconds <= _LONGEST_LIFETIME:
         raise InvalidError(
-            f"lifetime_seconds is {call.lifetime_seconds}; it must be positive and at most {_LONGEST_LIFETIME:g}, or "
+            f"lifetime_seconds is {lifetime_seconds}; it must be positive and at most {_LONGEST_LIFETIME:g}, or "
             "None for no limit"
         )
     api_key = PREFIX + secrets.token_urlsafe(32)
     key = ApiKey(
         key_id=codec.new_id("key"),
-        name=call.name,
-        scopes=tuple(dict.fromkeys(call.scopes)),
+        name=name,
+        scopes=tuple(dict.fromkeys(scopes)),
         create_time=tx.now,
-        expire_time=None if call.lifetime_seconds is None else tx.now + call.lifetime_seconds,
+        expire_time=None if lifetime_seconds is None else tx.now + lifetime_seconds,
     )
     KEYS.insert(tx.connection, key, digest=digest(api_key))
     return IssuedKey(**msgspec.structs.asdict(key), api_key=api_key)
 
 
-def issue_for_attempt(tx: Transaction, call: calls.IssueAttemptKey) -> str:
+def issue_attempt_key(tx: Transaction, rollout_id: str, attempt_id: str, rewards: bool) -> str:
     """A key of one attempt, that may write its rewards or not."""
-    load_standing(tx.connection, call.rollout_id, call.attempt_id)
-    return keys.sign(tx.secret, call.rollout_id, call.attempt_id, rewards=call.rewards)
+    load_standing(tx.connection, rollout_id, attempt_id)
+    return keys.sign(tx.secret, rollout_id, attempt_id, rewards=rewards)
 
 
-def issue_for_worker(tx: Transaction, call: calls.IssueWorkerKey) -> str:
+def issue_worker_key(tx: Transaction, worker_id: str) -> str:
     """The key of one worker."""
-    touch_worker(tx, call.worker_id)
-    return keys.sign_worker(tx.secret, call.worker_id)
+    touch_worker(tx, worker_id)
+    return keys.sign_worker(tx.secret, worker_id)
 
 
 def held_by(connection: Connection, worker_id: str) -> list[tuple[str, str]]:
@@ -84,14 +80,14 @@ def held_by(connection: Connection, worker_id: str) -> list[tuple[str, str]]:
     return [(rollout_id, attempt_id) for rollout_id, attempt_id in silent]
 
 
-def revoke(tx: Transaction, call: calls.RevokeKey) -> ApiKey:
+def revoke_key(tx: Transaction, key_id: str) -> ApiKey:
     """End a key at once and for good; one that has ended stays as it is."""
     tx.connection.execute(
-        "UPDATE api_keys SET revoke_time = ? WHERE key_id = ? AND revoke_time IS NULL", (tx.now, call.key_id)
+        "UPDATE api_keys SET revoke_time = ? WHERE key_id = ? AND revoke_time IS NULL", (tx.now, key_id)
     )
-    key = KEYS.one(tx.connection, "WHERE key_id = ?", call.key_id)
+    key = KEYS.one(tx.connection, "WHERE key_id = ?", key_id)
     if key is None:
-        raise NotFoundError(f"there is no key {call.key_id!r}; `agl keys list` shows those there are")
+        raise NotFoundError(f"there is no key {key_id!r}; `agl keys list` shows those there are")
     tx.changes.keys = True
     return key
 
@@ -101,7 +97,7 @@ def find(connection: Connection, api_key: str) -> ApiKey | None:
     return KEYS.one(connection, "WHERE digest = ?", digest(api_key))
 
 
-def query_keys(tx: Transaction, call: calls.QueryKeys) -> list[ApiKey]:
+def query_keys(tx: Transaction) -> list[ApiKey]:
     return KEYS.all(tx.connection, "ORDER BY create_time, key_id")
 
 
@@ -110,25 +106,14 @@ def digest(api_key: str) -> str:
     return hashlib.sha256(api_key.encode()).hexdigest()
 
 
-# --- administrative calls ----------------------------------------------------------------------------------------
+_log: Final = logging.getLogger("agentlightning.audit")
+_LOGGED: Final = {
+    *("rollout_id", "attempt_id", "rewards", "unfinished", "scrub", "key_id", "name", "scopes", "lifetime_seconds")
+}
 
 
-def log(call: AdminCall[Any]) -> None:
+def audit(action: str, actor: str, asked: Mapping[str, Any]) -> None:
     """A line of who asks for what: without secrets, and without what users wrote, which may be erased to forget it."""
-    action, asked = type(call).__name__, msgspec.structs.asdict(call)
-    if isinstance(call, calls.ImportRollout):
-        counts = {"attempts": len(call.attempts), "spans": len(call.spans)}
-        asked = {"rollout_id": call.rollout.rollout_id, **counts}
-    elif isinstance(call, calls.DeleteRollouts):
-        asked["where"] = _without_texts(call.where)
-    asked.pop("actor", None)
-    detail = json.dumps(asked, default=msgspec.to_builtins)[:_LONGEST_DETAIL]
-    _log.info("%s by %s: %s", action, call.actor, detail, extra={"fields": {"action": action, "actor": call.actor}})
-
-
-def _without_texts(where: Filter) -> Filter:
-    column = query.ROLLOUTS.columns.get(str(where.field))
-    if column is not None and column.kind != "json":
-        return where
-    value = None if where.value is None else "not recorded"
-    return msgspec.structs.replace(where, value=value, of=tuple(map(_without_texts, where.of)))
+    detail = {name: value for name, value in asked.items() if name in _LOGGED}
+    fields = {"action": action, "actor": actor}
+    _log.info("%s by %s: %s", action, actor, msgspec.json.encode(detail).decode(), extra={"fields": fields})

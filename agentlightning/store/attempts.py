@@ -6,13 +6,13 @@ This module does not know threads, event loops or HTTP.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError
-from agentlightning.store import calls, codec, keys, lifecycle
+from agentlightning.store import codec, keys, lifecycle
 from agentlightning.store.database import Connection
 from agentlightning.store.lifecycle import Standing
 from agentlightning.store.outcomes import note_error, recall
@@ -22,6 +22,8 @@ from agentlightning.store.transaction import Transaction
 from agentlightning.types import (
     Attempt,
     AttemptedRollout,
+    AttemptStatus,
+    EnqueueRolloutRequest,
     Heartbeat,
     Lease,
     Rollout,
@@ -96,26 +98,28 @@ def _watch(tx: Transaction, number: int, standing: Standing) -> None:
     tx.changes.set_deadline(check_time)
 
 
-def update_rollout(tx: Transaction, call: calls.UpdateRollout) -> Rollout:
+def update_rollout(
+    tx: Transaction, rollout_id: str, status: RolloutStatus | None, metadata: Mapping[str, Any] | None
+) -> Rollout:
     """Change the status by hand, where the lifecycle allows it, and replace the metadata."""
-    current = require_rollout(tx.connection, call.rollout_id).status
-    if call.status is not None and call.status != current:
-        lifecycle.check_settable(call.rollout_id, current, call.status)
-        _decide(tx, call.rollout_id, call.status)
-    if call.metadata is not None:
-        text = codec.to_json(call.metadata, "the metadata of the rollout")
-        tx.connection.execute("UPDATE rollouts SET metadata = ? WHERE rollout_id = ?", (text, call.rollout_id))
-        tx.changes.touched.append(call.rollout_id)
-    return require_rollout(tx.connection, call.rollout_id)
+    current = require_rollout(tx.connection, rollout_id).status
+    if status is not None and status != current:
+        lifecycle.check_settable(rollout_id, current, status)
+        _decide(tx, rollout_id, status)
+    if metadata is not None:
+        text = codec.to_json(metadata, "the metadata of the rollout")
+        tx.connection.execute("UPDATE rollouts SET metadata = ? WHERE rollout_id = ?", (text, rollout_id))
+        tx.changes.touched.append(rollout_id)
+    return require_rollout(tx.connection, rollout_id)
 
 
-def cancel_rollout(tx: Transaction, call: calls.CancelRollout) -> Rollout:
+def cancel_rollout(tx: Transaction, rollout_id: str) -> Rollout:
     """Cancel a rollout and whatever attempts of it are active; a cancelled one stays as it is."""
-    current = require_rollout(tx.connection, call.rollout_id).status
+    current = require_rollout(tx.connection, rollout_id).status
     if current != "cancelled":
-        lifecycle.check_rollout_move(call.rollout_id, current, "cancelled")
-        _decide(tx, call.rollout_id, "cancelled")
-    return require_rollout(tx.connection, call.rollout_id)
+        lifecycle.check_rollout_move(rollout_id, current, "cancelled")
+        _decide(tx, rollout_id, "cancelled")
+    return require_rollout(tx.connection, rollout_id)
 
 
 def _decide(tx: Transaction, rollout_id: str, status: RolloutStatus) -> None:
@@ -131,36 +135,42 @@ def _decide(tx: Transaction, rollout_id: str, status: RolloutStatus) -> None:
 # --- attempts ----------------------------------------------------------------------------------------------------
 
 
-def lease(tx: Transaction, call: calls.LeaseRollouts) -> list[AttemptedRollout]:
+def lease(tx: Transaction, limit: int, worker_id: str | None, lease_id: str | None) -> list[AttemptedRollout]:
     """Start an attempt on each of the foremost queued rollouts."""
-    touch_worker(tx, call.worker_id)
-    limit = min(call.limit, _MOST_LEASED)
-    if call.lease_id is not None:
-        codec.check_id(call.lease_id, "lease_id")
-        earlier = _handed_out_again(tx, f"{call.lease_id}.0")
+    touch_worker(tx, worker_id)
+    limit = min(limit, _MOST_LEASED)
+    if lease_id is not None:
+        codec.check_id(lease_id, "lease_id")
+        earlier = _handed_out_again(tx, f"{lease_id}.0")
         if earlier is not None:
-            names = (f"{call.lease_id}.{index}" for index in range(1, limit))
+            names = (f"{lease_id}.{index}" for index in range(1, limit))
             rest = (_handed_out_again(tx, name) for name in names)
             return [earlier, *(rollout for rollout in rest if rollout is not None)]
     rollouts = ROLLOUTS.all(tx.connection, f"WHERE status IN {QUEUED} ORDER BY priority DESC, number LIMIT ?", (limit,))
-    names = (None if call.lease_id is None else f"{call.lease_id}.{index}" for index in range(len(rollouts)))
-    return [_start(tx, rollout, call.worker_id, name) for rollout, name in zip(rollouts, names, strict=True)]
+    names = (None if lease_id is None else f"{lease_id}.{index}" for index in range(len(rollouts)))
+    return [_start(tx, rollout, worker_id, name) for rollout, name in zip(rollouts, names, strict=True)]
 
 
-def start_rollout(tx: Transaction, call: calls.StartRollout) -> AttemptedRollout:
+def start_rollout(
+    tx: Transaction,
+    config: RolloutConfig | None,
+    metadata: Mapping[str, Any] | None,
+    worker_id: str | None,
+    attempt_id: str | None,
+    **asked: Any,
+) -> AttemptedRollout:
     """Create a rollout and start its first attempt."""
-    touch_worker(tx, call.worker_id)
-    earlier = _handed_out_again(tx, call.attempt_id, call.request.rollout_id)
-    if earlier is not None:
-        return earlier
-    return _start(tx, create_rollout(tx, call.request, queued=False), call.worker_id, call.attempt_id)
+    request = EnqueueRolloutRequest(config=config or RolloutConfig(), metadata=dict(metadata or {}), **asked)
+    touch_worker(tx, worker_id)
+    earlier = _handed_out_again(tx, attempt_id, request.rollout_id)
+    return earlier or _start(tx, create_rollout(tx, request, queued=False), worker_id, attempt_id)
 
 
-def start_attempt(tx: Transaction, call: calls.StartAttempt) -> AttemptedRollout:
+def start_attempt(tx: Transaction, rollout_id: str, worker_id: str | None, attempt_id: str | None) -> AttemptedRollout:
     """Start a further attempt, which from now on is the one that moves the rollout."""
-    touch_worker(tx, call.worker_id)
-    earlier = _handed_out_again(tx, call.attempt_id, call.rollout_id)
-    return earlier or _start(tx, require_rollout(tx.connection, call.rollout_id), call.worker_id, call.attempt_id)
+    touch_worker(tx, worker_id)
+    earlier = _handed_out_again(tx, attempt_id, rollout_id)
+    return earlier or _start(tx, require_rollout(tx.connection, rollout_id), worker_id, attempt_id)
 
 
 def _handed_out_again(
@@ -242,15 +252,15 @@ def withdraw(tx: Transaction, leased: Sequence[AttemptedRollout]) -> None:
         recall(tx.connection, rollout.rollout_id)
 
 
-def query_attempts(tx: Transaction, call: calls.QueryAttempts) -> list[Attempt]:
-    attempts = ATTEMPTS.all(tx.connection, "WHERE rollout_id = ? ORDER BY sequence_id", (call.rollout_id,))
+def query_attempts(tx: Transaction, rollout_id: str) -> list[Attempt]:
+    attempts = ATTEMPTS.all(tx.connection, "WHERE rollout_id = ? ORDER BY sequence_id", (rollout_id,))
     if not attempts:
-        require_rollout(tx.connection, call.rollout_id)
+        require_rollout(tx.connection, rollout_id)
     return attempts
 
 
-def get_latest_attempt(tx: Transaction, call: calls.GetLatestAttempt) -> Attempt | None:
-    return ATTEMPTS.one(tx.connection, "WHERE rollout_id = ? ORDER BY sequence_id DESC LIMIT 1", call.rollout_id)
+def get_latest_attempt(tx: Transaction, rollout_id: str) -> Attempt | None:
+    return ATTEMPTS.one(tx.connection, "WHERE rollout_id = ? ORDER BY sequence_id DESC LIMIT 1", rollout_id)
 
 
 def _numbered(connection: Connection, number: int) -> Attempt:
@@ -259,26 +269,33 @@ def _numbered(connection: Connection, number: int) -> Attempt:
     return attempt
 
 
-def update_attempt(tx: Transaction, call: calls.UpdateAttempt) -> Attempt:
+def update_attempt(
+    tx: Transaction,
+    rollout_id: str,
+    attempt_id: str,
+    status: AttemptStatus | None,
+    metadata: Mapping[str, Any] | None,
+    lease: int | None,
+) -> Attempt:
     """Move an attempt, its rollout following, and replace its metadata."""
-    number, before = load_standing(tx.connection, call.rollout_id, call.attempt_id)
-    if call.status != before.attempt_status or call.lease != number:  # to hear the end of it twice is harmless
-        _check_token(before, number, call.lease)
-    if call.status is not None:
-        save_standing(tx, number, before, lifecycle.update(before, call.status, tx.now, tx.lease_seconds))
-    if call.metadata is not None:
-        text = codec.to_json(call.metadata, "the metadata of the attempt")
+    number, before = load_standing(tx.connection, rollout_id, attempt_id)
+    if status != before.attempt_status or lease != number:  # to hear the end of it twice is harmless
+        _check_token(before, number, lease)
+    if status is not None:
+        save_standing(tx, number, before, lifecycle.update(before, status, tx.now, tx.lease_seconds))
+    if metadata is not None:
+        text = codec.to_json(metadata, "the metadata of the attempt")
         tx.connection.execute("UPDATE attempts SET metadata = ? WHERE number = ?", (text, number))
-        note_error(tx.connection, call.rollout_id, before.sequence_id, call.metadata.get("reason"))
-        tx.changes.touched.append(call.rollout_id)
+        note_error(tx.connection, rollout_id, before.sequence_id, metadata.get("reason"))
+        tx.changes.touched.append(rollout_id)
     return _numbered(tx.connection, number)
 
 
-def heartbeat(tx: Transaction, call: calls.BeatHeart) -> Heartbeat:
+def heartbeat(tx: Transaction, rollout_id: str, attempt_id: str, lease: int) -> Heartbeat:
     """Extend the lease of an active attempt; say how one stands that has ended. ConflictError for one that another
     attempt has followed."""
-    number, before = load_standing(tx.connection, call.rollout_id, call.attempt_id)
-    _check_token(before, number, call.lease)
+    number, before = load_standing(tx.connection, rollout_id, attempt_id)
+    _check_token(before, number, lease)
     after = lifecycle.beat(before, tx.now, tx.lease_seconds)
     save_standing(tx, number, before, after)
     tx.connection.execute(
@@ -300,16 +317,16 @@ def _check_token(standing: Standing, number: int, token: int | None) -> None:
         )
 
 
-def extend(tx: Transaction, call: calls.ExtendAttempts) -> None:
+def extend_attempts(tx: Transaction, attempts: Sequence[tuple[str, str]], seconds: float) -> None:
     """Stop the timeout and the silence of active attempts; pass over those that have ended or been removed."""
-    if not 0 < call.seconds < math.inf:
-        raise InvalidError(f"seconds is {call.seconds}; it must be positive and finite")
-    for rollout_id, attempt_id in dict.fromkeys(call.attempts):
+    if not 0 < seconds < math.inf:
+        raise InvalidError(f"seconds is {seconds}; it must be positive and finite")
+    for rollout_id, attempt_id in dict.fromkeys(attempts):
         try:
             number, before = load_standing(tx.connection, rollout_id, attempt_id)
         except NotFoundError:
             continue
-        save_standing(tx, number, before, lifecycle.hold(before, tx.now, call.seconds))
+        save_standing(tx, number, before, lifecycle.hold(before, tx.now, seconds))
 
 
 # --- the clocks --------------------------------------------------------------------------------------------------

@@ -12,15 +12,14 @@ import logging
 import math
 import random
 import time
-from collections.abc import Mapping
-from typing import Any, Final, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any, Final
 
 import aiohttp
 import msgspec
 from yarl import URL
 
 from agentlightning.errors import ConfigError, InvalidError, UnavailableError
-from agentlightning.store import calls
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.codec import new_id
@@ -28,8 +27,6 @@ from agentlightning.store.wire import MSGPACK, Answer, RetryLaterError, Wire, er
 from agentlightning.types import EnqueueRolloutRequest, FinishedRollouts
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 PATIENCE_SECONDS: Final = 60.0
 _SILENT_SECONDS: Final = 1.0  # after which it is said that no answer comes
@@ -41,14 +38,6 @@ _LONGEST_PAUSE: Final = 2.0
 _UNSENT: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 # Trying again would not help. (A handshake that fails may be that of a server that is just starting.)
 _HOPELESS: Final = (aiohttp.ClientConnectorCertificateError, aiohttp.InvalidURL)
-_GIVEN_IDS: Final[Mapping[type[Call[Any]], tuple[str, str]]] = {
-    calls.StartRollout: ("attempt_id", "at"),
-    calls.StartAttempt: ("attempt_id", "at"),
-    calls.LeaseRollouts: ("lease_id", "at"),
-    calls.StartRun: ("run_id", "run"),
-    calls.CreateGroup: ("group_id", "gr"),
-    calls.AddResources: ("resources_id", "rs"),
-}
 
 
 class LightningStoreClient(LightningStore):
@@ -72,10 +61,8 @@ class LightningStoreClient(LightningStore):
         if session is not None:
             await session.close()
 
-    async def perform(self, call: Call[T]) -> T:
-        call = cast(Call[T], _named(call))
-        if isinstance(call, calls.PageCall):
-            return await self._ask_pages(call)
+    async def perform(self, call: Call) -> Any:
+        call = _named(call)
         if "timeout" not in call.__struct_fields__:
             return await self._ask(call)
         give_up = time.monotonic() + _patience_of(call)
@@ -89,22 +76,9 @@ class LightningStoreClient(LightningStore):
             if isinstance(answer, FinishedRollouts):
                 call = msgspec.structs.replace(call, cursor=answer.cursor)
 
-    async def _ask_pages(self, call: Call[T]) -> T:
-        """The page that was asked for, put together of those that the server gives at a time."""
-        parts: list[Any] = [await self._ask(call)]
-        wanted, found = getattr(call, "limit", None), len(parts[0].items)
-        while parts[-1].next_cursor is not None and parts[-1].items and (wanted is None or found < wanted):
-            rest = {"cursor": parts[-1].next_cursor, "offset": 0, "with_total": False}
-            limit = None if wanted is None else wanted - found
-            parts.append(await self._ask(msgspec.structs.replace(call, limit=limit, **rest)))
-            found += len(parts[-1].items)
-        items = tuple(item for part in parts for item in part.items)
-        return msgspec.structs.replace(parts[-1], items=items, total=parts[0].total)
-
-    async def _ask(self, call: Call[T]) -> T:
+    async def _ask(self, call: Call) -> Any:
         form = form_of(type(call))
-        answer = await self._send_until_answered(form.request(call), type(call).__name__, call.may_repeat())
-        return cast(T, form.result(answer))
+        return form.result(await self._send_until_answered(form.request(call), call.method, call.repeatable()))
 
     async def _send_until_answered(self, request: Wire, name: str, may_repeat: bool) -> Answer:
         """The answer that ends the call. UnavailableError if none came in time, or where asking again could do it
@@ -184,28 +158,22 @@ def _checked(url: str) -> str:
     raise ConfigError(f"the store's URL is {url!r}; expected one such as http://127.0.0.1:8000")
 
 
-def _named(call: Any) -> Any:
+def _named(call: Call) -> Call:
     """The call with every id given here that the server would make up, so that it can be repeated when its answer was
     lost and nothing is doubled."""
-    given: dict[str, Any] = {}
-    if type(call) in _GIVEN_IDS:
-        field, prefix = _GIVEN_IDS[type(call)]
-        if getattr(call, field) is None:
-            given[field] = new_id(prefix)
-    if isinstance(call, calls.EnqueueRollouts):
-        given["requests"] = [_named_request(request) for request in call.requests]
-    elif isinstance(call, calls.StartRollout):
-        given["request"] = _named_request(call.request)
+    given: dict[str, Any] = {
+        field: new_id(prefix) for field, prefix in call.ids.items() if getattr(call, field) is None
+    }
+    if call.method == "enqueue_many_rollouts":
+        requests: Sequence[EnqueueRolloutRequest] = getattr(call, "requests")  # noqa: B009 - it has this field
+        given["requests"] = [
+            one if one.rollout_id is not None else msgspec.structs.replace(one, rollout_id=new_id("ro"))
+            for one in requests
+        ]
     return msgspec.structs.replace(call, **given) if given else call
 
 
-def _named_request(request: EnqueueRolloutRequest) -> EnqueueRolloutRequest:
-    if request.rollout_id is not None:
-        return request
-    return msgspec.structs.replace(request, rollout_id=new_id("ro"))
-
-
-def _patience_of(call: Call[Any]) -> float:
+def _patience_of(call: Call) -> float:
     """For how many seconds the caller wants to wait, however many long polls that takes."""
     timeout: float | None = getattr(call, "timeout", 0.0)
     if timeout is not None and math.isnan(timeout):
@@ -213,15 +181,9 @@ def _patience_of(call: Call[Any]) -> float:
     return math.inf if timeout is None else timeout
 
 
-def _is_complete(call: Call[Any], answer: Any) -> bool:
+def _is_complete(call: Call, answer: Any) -> bool:
     """Whether an answer is what its caller waits for, rather than the end of one long poll."""
-    match call:
-        case calls.WaitForRollouts():
-            return len(answer) == len(set(call.rollout_ids))
-        case calls.LeaseRollouts() | calls.CompleteGroupsAfter():
-            return bool(answer)
-        case calls.FinishedAfter():
-            assert isinstance(answer, FinishedRollouts)
-            return bool(answer.rollouts)
-        case _:
-            return True
+    if isinstance(answer, FinishedRollouts):
+        return bool(answer.rollouts)
+    rollout_ids: Sequence[str] | None = getattr(call, "rollout_ids", None)
+    return bool(answer) if rollout_ids is None else len(answer) == len(set(rollout_ids))

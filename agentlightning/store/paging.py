@@ -10,17 +10,16 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-import math
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from agentlightning.errors import InvalidError
-from agentlightning.store import calls, codec, query
+from agentlightning.store import codec, query
 from agentlightning.store.database import Dialect, take_rows
 from agentlightning.store.query import Column, Fields, Query
-from agentlightning.store.rollouts import check_page
+from agentlightning.store.rollouts import MOST_BYTES, check_page
 from agentlightning.store.spans import SPAN_COLUMNS
 from agentlightning.store.tables import ROLLOUTS
 from agentlightning.store.transaction import Transaction
@@ -32,35 +31,43 @@ _MOST_ORDERS: Final = 8
 _SIGNATURE: Final = 16  # bytes
 
 
-def query_rollouts(tx: Transaction, call: calls.QueryRollouts) -> RolloutPage:
-    rows, total, next_cursor = page(tx, call, query.ROLLOUTS, _ROLLOUT)
+def page_rollouts(tx: Transaction, **asked: Any) -> RolloutPage:
+    rows, total, next_cursor = _page(tx, query.ROLLOUTS, _ROLLOUT, **asked)
     return RolloutPage(items=tuple(map(ROLLOUTS.noun, rows)), total=total, next_cursor=next_cursor)
 
 
-def query_spans(tx: Transaction, call: calls.QuerySpans) -> SpanPage:
-    rows, total, next_cursor = page(tx, call, query.SPANS, _SPAN)
+def page_spans(tx: Transaction, **asked: Any) -> SpanPage:
+    rows, total, next_cursor = _page(tx, query.SPANS, _SPAN, **asked)
     items = tuple(codec.span_from_columns(row[0], row[1], row[2:]) for row in rows)
     return SpanPage(items=items, total=total, next_cursor=next_cursor)
 
 
-def page(
-    tx: Transaction, call: calls.PageCall[Any], of: Fields, columns: str
+def _page(
+    tx: Transaction,
+    of: Fields,
+    columns: str,
+    where: Filter | None,
+    order: Sequence[Order],
+    limit: int | None,
+    offset: int,
+    cursor: str | None,
+    with_total: bool,
 ) -> tuple[list[Any], int | None, str | None]:
     """These columns of the rows of a page, the count of all that match where it is asked for, and the cursor of what
     comes after them. InvalidError names what cannot be asked or sorted by."""
-    check_page(call.limit, call.offset)
-    matching = Query(call.where, of, tx.connection)
-    total = matching.count() if call.with_total else None
-    keys = _keys(call.order, of, tx.connection.dialect)
-    signed = _Signed(tx.secret, call.where, call.order, of)
-    rest, parameters = ("", []) if call.cursor is None else _after(keys, signed.keys(call.cursor))
+    check_page(limit, offset)
+    matching = Query(where, of, tx.connection)
+    total = matching.count() if with_total else None
+    keys = _keys(order, of, tx.connection.dialect)
+    signed = _Signed(tx.secret, where, order, of)
+    rest, parameters = ("", []) if cursor is None else _after(keys, signed.keys(cursor))
     names = [f"key_{index}" for index in range(1, len(keys) + 1)]
     by = ", ".join(f"{name} DESC" if key.descending else name for key, name in zip(keys, names, strict=True))
     selected = ", ".join((columns, *(f"{key.sql} AS {name}" for key, name in zip(keys, names, strict=True))))
-    most = None if call.limit is None else call.limit + 1
-    found = matching.rows(selected, f"{rest} ORDER BY {by}", parameters, skip=call.offset, most=most)
-    taken, whole = take_rows(found, math.inf if call.most_bytes is None else call.most_bytes)
-    rows = [row[: -len(keys)] for row in taken[: call.limit]]
+    most = None if limit is None else limit + 1
+    found = matching.rows(selected, f"{rest} ORDER BY {by}", parameters, skip=offset, most=most)
+    taken, whole = take_rows(found, MOST_BYTES)
+    rows = [row[: -len(keys)] for row in taken[:limit]]
     if not rows or (whole and len(taken) == len(rows)):
         return rows, total, None
     return rows, total, signed.cursor(taken[len(rows) - 1][-len(keys) :])

@@ -9,24 +9,24 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
+
+import msgspec
 
 from agentlightning.errors import ConflictError
-from agentlightning.store import calls, rollouts
+from agentlightning.store import rollouts
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.database import Connection, DatabaseThread
 from agentlightning.store.sql import LEASE_SECONDS, READS, database_of
 from agentlightning.store.transaction import Transaction
 
-T = TypeVar("T")
-
 _LOOK_AGAIN_SECONDS: Final = 0.5
 
 
-_READS: Final[Mapping[type[Call[Any]], Callable[[Transaction, Any], Any]]] = {
+_READS: Final[Mapping[str, Callable[..., Any]]] = {
     **READS,
-    calls.FinishedAfter: rollouts.finished_after,
+    "finished_after": rollouts.finished_after,
 }
 
 
@@ -45,14 +45,15 @@ class StoreReader(LightningStore):
     async def close(self) -> None:
         await self._thread.close()
 
-    async def perform(self, call: Call[T]) -> T:
-        read = _READS.get(type(call))
+    async def perform(self, call: Call) -> Any:
+        read = _READS.get(call.method)
         if read is None:
-            raise ConflictError(f"the store is open for reading, and {type(call).__name__} may change it")
-        give_up = time.monotonic() + getattr(call, "timeout", 0.0)
+            raise ConflictError(f"the store is open for reading, and {call.method} may change it")
+        asked = msgspec.structs.asdict(call)
+        give_up = time.monotonic() + asked.pop("timeout", 0.0)
         while True:
             answer: Any = await self._thread.submit(
-                lambda connection: read(Transaction(connection, time.time(), LEASE_SECONDS, b""), call)
+                lambda connection: read(Transaction(connection, time.time(), LEASE_SECONDS, b""), **asked)
             )
             remaining = give_up - time.monotonic()
             if remaining <= 0 or getattr(answer, "rollouts", True):  # only what has finished is waited for

@@ -5,63 +5,69 @@ A function that writes takes a `Transaction`. This module does not know threads,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
 
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError
-from agentlightning.store import calls, codec, lifecycle
+from agentlightning.store import codec, lifecycle
 from agentlightning.store.attempts import touch_worker
 from agentlightning.store.database import Connection
 from agentlightning.store.rollouts import ACTIVE, require
 from agentlightning.store.tables import RESOURCES, RUNS
 from agentlightning.store.transaction import Transaction
-from agentlightning.types import Metrics, Resource, ResourcesUpdate, Run, Worker
+from agentlightning.types import Metrics, NamedResources, Resource, ResourcesUpdate, Run, RunStatus, Worker
 
 # --- resources ---------------------------------------------------------------------------------------------------
 
 
-def add_resources(tx: Transaction, call: calls.AddResources) -> ResourcesUpdate:
+def add_resources(
+    tx: Transaction,
+    resources: NamedResources,
+    metadata: Mapping[str, Any] | None,
+    run_id: str | None,
+    parent_id: str | None,
+    resources_id: str | None,
+) -> ResourcesUpdate:
     """Store a new version. An id of the caller's choice that is stored already must have the same content."""
-    for name, resource in dict[str, Any](call.resources).items():
+    for name, resource in dict[str, Any](resources).items():
         if not isinstance(resource, Resource):
             raise InvalidError(f"resource {name!r} is a {type(resource).__name__}; give an LLM or a PromptTemplate")
-    if call.resources_id is not None:
-        codec.check_id(call.resources_id, "resources_id")
-        stored = _find_resources(tx.connection, call.resources_id)
+    if resources_id is not None:
+        codec.check_id(resources_id, "resources_id")
+        stored = _find_resources(tx.connection, resources_id)
         if stored is not None:
-            if not codec.same(stored.resources, call.resources, "the resources"):
-                raise ConflictError(
-                    f"resources {call.resources_id} are stored with other content; versions are immutable"
-                )
+            if not codec.same(stored.resources, resources, "the resources"):
+                raise ConflictError(f"resources {resources_id} are stored with other content; versions are immutable")
             return stored
-    if call.parent_id is not None:
-        require(tx.connection, "resources", "resources_id", call.parent_id)
-    if call.run_id is not None:
-        require(tx.connection, "runs", "run_id", call.run_id)
+    if parent_id is not None:
+        require(tx.connection, "resources", "resources_id", parent_id)
+    if run_id is not None:
+        require(tx.connection, "runs", "run_id", run_id)
     (version,) = tx.connection.execute("SELECT COALESCE(MAX(version), 0) + 1 FROM resources").fetchone()
     update = ResourcesUpdate(
-        resources_id=call.resources_id or codec.new_id("rs"),
-        resources=call.resources,
+        resources_id=resources_id or codec.new_id("rs"),
+        resources=resources,
         version=version,
         create_time=tx.now,
-        run_id=call.run_id,
-        parent_id=call.parent_id,
-        metadata=call.metadata or {},
+        run_id=run_id,
+        parent_id=parent_id,
+        metadata=dict(metadata or {}),
     )
     RESOURCES.insert(tx.connection, update)
     return update
 
 
-def get_resources(tx: Transaction, call: calls.GetResources) -> ResourcesUpdate | None:
-    return _find_resources(tx.connection, call.resources_id)
+def get_resources_by_id(tx: Transaction, resources_id: str) -> ResourcesUpdate | None:
+    return _find_resources(tx.connection, resources_id)
 
 
-def latest_resources(tx: Transaction, call: calls.GetLatestResources) -> ResourcesUpdate | None:
+def get_latest_resources(tx: Transaction) -> ResourcesUpdate | None:
     return RESOURCES.one(tx.connection, "ORDER BY version DESC LIMIT 1")
 
 
-def query_resources(tx: Transaction, call: calls.QueryResources) -> list[ResourcesUpdate]:
+def query_resources(tx: Transaction) -> list[ResourcesUpdate]:
     return RESOURCES.all(tx.connection, "ORDER BY version")
 
 
@@ -72,13 +78,13 @@ def _find_resources(connection: Connection, resources_id: str) -> ResourcesUpdat
 # --- runs --------------------------------------------------------------------------------------------------------
 
 
-def start_run(tx: Transaction, call: calls.StartRun) -> Run:
+def start_run(tx: Transaction, kind: str, manifest: Mapping[str, Any], run_id: str | None) -> Run:
     """Record a run, or set the stored one of that id back to running."""
     run = Run(
-        run_id=codec.new_id("run") if call.run_id is None else codec.check_id(call.run_id, "run_id"),
-        kind=call.kind,
+        run_id=codec.new_id("run") if run_id is None else codec.check_id(run_id, "run_id"),
+        kind=kind,
         start_time=tx.now,
-        manifest=call.manifest,
+        manifest=dict(manifest),
     )
     RUNS.insert(tx.connection, run, "ON CONFLICT (run_id) DO UPDATE SET status = 'running', end_time = NULL")
     tx.changes.runs.append(run.run_id)
@@ -88,16 +94,16 @@ def start_run(tx: Transaction, call: calls.StartRun) -> Run:
     return stored
 
 
-def update_run(tx: Transaction, call: calls.UpdateRun) -> Run:
+def update_run(tx: Transaction, run_id: str, status: RunStatus) -> Run:
     tx.connection.execute(
         "UPDATE runs SET status = ?, end_time = ? WHERE run_id = ?",
-        (call.status, None if call.status == "running" else tx.now, call.run_id),
+        (status, None if status == "running" else tx.now, run_id),
     )
-    tx.changes.runs.append(call.run_id)
-    return _run(tx.connection, call.run_id)
+    tx.changes.runs.append(run_id)
+    return _run(tx.connection, run_id)
 
 
-def query_runs(tx: Transaction, call: calls.QueryRuns) -> list[Run]:
+def query_runs(tx: Transaction) -> list[Run]:
     return RUNS.all(tx.connection, "ORDER BY start_time, run_id")
 
 
@@ -108,20 +114,17 @@ def _run(connection: Connection, run_id: str) -> Run:
     return run
 
 
-def next_policy_version(tx: Transaction, call: calls.NextPolicyVersion) -> int:
+def next_policy_version(tx: Transaction, run_id: str) -> int:
     row = tx.connection.execute(
-        "UPDATE runs SET policy_version = policy_version + 1 WHERE run_id = ? RETURNING policy_version", (call.run_id,)
+        "UPDATE runs SET policy_version = policy_version + 1 WHERE run_id = ? RETURNING policy_version", (run_id,)
     ).fetchone()
     if row is None:
-        raise NotFoundError(f"there is no run {call.run_id!r}")
+        raise NotFoundError(f"there is no run {run_id!r}")
     return row[0]
 
 
-def add_metrics(tx: Transaction, call: calls.AddMetrics) -> None:
-    metrics = call.metrics
-    if metrics.run_id != call.run_id:
-        raise InvalidError(f"the metrics for run {call.run_id} name run {metrics.run_id}")
-    require(tx.connection, "runs", "run_id", call.run_id)
+def add_metrics(tx: Transaction, metrics: Metrics) -> None:
+    require(tx.connection, "runs", "run_id", metrics.run_id)
     codec.check_finite(metrics.time, f"the time of step {metrics.step}")
     text = codec.to_json(metrics.values, f"metrics of step {metrics.step}")
     tx.connection.execute(
@@ -129,16 +132,14 @@ def add_metrics(tx: Transaction, call: calls.AddMetrics) -> None:
         "ON CONFLICT (run_id, step) DO UPDATE SET time = excluded.time, measured = excluded.measured",
         (metrics.run_id, metrics.step, metrics.time, text),
     )
-    tx.changes.runs.append(call.run_id)
+    tx.changes.runs.append(metrics.run_id)
 
 
-def query_metrics(tx: Transaction, call: calls.QueryMetrics) -> list[Metrics]:
-    require(tx.connection, "runs", "run_id", call.run_id)
-    rows = tx.connection.execute(
-        "SELECT step, time, measured FROM metrics WHERE run_id = ? ORDER BY step", (call.run_id,)
-    )
+def query_metrics(tx: Transaction, run_id: str) -> list[Metrics]:
+    require(tx.connection, "runs", "run_id", run_id)
+    rows = tx.connection.execute("SELECT step, time, measured FROM metrics WHERE run_id = ? ORDER BY step", (run_id,))
     return [
-        Metrics(run_id=call.run_id, step=step, time=time, values=msgspec.json.decode(measured, type=dict[str, float]))
+        Metrics(run_id=run_id, step=step, time=time, values=msgspec.json.decode(measured, type=dict[str, float]))
         for step, time, measured in rows
     ]
 
@@ -149,13 +150,13 @@ _GONE_AFTER_LEASES: Final = 3
 """A worker that has not been heard for this many lease times, and holds nothing, counts as gone."""
 
 
-def update_worker(tx: Transaction, call: calls.UpdateWorker) -> Worker:
-    stats = None if call.heartbeat_stats is None else codec.to_json(call.heartbeat_stats, "heartbeat_stats")
-    touch_worker(tx, call.worker_id, stats)
-    return _workers(tx, codec.text(call.worker_id))[0]
+def update_worker(tx: Transaction, worker_id: str, heartbeat_stats: Mapping[str, Any] | None) -> Worker:
+    stats = None if heartbeat_stats is None else codec.to_json(heartbeat_stats, "heartbeat_stats")
+    touch_worker(tx, worker_id, stats)
+    return _workers(tx, codec.text(worker_id))[0]
 
 
-def query_workers(tx: Transaction, call: calls.QueryWorkers) -> list[Worker]:
+def query_workers(tx: Transaction) -> list[Worker]:
     return _workers(tx)
 
 
@@ -190,7 +191,7 @@ def _workers(tx: Transaction, worker_id: str | None = None) -> list[Worker]:
     return workers
 
 
-def statistics(tx: Transaction, call: calls.Statistics) -> dict[str, int]:
+def statistics(tx: Transaction) -> dict[str, int]:
     """`rollouts`, `rollouts_<status>`, `attempts`, `spans`, `resources`, `runs`, `groups` and `workers`."""
     counts = {f"rollouts_{status}": 0 for status in lifecycle.ROLLOUT_MOVES}
     for status, count in tx.connection.execute("SELECT status, count(*) FROM rollouts GROUP BY status"):
@@ -200,3 +201,7 @@ def statistics(tx: Transaction, call: calls.Statistics) -> dict[str, int]:
     for name, table in {**tables, "groups": "rollout_groups"}.items():
         counts[name] = tx.connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
     return counts
+
+
+def get_time(tx: Transaction) -> float:
+    return tx.now

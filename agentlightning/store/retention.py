@@ -10,11 +10,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import msgspec
-
 from agentlightning.errors import InvalidError
 from agentlightning.semconv import CALL_FLAG
-from agentlightning.store import calls, codec, lifecycle, query
+from agentlightning.store import codec, lifecycle, query
 from agentlightning.store.attempts import cancel_rollout, insert_attempt
 from agentlightning.store.database import Connection
 from agentlightning.store.outcomes import note_error
@@ -33,7 +31,7 @@ _SECONDS_AT_ONCE: Final = 0.2
 
 
 def ended_before(time: float) -> Filter:
-    """Rollouts that ended before a time by the store's clock, `GetTime`, as did all of their group: one that is not
+    """Rollouts that ended before a time by the store's clock, `get_time`, as did all of their group: one that is not
     complete may be waited for. What nobody could attribute is no rollout of an age: spans are added to it for as long
     as the store lives."""
     return And(
@@ -45,28 +43,24 @@ def ended_before(time: float) -> Filter:
     )
 
 
-def find(tx: Transaction, call: calls.DeleteRollouts, after: int) -> list[int]:
+def find(tx: Transaction, where: Filter, unfinished: bool, after: int) -> list[int]:
     """The numbers of the first rollouts after a number that are to be removed."""
-    return [row[0] for row in _matching(tx, call, f"number > {after}")]
+    return [row[0] for row in _matching(tx, where, unfinished, f"number > {after}")]
 
 
-def cancel_active(tx: Transaction, call: calls.DeleteRollouts, numbers: Sequence[int]) -> list[int]:
+def cancel_active(tx: Transaction, where: Filter, numbers: Sequence[int]) -> list[int]:
     """Cancel those of these rollouts that are at work, in a transaction of their own: whoever works on them or waits
     for them hears of that, and their groups become complete. Returns those that still match."""
-    matching = _matching(tx, call, f"number IN ({', '.join(map(str, numbers))})")
+    matching = _matching(tx, where, True, f"number IN ({', '.join(map(str, numbers))})")
     for _, rollout_id, status, _ in matching:
         if status not in lifecycle.TERMINAL:
-            cancel_rollout(tx, calls.CancelRollout(rollout_id=rollout_id))
+            cancel_rollout(tx, rollout_id)
     return [row[0] for row in matching]
 
 
-def delete_rollouts(
-    tx: Transaction, call: calls.DeleteRollouts, numbers: Sequence[int]
-) -> tuple[Deleted, Sequence[int]]:
-    """Remove those of these rollouts that match and have ended, as many as a moment allows; returns the others. Those
-    that were cancelled for it matched before."""
-    ended = msgspec.structs.replace(call, unfinished=False, where=And([]) if call.unfinished else call.where)
-    matching = _matching(tx, ended, f"number IN ({', '.join(map(str, numbers))})")
+def delete_some(tx: Transaction, where: Filter, numbers: Sequence[int]) -> tuple[Deleted, Sequence[int]]:
+    """Remove those of these rollouts that match and have ended, as many as a moment allows; returns the others."""
+    matching = _matching(tx, where, False, f"number IN ({', '.join(map(str, numbers))})")
     give_up = time.monotonic() + _SECONDS_AT_ONCE
     deleted = Deleted()
     for done, (_, rollout_id, _, group_id) in enumerate(matching, start=1):
@@ -78,11 +72,11 @@ def delete_rollouts(
     return deleted, ()
 
 
-def _matching(tx: Transaction, call: calls.DeleteRollouts, condition: str) -> list[Any]:
+def _matching(tx: Transaction, where: Filter, unfinished: bool, condition: str) -> list[Any]:
     """The number, id, status and group of the first rollouts that match and that a call may remove."""
-    if not call.unfinished:
+    if not unfinished:
         condition += f" AND status IN {TERMINAL}"
-    matching = Query(call.where, query.ROLLOUTS, tx.connection)
+    matching = Query(where, query.ROLLOUTS, tx.connection)
     rest = f" AND {condition} ORDER BY number"
     return list(matching.rows("number, rollout_id, status, group_id", rest, most=_AT_ONCE))
 
@@ -113,14 +107,14 @@ def _remove(connection: Connection, rollout_id: str, group_id: str | None) -> De
 # --- bringing in -------------------------------------------------------------------------------------------------
 
 
-def import_rollout(tx: Transaction, call: calls.ImportRollout) -> bool:
+def import_rollout(tx: Transaction, rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> bool:
     """Store a terminal rollout as it was elsewhere, with its attempts and spans; False if it is stored already. The
     database refuses an attempt, or a place in a group, that is another rollout's here."""
-    rollout, attempts = call.rollout, sorted(call.attempts, key=lambda attempt: attempt.sequence_id)
-    _check_whole(rollout, attempts, call.spans)
-    columns = [codec.span_columns(span) for span in call.spans]
+    attempts = sorted(attempts, key=lambda attempt: attempt.sequence_id)
+    _check_whole(rollout, attempts, spans)
+    columns = [codec.span_columns(span) for span in spans]
     if rollout.rollout_id == UNATTRIBUTED:
-        add_spans(tx, call.spans, columns)  # beside those of this store's own
+        add_spans(tx, spans, columns)  # beside those of this store's own
         return True
     if find_rollout(tx.connection, rollout.rollout_id) is not None:
         return False
@@ -128,7 +122,7 @@ def import_rollout(tx: Transaction, call: calls.ImportRollout) -> bool:
     for attempt in attempts:
         insert_attempt(tx.connection, attempt, attempt.start_time, attempt.start_time)
         note_error(tx.connection, attempt.rollout_id, attempt.sequence_id, attempt.metadata.get("reason"))
-    add_spans(tx, call.spans, columns)
+    add_spans(tx, spans, columns)
     tx.changes.touched.append(rollout.rollout_id)
     tx.changes.finished.append(rollout.rollout_id)
     if rollout.group_id is not None:
@@ -204,7 +198,7 @@ _RULES: Final[Mapping[str, str]] = {
 """What is wrong, and a query for the id of everything that is."""
 
 
-def check(tx: Transaction, call: calls.CheckStore) -> list[str]:
+def check_store(tx: Transaction) -> list[str]:
     """Everything that is wrong, in words."""
     found: list[str] = []
     if tx.connection.dialect == "sqlite":

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError
-from agentlightning.store import calls, codec, lifecycle
+from agentlightning.store import codec, lifecycle
 from agentlightning.store.database import Connection, take_rows
 from agentlightning.store.tables import ROLLOUTS
 from agentlightning.store.transaction import Changes, Transaction
@@ -94,29 +94,29 @@ def _complete_group(connection: Connection, group_id: str, changes: Changes) -> 
     changes.runs_with_groups.append(row[0])
 
 
-def finished_after(tx: Transaction, call: calls.FinishedAfter) -> FinishedRollouts:
+def finished_after(tx: Transaction, cursor: int, limit: int, run_id: str | None) -> FinishedRollouts:
     """Rollouts finished after a cursor, oldest first."""
-    check_page(call.limit, 0)
-    if call.cursor < 0:
-        raise InvalidError(f"cursor is {call.cursor}; the first is 0, and each answer names the next")
+    check_page(limit, 0)
+    if cursor < 0:
+        raise InvalidError(f"cursor is {cursor}; the first is 0, and each answer names the next")
     (last,) = tx.connection.execute("SELECT value FROM counters WHERE name = 'finished'").fetchone()
-    of_run, values = ("", ()) if call.run_id is None else ("AND run_id = ? ", (call.run_id,))
+    of_run, values = ("", ()) if run_id is None else ("AND run_id = ? ", (run_id,))
     found = tx.connection.stream(
         f"SELECT {ROLLOUTS.columns}, finished_index FROM rollouts WHERE finished_index > ? AND finished_index <= ? "
         f"{of_run}ORDER BY finished_index LIMIT ?",
-        (call.cursor, last, *values, call.limit),
+        (cursor, last, *values, limit),
     )
     rows, whole = take_rows(found, MOST_BYTES)
-    cursor = max(call.cursor, last) if whole and len(rows) < call.limit else rows[-1][-1] if rows else call.cursor
+    cursor = max(cursor, last) if whole and len(rows) < limit else rows[-1][-1] if rows else cursor
     return FinishedRollouts(rollouts=tuple(map(ROLLOUTS.noun, rows)), cursor=cursor)
 
 
 # --- rollouts ----------------------------------------------------------------------------------------------------
 
 
-def enqueue(tx: Transaction, call: calls.EnqueueRollouts) -> list[Rollout]:
+def enqueue_many_rollouts(tx: Transaction, requests: Sequence[EnqueueRolloutRequest]) -> list[Rollout]:
     """Queue rollouts, all or none."""
-    return [create_rollout(tx, request) for request in call.requests]
+    return [create_rollout(tx, request) for request in requests]
 
 
 def create_rollout(tx: Transaction, request: EnqueueRolloutRequest, *, queued: bool = True) -> Rollout:
@@ -186,8 +186,8 @@ def find_rollout(connection: Connection, rollout_id: str) -> Rollout | None:
     return ROLLOUTS.one(connection, "WHERE rollout_id = ?", rollout_id)
 
 
-def get_rollout(tx: Transaction, call: calls.GetRollout) -> Rollout | None:
-    return find_rollout(tx.connection, call.rollout_id)
+def get_rollout_by_id(tx: Transaction, rollout_id: str) -> Rollout | None:
+    return find_rollout(tx.connection, rollout_id)
 
 
 def require_rollout(connection: Connection, rollout_id: str) -> Rollout:
@@ -212,40 +212,40 @@ def check_page(limit: int | None, offset: int) -> None:
 # --- groups ------------------------------------------------------------------------------------------------------
 
 
-def create_group(tx: Transaction, call: calls.CreateGroup) -> Group:
+def create_group(tx: Transaction, size: int, run_id: str | None, group_id: str | None) -> Group:
     """Declare a group; an id that is stored already must have the same size and run."""
-    if call.size < 1:
-        raise InvalidError(f"the size of a group is {call.size}; it must be at least 1")
-    if call.run_id is not None:
-        require(tx.connection, "runs", "run_id", call.run_id)
-    name = codec.new_id("gr") if call.group_id is None else codec.check_id(call.group_id, "group_id")
-    stored = get_group(tx, calls.GetGroup(group_id=name))
+    if size < 1:
+        raise InvalidError(f"the size of a group is {size}; it must be at least 1")
+    if run_id is not None:
+        require(tx.connection, "runs", "run_id", run_id)
+    name = codec.new_id("gr") if group_id is None else codec.check_id(group_id, "group_id")
+    stored = get_group(tx, name)
     if stored is not None:
-        if (stored.size, stored.run_id) != (call.size, call.run_id):
+        if (stored.size, stored.run_id) != (size, run_id):
             raise ConflictError(f"group {name} is stored already, with size {stored.size} in run {stored.run_id}")
         return stored
     tx.connection.execute(
         "INSERT INTO rollout_groups (group_id, run_id, size, finished_index) VALUES (?, ?, ?, NULL)",
-        (name, call.run_id or "", call.size),
+        (name, run_id or "", size),
     )
-    return Group(group_id=name, run_id=call.run_id, size=call.size)
+    return Group(group_id=name, run_id=run_id, size=size)
 
 
 _GROUP: Final = "SELECT group_id, run_id, size, finished_index FROM rollout_groups "
 
 
-def get_group(tx: Transaction, call: calls.GetGroup) -> Group | None:
-    row = tx.connection.execute(_GROUP + "WHERE group_id = ?", (call.group_id,)).fetchone()
+def get_group(tx: Transaction, group_id: str) -> Group | None:
+    row = tx.connection.execute(_GROUP + "WHERE group_id = ?", (group_id,)).fetchone()
     return None if row is None else _group(tx.connection, row)
 
 
-def complete_groups(tx: Transaction, call: calls.CompleteGroupsAfter) -> list[Group]:
+def complete_groups_after(tx: Transaction, run_id: str, cursor: int, limit: int) -> list[Group]:
     """Complete groups of a run numbered above `cursor`, in the order they became complete."""
-    check_page(call.limit, 0)
-    require(tx.connection, "runs", "run_id", call.run_id)
+    check_page(limit, 0)
+    require(tx.connection, "runs", "run_id", run_id)
     rows = tx.connection.execute(
         _GROUP + "WHERE run_id = ? AND finished_index > ? ORDER BY finished_index LIMIT ?",
-        (call.run_id, call.cursor, call.limit),
+        (run_id, cursor, limit),
     ).fetchall()
     return [_group(tx.connection, row) for row in rows]
 

@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError
 from agentlightning.semconv import CALL_ENDPOINT
-from agentlightning.store import calls, codec, lifecycle
+from agentlightning.store import codec, lifecycle
 from agentlightning.store.attempts import load_standing, load_with_sequence, save_standing
 from agentlightning.store.codec import SpanColumns
 from agentlightning.store.database import Connection
@@ -96,29 +96,29 @@ def _lay_out_unattributed(tx: Transaction) -> None:
     )
 
 
-def next_sequence_id(tx: Transaction, call: calls.NextSpanSequenceId) -> int:
-    number, _ = load_standing(tx.connection, call.rollout_id, call.attempt_id)
+def get_next_span_sequence_id(tx: Transaction, rollout_id: str, attempt_id: str) -> int:
+    number, _ = load_standing(tx.connection, rollout_id, attempt_id)
     (sequence_id,) = tx.connection.execute(
         "UPDATE attempts SET span_sequence = span_sequence + 1 WHERE number = ? RETURNING span_sequence", (number,)
     ).fetchone()
     return sequence_id
 
 
-def get_spans(tx: Transaction, call: calls.GetSpans) -> list[Span]:
+def query_spans(tx: Transaction, rollout_id: str, attempt_id: str | None) -> list[Span]:
     """Spans of one attempt (`latest`: the last one) or of all, by start time, then sequence id."""
     attempts: list[tuple[int, str]] = tx.connection.execute(
-        "SELECT number, attempt_id FROM attempts WHERE rollout_id = ? ORDER BY sequence_id", (call.rollout_id,)
+        "SELECT number, attempt_id FROM attempts WHERE rollout_id = ? ORDER BY sequence_id", (rollout_id,)
     ).fetchall()
     if not attempts:
-        require_rollout(tx.connection, call.rollout_id)
-    if call.attempt_id == "latest":
+        require_rollout(tx.connection, rollout_id)
+    if attempt_id == "latest":
         attempts = attempts[-1:]
-    elif call.attempt_id is not None:
-        attempts = [attempt for attempt in attempts if attempt[1] == call.attempt_id]
+    elif attempt_id is not None:
+        attempts = [attempt for attempt in attempts if attempt[1] == attempt_id]
         if not attempts:
-            raise NotFoundError(f"there is no attempt {call.attempt_id!r} of a rollout {call.rollout_id!r}")
+            raise NotFoundError(f"there is no attempt {attempt_id!r} of a rollout {rollout_id!r}")
     spans = [
-        codec.span_from_columns(call.rollout_id, name, row)
+        codec.span_from_columns(rollout_id, name, row)
         for number, name in attempts
         for row in tx.connection.execute(f"SELECT {SPAN_COLUMNS} FROM spans WHERE attempt = ?", (number,))
     ]

@@ -24,7 +24,6 @@ from agentlightning.errors import ConfigError, ConflictError, InvalidError, Unav
 from agentlightning.store import (
     access_keys,
     attempts,
-    calls,
     codec,
     keys,
     paging,
@@ -38,15 +37,18 @@ from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.database import Connection, DatabaseThread, Opened, Readers
 from agentlightning.store.redaction import Redact, redaction, text_without_secrets
+from agentlightning.store.spans import Prepared, add_spans, prepare
 from agentlightning.store.sqlite import Synchronous
 from agentlightning.store.transaction import Changes, Transaction
 from agentlightning.store.waiting import Alarm, Subscribers, Waiters, woken_within
 from agentlightning.types import (
+    And,
     ApiKey,
     Attempt,
     AttemptedRollout,
     Credential,
     Deleted,
+    Filter,
     FinishedRollouts,
     Group,
     Rollout,
@@ -64,48 +66,28 @@ _KNOWN: Final = 10_000  # attempts
 _REMOVE_SECRETS: Final = redaction("full")
 _log: Final = logging.getLogger(__name__)
 
-_WRITES: Final[Mapping[type[Call[Any]], Callable[[Transaction, Any], Any]]] = {
-    calls.EnqueueRollouts: rollouts.enqueue,
-    calls.StartRollout: attempts.start_rollout,
-    calls.UpdateRollout: attempts.update_rollout,
-    calls.CancelRollout: attempts.cancel_rollout,
-    calls.StartAttempt: attempts.start_attempt,
-    calls.UpdateAttempt: attempts.update_attempt,
-    calls.BeatHeart: attempts.heartbeat,
-    calls.ExtendAttempts: attempts.extend,
-    calls.NextSpanSequenceId: spans.next_sequence_id,
-    calls.AddResources: records.add_resources,
-    calls.StartRun: records.start_run,
-    calls.UpdateRun: records.update_run,
-    calls.NextPolicyVersion: records.next_policy_version,
-    calls.AddMetrics: records.add_metrics,
-    calls.CreateGroup: rollouts.create_group,
-    calls.UpdateWorker: records.update_worker,
-    calls.IssueKey: access_keys.issue,
-    calls.IssueAttemptKey: access_keys.issue_for_attempt,
-    calls.IssueWorkerKey: access_keys.issue_for_worker,
-    calls.RevokeKey: access_keys.revoke,
-}
-READS: Final[Mapping[type[Call[Any]], Callable[[Transaction, Any], Any]]] = {
-    calls.QueryRollouts: paging.query_rollouts,
-    calls.GetRollout: rollouts.get_rollout,
-    calls.QueryAttempts: attempts.query_attempts,
-    calls.GetLatestAttempt: attempts.get_latest_attempt,
-    calls.GetSpans: spans.get_spans,
-    calls.QuerySpans: paging.query_spans,
-    calls.QueryResources: records.query_resources,
-    calls.GetLatestResources: records.latest_resources,
-    calls.GetResources: records.get_resources,
-    calls.QueryRuns: records.query_runs,
-    calls.QueryMetrics: records.query_metrics,
-    calls.GetGroup: rollouts.get_group,
-    calls.QueryWorkers: records.query_workers,
-    calls.Statistics: records.statistics,
-    calls.GetTime: lambda tx, call: tx.now,
-    calls.QueryKeys: access_keys.query_keys,
-}
-_LOOK_UPS: Final = {calls.GetRollout, calls.GetResources, calls.GetTime}
-_SEARCHES: Final = {calls.QueryRollouts, calls.QuerySpans, calls.Statistics}
+
+def _by_name(*handlers: Callable[..., Any]) -> Mapping[str, Callable[..., Any]]:
+    return {handler.__name__: handler for handler in handlers}
+
+
+# What carries out the calls of the same name, with a transaction and their fields.
+_WRITES: Final = _by_name(
+    *(rollouts.enqueue_many_rollouts, rollouts.create_group),
+    *(attempts.start_rollout, attempts.update_rollout, attempts.cancel_rollout, attempts.start_attempt),
+    *(attempts.update_attempt, attempts.heartbeat, attempts.extend_attempts, spans.get_next_span_sequence_id),
+    *(records.add_resources, records.start_run, records.update_run, records.next_policy_version),
+    *(records.add_metrics, records.update_worker),
+    *(access_keys.issue_key, access_keys.issue_attempt_key, access_keys.issue_worker_key, access_keys.revoke_key),
+)
+READS: Final = _by_name(
+    *(paging.page_rollouts, paging.page_spans, rollouts.get_rollout_by_id, rollouts.get_group),
+    *(attempts.query_attempts, attempts.get_latest_attempt, spans.query_spans, records.get_time),
+    *(records.query_resources, records.get_latest_resources, records.get_resources_by_id, records.query_runs),
+    *(records.query_metrics, records.query_workers, records.statistics, access_keys.query_keys),
+)
+_LOOK_UPS: Final = {"get_rollout_by_id", "get_resources_by_id", "get_time"}
+_SEARCHES: Final = {"page_rollouts", "page_spans", "statistics"}
 """Calls that may have to look at every row."""
 
 
@@ -142,17 +124,17 @@ class SqlStore(LightningStore):
         (secret,) = opened.writing.execute("SELECT value FROM meta WHERE name = 'secret'").fetchone()
         self._secret = bytes(secret)
         self._watchdog: asyncio.Task[None] | None = None
-        self._others: Mapping[type[Call[Any]], Callable[[Any], Awaitable[Any]]] = {
-            calls.LeaseRollouts: self._lease_rollouts,
-            calls.WaitForRollouts: self._wait_for_rollouts,
-            calls.FinishedAfter: self._finished_after,
-            calls.CompleteGroupsAfter: self._complete_groups_after,
-            calls.AddSpans: self._add_spans,
-            calls.ImportRollout: self._import_rollout,
-            calls.DeleteRollouts: self._delete_rollouts,
-            calls.CheckStore: self._check,
-            calls.FindKey: self._find_key,
-            calls.GetLatestAttempt: self._get_latest_attempt,
+        self._others: Mapping[str, Callable[..., Awaitable[Any]]] = {
+            "dequeue_many_rollouts": self._dequeue_many_rollouts,
+            "wait_for_rollouts": self._wait_for_rollouts,
+            "finished_after": self._finished_after,
+            "complete_groups_after": self._complete_groups_after,
+            "store_spans": self._store_spans,
+            "import_rollout": self._import_rollout,
+            "delete_rollouts": self._delete_rollouts,
+            "check_store": self._check_store,
+            "find_key": self._find_key,
+            "get_latest_attempt": self._get_latest_attempt,
         }
         self._writer = DatabaseThread(
             opened.writing, "agl-store-writer", begin=opened.begin, settle=self._settle, committed=self._announce
@@ -220,19 +202,17 @@ class SqlStore(LightningStore):
             waiters.wake()
         await asyncio.to_thread(self._opened.release)
 
-    async def perform(self, call: Call[T]) -> T:
-        kind = type(call)
-        if isinstance(call, calls.AdminCall):
-            access_keys.log(call)
-        if kind in self._others:
-            return await self._others[kind](call)
-        if kind in _WRITES:
-            write: Any = _WRITES[kind]
-            return await self._write(lambda tx: write(tx, call))
-        read: Any = READS[kind]
-        if kind in _LOOK_UPS:
-            return await self._look_up(lambda tx: read(tx, call))
-        return await self._read(lambda tx: read(tx, call), "search" if kind in _SEARCHES else "reader")
+    async def perform(self, call: Call) -> Any:
+        name, asked = call.method, msgspec.structs.asdict(call)
+        if name in self._others:
+            return await self._others[name](**asked)
+        if name in _WRITES:
+            write = _WRITES[name]
+            return await self._write(lambda tx: write(tx, **asked))
+        read = READS[name]
+        if name in _LOOK_UPS:
+            return await self._look_up(lambda tx: read(tx, **asked))
+        return await self._read(lambda tx: read(tx, **asked), "search" if name in _SEARCHES else "reader")
 
     def events(self) -> AbstractContextManager[asyncio.Queue[Changes | None]]:
         """What commits change, as it happens; None where some were missed. For a `with` statement."""
@@ -318,15 +298,15 @@ class SqlStore(LightningStore):
 
     # --- calls that wait, or need no transaction ---
 
-    async def _lease_rollouts(self, call: calls.LeaseRollouts) -> list[AttemptedRollout]:
-        if call.limit < 1:
-            raise InvalidError(f"limit is {call.limit}; it must be at least 1")
-        give_up = _give_up(call.timeout)
+    async def _dequeue_many_rollouts(self, limit: int, timeout: float, **asked: Any) -> list[AttemptedRollout]:
+        if limit < 1:
+            raise InvalidError(f"limit is {limit}; it must be at least 1")
+        give_up = _give_up(timeout)
         while True:
             with self._queued.waiting(None) as waiter:
                 again = False
                 try:
-                    leased = await self._lease(call)
+                    leased = await self._lease(limit=limit, **asked)
                     again = not leased and await woken_within(waiter, give_up - time.monotonic())
                     if not again:
                         return leased
@@ -334,8 +314,8 @@ class SqlStore(LightningStore):
                     if waiter.done() and not again:  # what it was woken for is still there, for another
                         self._queued.wake(most=1)
 
-    async def _lease(self, call: calls.LeaseRollouts) -> list[AttemptedRollout]:
-        leasing = self._write(lambda tx: attempts.lease(tx, call))
+    async def _lease(self, **asked: Any) -> list[AttemptedRollout]:
+        leasing = self._write(lambda tx: attempts.lease(tx, **asked))
         try:
             return await asyncio.shield(leasing)
         except asyncio.CancelledError:
@@ -349,11 +329,9 @@ class SqlStore(LightningStore):
         with contextlib.suppress(UnavailableError):  # closed meanwhile: the leases run out instead
             self._write(lambda tx: attempts.withdraw(tx, leasing.result()))
 
-    async def _wait_for_rollouts(self, call: calls.WaitForRollouts) -> list[Rollout]:
-        _check_timeout(call.timeout)
-        rollout_ids = list(dict.fromkeys(call.rollout_ids))
-
-        give_up = math.inf if call.timeout is None else _give_up(call.timeout)
+    async def _wait_for_rollouts(self, rollout_ids: Sequence[str], timeout: float | None) -> list[Rollout]:
+        give_up = _give_up(timeout)
+        rollout_ids = list(dict.fromkeys(rollout_ids))
         while True:
             wants = set(rollout_ids)
             with self._finishes.waiting(wants) as waiter:
@@ -364,73 +342,73 @@ class SqlStore(LightningStore):
                     return finished
                 await woken_within(waiter, remaining)
 
-    async def _finished_after(self, call: calls.FinishedAfter) -> FinishedRollouts:
-        give_up = _give_up(call.timeout)
+    async def _finished_after(self, cursor: int, limit: int, timeout: float, run_id: str | None) -> FinishedRollouts:
+        give_up = _give_up(timeout)
         while True:
             with self._finished.waiting(None) as waiter:
-                page = await self._read(lambda tx, call=call: rollouts.finished_after(tx, call))
+                page = await self._read(lambda tx, cursor=cursor: rollouts.finished_after(tx, cursor, limit, run_id))
                 if page.rollouts or not await woken_within(waiter, give_up - time.monotonic()):
                     return page
-                call = msgspec.structs.replace(call, cursor=page.cursor)
+                cursor = page.cursor
 
-    async def _complete_groups_after(self, call: calls.CompleteGroupsAfter) -> list[Group]:
-        give_up = _give_up(call.timeout)
+    async def _complete_groups_after(self, run_id: str, cursor: int, limit: int, timeout: float) -> list[Group]:
+        give_up = _give_up(timeout)
         while True:
             with self._complete.waiting(None) as waiter:
-                groups = await self._read(lambda tx: rollouts.complete_groups(tx, call))
+                groups = await self._read(lambda tx: rollouts.complete_groups_after(tx, run_id, cursor, limit))
                 if groups or not await woken_within(waiter, give_up - time.monotonic()):
                     return groups
 
-    async def _add_spans(self, call: calls.AddSpans) -> list[int]:
-        kept, columns = await self._prepared(call.spans)
-        numbers = await self._write(lambda tx: spans.add_spans(tx, call.spans, columns))
+    async def _store_spans(self, spans: Sequence[Span]) -> list[int]:
+        kept, columns = await self._prepared(spans)
+        numbers = await self._write(lambda tx: add_spans(tx, spans, columns))
         if self._stored is not None:
             written = zip(kept, numbers, strict=True)
             self._stored([msgspec.structs.replace(span, sequence_id=n) for span, n in written if span is not None])
         return numbers
 
-    async def _prepared(self, given: Sequence[Span]) -> spans.Prepared:
+    async def _prepared(self, given: Sequence[Span]) -> Prepared:
         """What takes more than a moment is done in a thread."""
         if sum(map(codec.text_size, given)) > _LARGE:
-            return await asyncio.to_thread(spans.prepare, given, self._redact)
-        return spans.prepare(given, self._redact)
+            return await asyncio.to_thread(prepare, given, self._redact)
+        return prepare(given, self._redact)
 
-    async def _import_rollout(self, call: calls.ImportRollout) -> bool:
-        kept, _ = await self._prepared(call.spans)
-        redacted = msgspec.structs.replace(call, spans=[span for span in kept if span is not None])
-        return await self._write(lambda tx: retention.import_rollout(tx, redacted))
+    async def _import_rollout(self, rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> bool:
+        kept, _ = await self._prepared(spans)
+        redacted = [span for span in kept if span is not None]
+        return await self._write(lambda tx: retention.import_rollout(tx, rollout, attempts, redacted))
 
-    async def _get_latest_attempt(self, call: calls.GetLatestAttempt) -> Attempt | None:
+    async def _get_latest_attempt(self, rollout_id: str) -> Attempt | None:
         """The gateway asks before every call of an agent: what nobody has touched since is known."""
-        found = None if self._closed else self._latest.get(call.rollout_id)
+        found = None if self._closed else self._latest.get(rollout_id)
         if found is None:
             announced = self._announced
-            found = await self._look_up(lambda tx: attempts.get_latest_attempt(tx, call))
+            found = await self._look_up(lambda tx: attempts.get_latest_attempt(tx, rollout_id))
             if found is not None and announced == self._announced:
                 if len(self._latest) >= _KNOWN:
                     self._latest.clear()
-                self._latest[call.rollout_id] = found
+                self._latest[rollout_id] = found
         return found
 
-    async def _find_key(self, call: calls.FindKey) -> Credential | None:
-        holder = keys.verify(self._secret, call.api_key)
+    async def _find_key(self, api_key: str) -> Credential | None:
+        holder = keys.verify(self._secret, api_key)
         if holder is not None:
             attempt = (holder.rollout_id, holder.attempt_id)
             return Credential(name=f"attempt {holder.attempt_id}", attempt=attempt, rewards=holder.rewards)
-        worker_id = keys.verify_worker(self._secret, call.api_key)
+        worker_id = keys.verify_worker(self._secret, api_key)
         if worker_id is not None:
             return await self._find_worker(worker_id)
-        if not call.api_key.startswith(access_keys.PREFIX):
+        if not api_key.startswith(access_keys.PREFIX):
             return None
         valid = self._keys  # another dict from the moment a key is revoked, also while this one is being looked up
-        key = valid.get(call.api_key)
+        key = valid.get(api_key)
         if key is None:
-            key = await self._look_up(lambda tx: access_keys.find(tx.connection, call.api_key))
+            key = await self._look_up(lambda tx: access_keys.find(tx.connection, api_key))
         if key is None or key.revoke_time is not None:
             return None
         if key.expire_time is not None and key.expire_time <= self._clock():
             return None
-        valid[call.api_key] = key
+        valid[api_key] = key
         return Credential(name=key.key_id, scopes=key.scopes)
 
     async def _find_worker(self, worker_id: str) -> Credential:
@@ -442,21 +420,27 @@ class SqlStore(LightningStore):
             f"the key is for the attempt of worker {worker_id}, which holds {len(held) or 'none'} at present; {hint}"
         )
 
-    async def _delete_rollouts(self, call: calls.DeleteRollouts) -> Deleted:
+    async def _delete_rollouts(self, where: Filter, unfinished: bool, scrub: bool) -> Deleted:
         deleted = Deleted()
-        # Looked for by a reader, as it may take long, and looked at again by the writer.
-        found = await self._read(lambda tx: retention.find(tx, call, 0), "search", math.inf)
-        while found:
-            numbers: Sequence[int] = found
-            if call.unfinished:
-                numbers = await self._write(lambda tx, some=found: retention.cancel_active(tx, call, some))
+        after = 0
+        while True:
+            # Looked for by a reader, as it may take long, and looked at again by the writer.
+            search = self._read(
+                lambda tx, after=after: retention.find(tx, where, unfinished, after), "search", math.inf
+            )
+            numbers: Sequence[int] = await search
+            if not numbers:
+                break
+            after = numbers[-1]
+            matching = where
+            if unfinished:
+                numbers = await self._write(lambda tx, some=numbers: retention.cancel_active(tx, where, some))
+                matching = And([])  # those that were cancelled for it matched before
             while numbers:
-                work = self._write(lambda tx, some=numbers: retention.delete_rollouts(tx, call, some))
+                work = self._write(lambda tx, of=matching, some=numbers: retention.delete_some(tx, of, some))
                 part, numbers = await work
                 deleted = retention.summed(deleted, part)
-            after = found[-1]
-            found = await self._read(lambda tx, after=after: retention.find(tx, call, after), "search", math.inf)
-        if call.scrub:
+        if scrub:
             await self._scrub()
         return deleted
 
@@ -469,8 +453,8 @@ class SqlStore(LightningStore):
                 f"what matched was removed, but traces of it are left in the database's files: {error}. Ask again later"
             ) from None
 
-    async def _check(self, call: calls.CheckStore) -> list[str]:
-        return await self._read(lambda tx: retention.check(tx, call), "search", math.inf)
+    async def _check_store(self) -> list[str]:
+        return await self._read(retention.check_store, "search", math.inf)
 
 
 def database_of(address: str | Path) -> ModuleType:
@@ -490,14 +474,13 @@ def _steady(now: float) -> Callable[[], float]:
     return lambda: now + (time.monotonic() - begin)
 
 
-def _give_up(timeout: float) -> float:
-    _check_timeout(timeout)
-    return time.monotonic() + timeout
-
-
-def _check_timeout(timeout: float | None) -> None:
-    if timeout is not None and math.isnan(timeout):
+def _give_up(timeout: float | None) -> float:
+    """When to stop waiting, by the monotonic clock."""
+    if timeout is None:
+        return math.inf
+    if math.isnan(timeout):
         raise InvalidError("timeout is not a number; give the seconds to wait")
+    return time.monotonic() + timeout
 
 
 def _report_defect(watchdog: asyncio.Task[None]) -> None:

@@ -17,7 +17,7 @@ from typing import BinaryIO, Final, Literal, cast
 import msgspec
 
 from agentlightning.errors import ConfigError, ConflictError, InvalidError, NotFoundError
-from agentlightning.store import calls, codec, lifecycle
+from agentlightning.store import codec, lifecycle
 from agentlightning.store.base import LightningStore
 from agentlightning.types import And, Attempt, Condition, Filter, Noun, Rollout, Span
 
@@ -64,7 +64,7 @@ async def export_rollouts(
     records = attempts = spans = 0
     ended = Condition("status", "in", sorted(lifecycle.TERMINAL))
     where = ended if where is None else And([ended, where])
-    with _writing(path, overwrite) as file:
+    with writing(path, overwrite, _suffix(path)) as file:
         cursor = None
         while True:
             page = await store.page_rollouts(where, limit=_AT_ONCE, cursor=cursor)
@@ -109,9 +109,7 @@ async def import_rollouts(store: LightningStore, path: Path) -> Imported:
 
 async def _import(store: LightningStore, place: str, record: Record) -> bool:
     try:
-        return await store.perform(
-            calls.ImportRollout(rollout=record.rollout, attempts=record.attempts, spans=record.spans)
-        )
+        return await store.import_rollout(record.rollout, record.attempts, record.spans)
     except (InvalidError, ConflictError) as error:
         raise type(error)(f"{place}: {error}") from None
 
@@ -131,9 +129,9 @@ def _suffix(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _writing(path: Path, overwrite: bool) -> Generator[BinaryIO]:
-    """A file that takes its name when all is written."""
-    suffix = _suffix(path)
+def writing(path: Path, overwrite: bool, suffix: str = "") -> Generator[BinaryIO]:
+    """A file that takes its name when all is written. ConfigError if it exists and is not to be overwritten, or cannot
+    be written."""
     if path.exists() and not overwrite:
         raise ConfigError(f"{path} exists already; choose another name, or overwrite it with --force")
     draft = path.with_name(f"{path.name}-part")

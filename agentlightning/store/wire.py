@@ -26,7 +26,7 @@ from agentlightning.errors import (
     UnavailableError,
 )
 from agentlightning.store import calls, codec
-from agentlightning.store.calls import AdminCall, Call
+from agentlightning.store.calls import Call
 from agentlightning.types import Noun
 
 MSGPACK: Final = "application/msgpack"
@@ -101,26 +101,26 @@ class Answer(Noun, frozen=True, kw_only=True):
 class Form:
     """How the calls of one kind are written, and how their answers are read."""
 
-    def __init__(self, kind: type[Call[Any]]) -> None:
+    def __init__(self, kind: type[Call]) -> None:
         self._method, _, self._path = kind.route.partition(" ")
         self._in_path = tuple(calls.path_fields(self._path))
         self._in_body = tuple(name for name in kind.__struct_fields__ if name not in self._in_path)
         self._waits = "timeout" in kind.__struct_fields__
-        self._own_wait = _ADMIN_SECONDS if issubclass(kind, AdminCall) else 0.0
+        self._own_wait = _ADMIN_SECONDS if kind.scope == "admin" else 0.0
         self._route = kind.route
-        self._may_be_nothing = NoneType in get_args(kind.returns())
-        self._decode = msgspec.msgpack.Decoder(kind.returns()).decode
+        self._may_be_nothing = NoneType in get_args(kind.returns)
+        self._decode = msgspec.msgpack.Decoder(kind.returns).decode
 
-    def request(self, call: Call[Any]) -> Wire:
+    def request(self, call: Call) -> Wire:
         """InvalidError for a value that cannot be sent at all."""
         path = self._path
         if self._in_path:
             path = path.format_map({name: _in_url(str(getattr(call, name))) for name in self._in_path})
         wait = (getattr(call, "timeout", None) or 0.0) if self._waits else self._own_wait
         fields = {name: getattr(call, name) for name in self._in_body}
-        if self._method == "GET":
+        if self._method in calls.IN_QUERY:
             query = "&".join(f"{name}={_in_url(str(value))}" for name, value in fields.items() if value is not None)
-            return Wire("GET", f"{path}?{query}" if query else path, None, wait)
+            return Wire(self._method, f"{path}?{query}" if query else path, None, wait)
         return Wire(self._method, path, encode(fields, self._route), wait)
 
     def result(self, answer: Answer) -> Any:
@@ -142,7 +142,7 @@ class Form:
 
 
 @functools.cache
-def form_of(kind: type[Call[Any]]) -> Form:
+def form_of(kind: type[Call]) -> Form:
     """The form of a kind of calls, made once."""
     return Form(kind)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 import msgspec
 from rich.text import Text
@@ -22,9 +22,6 @@ from agentlightning.tracing.rewards import find_final_reward, get_reward_value, 
 from agentlightning.tracing.steps import DEPTH, Step, read_steps
 from agentlightning.types import Rollout, Span
 
-Prices: TypeAlias = Mapping[str, tuple[float, float]]
-"""Model → price of a million tokens read and of a million written. A name also stands for those that begin with it."""
-
 LINES: Final = 200
 _PASSED: Final = (semconv.OPERATION_INPUT, semconv.OPERATION_OUTPUT)
 _TEXT: Final = 160  # characters of an answer, an argument or a result
@@ -33,41 +30,30 @@ _NOT_STEPS: Final = frozenset({semconv.LOG, semconv.UNDELIVERED})
 
 @dataclass(frozen=True)
 class Totals:
-    """What an attempt took. `cost` is None without prices; `unpriced` are the models that have none."""
+    """What an attempt took."""
 
     calls: int
     tokens_read: int
     tokens_written: int
-    cost: float | None = None
-    unpriced: tuple[str, ...] = ()
 
     def words(self) -> str:
-        """`2 calls  1,203 → 211 tokens  0.0041 (no price for m)`."""
-        words = f"{self.calls} call{'s' * (self.calls != 1)}  {_tokens((self.tokens_read, self.tokens_written))}"
-        words += "" if self.cost is None else f"  cost {self.cost:.4f}"
-        return words + (f" (no price for {', '.join(self.unpriced)})" if self.unpriced else "")
+        """`2 calls  1,203 → 211 tokens`."""
+        return f"{self.calls} call{'s' * (self.calls != 1)}  {_tokens((self.tokens_read, self.tokens_written))}"
 
 
-def totals(steps: Iterable[Step], prices: Prices | None = None) -> Totals:
-    """Calls and tokens of an attempt's steps, and their cost."""
-    calls = [_reporting(step) for step in steps if step.kind == "call"]
-    counts = [(model_name(span.attributes) or "?", token_counts(span.attributes) or (0, 0)) for span in calls]
-    read, written = (sum(count[index] for _, count in counts) for index in (0, 1))
-    if not prices:
-        return Totals(len(calls), read, written)
-    priced = {model: _price(model, prices) for model, _ in counts}
-    costs = [count[0] * price[0] + count[1] * price[1] for model, count in counts if (price := priced[model])]
-    unpriced = sorted(model for model, price in priced.items() if price is None)
-    return Totals(len(calls), read, written, sum(costs) / 1e6, tuple(unpriced))
+def totals(steps: Iterable[Step]) -> Totals:
+    """Calls and tokens of an attempt's steps."""
+    counts = [token_counts(_reporting(step).attributes) or (0, 0) for step in steps if step.kind == "call"]
+    return Totals(len(counts), sum(read for read, _ in counts), sum(written for _, written in counts))
 
 
-def rollout_tree(rollout: Rollout, spans: Sequence[Span], *, prices: Prices | None = None, limit: int = LINES) -> Tree:
+def rollout_tree(rollout: Rollout, spans: Sequence[Span], *, limit: int = LINES) -> Tree:
     """The tree of one attempt's spans below a line about its rollout. Beyond `limit` steps the rest is counted."""
     steps = [step for step in read_steps(spans) if step.span.name not in _NOT_STEPS]
     reward = find_final_reward(spans)
     style = {"succeeded": "green", "failed": "red"}.get(rollout.status, "yellow")
     head = Text.assemble((rollout.rollout_id, "bold"), "  ", (rollout.status, style))
-    head.append(f"  reward {'none' if reward is None else f'{reward:g}'}  {totals(steps, prices).words()}")
+    head.append(f"  reward {'none' if reward is None else f'{reward:g}'}  {totals(steps).words()}")
     if rollout.end_time is not None:
         head.append(f"  {_seconds(rollout.end_time - rollout.start_time)}")
     tree = Tree(head, guide_style="dim")
@@ -218,11 +204,6 @@ def _with_failure(line: Text, step: Step) -> Text:
 
 def _is_ours(span: Span) -> bool:
     return span.name.startswith("agentlightning.")
-
-
-def _price(model: str, prices: Prices) -> tuple[float, float] | None:
-    names = [name for name in prices if model.startswith(name)]
-    return prices[max(names, key=len)] if names else None
 
 
 def _tokens(counts: tuple[int, int]) -> str:

@@ -122,7 +122,7 @@ def with_adapter(algorithm: Algorithm | None, adapter: Any) -> Algorithm:
     """The function decorated by `agl.algo`, given this adapter, or a TracerTraceToTriplet with these options. APO reads
     conversations as TraceToMessages does, and may be given it. ConfigError for another algorithm."""
     from agentlightning.algorithm.apo import APO
-    from agentlightning.algorithm.function import FunctionAlgorithm
+    from agentlightning.algorithm.base import FunctionAlgorithm
 
     if isinstance(adapter, Mapping):
         try:

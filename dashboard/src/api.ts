@@ -1,24 +1,302 @@
-// What the server says, as types. Times are seconds since the epoch; `docs/dashboard.md` names the routes.
+// What the server says, as types; `scripts/page_types.py` writes them. Times are seconds since the epoch.
 
-export interface Session {
-  name: string;
-  admin: boolean;
-  scopes: ("read" | "worker" | "grader" | "trainer" | "admin")[];
-  protected: boolean;
-  version: string;
+export interface Attempt {
+  rollout_id: string;
+  attempt_id: string;
+  sequence_id: number;
+  start_time: number;
+  end_time: number | null;
+  status: "cancelled" | "failed" | "preparing" | "running" | "succeeded" | "timeout" | "unresponsive";
+  worker_id: string | null;
+  last_heartbeat_time: number | null;
+  held_seconds: number;
+  metadata: Record<string, any>;
 }
 
-export type RunStatus = "running" | "succeeded" | "failed" | "cancelled";
+export interface Break {
+  agent: string | null;
+  call_index: number;
+  earlier: number;
+  position: number;
+  inside: "answer" | "prompt";
+  kind: string;
+  before: number[];
+  recorded: number[];
+  found: number[];
+}
+
+export interface CallView {
+  span_id: string;
+  call_index: number | null;
+  model: string | null;
+  new_messages: Record<string, any>[];
+  answer: Record<string, any>;
+  tools: Record<string, any>[];
+  left_out: string | null;
+}
+
+export interface ConversationView {
+  agent: string | null;
+  calls: CallView[];
+}
+
+export interface CreditMember {
+  row: RolloutRow;
+  advantage: number | null;
+  terms: Record<string, number>;
+  calls: CreditedCall[];
+}
+
+export interface CreditSettings {
+  returns: string;
+  returns_options: Record<string, any>;
+  baseline: string;
+  baseline_options: Record<string, any>;
+  equal_rewards: boolean;
+}
+
+export interface CreditView {
+  group: Group | null;
+  credit: CreditSettings;
+  problem: string | null;
+  members: CreditMember[];
+}
+
+export interface CreditedCall {
+  span_id: string;
+  call_index: number;
+  agent: string | null;
+  prompt_tokens: number;
+  sampled_tokens: number;
+  given: number | null;
+  tools: Record<string, any>[];
+  return: number | null;
+  advantage: number | null;
+}
+
+export interface ExplainedBreak {
+  found: Break;
+  suggestion: string;
+  before: string[] | null;
+  recorded: string[] | null;
+  anew: string[] | null;
+}
+
+export interface ExplainedCall {
+  call_index: number;
+  agent: string | null;
+  model: string | null;
+  prompt_tokens: number;
+  sampled_tokens: number;
+  left_out: string | null;
+  shared: Shared | null;
+  continues: number | null;
+  conversation: number | null;
+  versions: number[] | null;
+  finish_reason: string | null;
+  reward: number | null;
+  tools: ((string | number)[])[];
+}
+
+export interface Explanation {
+  rollout: Rollout;
+  outcome: string;
+  reward: number | null;
+  reward_terms: Record<string, number>;
+  rewards_lost: Record<string, number>;
+  calls: ExplainedCall[];
+  levels: LevelSize[];
+  breaks: ExplainedBreak[];
+}
+
+export interface Group {
+  group_id: string;
+  run_id: string | null;
+  size: number;
+  rollout_ids: string[];
+  finished_index: number | null;
+}
+
+export interface LLM {
+  resource_type: "llm";
+  endpoint: string;
+  model: string;
+  api_key: string | null;
+  sampling_parameters: Record<string, any>;
+  gateway: boolean;
+}
+
+export interface LevelSize {
+  level: "trajectory" | "transition" | "tree";
+  sequences: number;
+  tokens: number;
+  saved: number;
+}
+
+export interface ModelDescription {
+  name: string;
+  aliases: string[];
+  owner: string | null;
+  trainable: boolean;
+  train: Sampling | null;
+  val: Sampling | null;
+  replicas: ReplicaDescription[];
+  held: boolean;
+  running: number;
+  waiting: number;
+  policy_version: number | null;
+}
+
+export interface PrefixTree {
+  tokens: number;
+  shared: number;
+  nodes: TreeNode[];
+}
+
+export interface PromptScore {
+  mean: number;
+  tasks: number;
+  failed: number;
+}
+
+export interface PromptTemplate {
+  resource_type: "prompt_template";
+  template: string;
+  engine: "f-string" | "jinja" | "poml";
+}
+
+export interface PromptTokens {
+  ids: number[];
+  texts: string[] | null;
+  shared: number;
+}
+
+export interface Prompts {
+  candidates: TriedPrompt[];
+  rounds: Round[];
+}
+
+export interface Quality {
+  run_id: string;
+  rollouts: number;
+  calls: number;
+  step: number[];
+  counts: Record<string, Record<string, number>>;
+  shares: Record<string, (number | null)[]>;
+  suggestions: Record<string, string>;
+}
+
+export interface ReplayRequest {
+  path: string;
+  body: Record<string, any>;
+}
+
+export interface ReplicaDescription {
+  base_url: string;
+  kind: string;
+  healthy: boolean;
+  running: number;
+  ejected_since: number | null;
+  why: string | null;
+}
+
+export interface ResourcesUpdate {
+  resources_id: string;
+  resources: Record<string, LLM | PromptTemplate>;
+  version: number;
+  create_time: number;
+  run_id: string | null;
+  parent_id: string | null;
+  metadata: Record<string, any>;
+}
+
+export interface RewardView {
+  span_id: string;
+  time: number;
+  final: boolean;
+  posted: boolean;
+  by: string | null;
+  comment: string | null;
+  dimensions: Record<string, any>[];
+}
+
+export interface Rollout {
+  rollout_id: string;
+  input: any;
+  start_time: number;
+  end_time: number | null;
+  status: "cancelled" | "failed" | "preparing" | "queuing" | "requeuing" | "running" | "succeeded";
+  priority: number;
+  mode: "test" | "train" | "val";
+  resources_id: string | null;
+  run_id: string | null;
+  group_id: string | null;
+  group_index: number | null;
+  config: RolloutConfig;
+  metadata: Record<string, any>;
+}
+
+export interface RolloutConfig {
+  timeout_seconds: number | null;
+  unresponsive_seconds: number | null;
+  max_attempts: number;
+  retry_condition: ("cancelled" | "failed" | "preparing" | "running" | "succeeded" | "timeout" | "unresponsive")[];
+}
+
+export interface RolloutList {
+  items: RolloutRow[];
+  total: number | null;
+  next_cursor: string | null;
+}
+
+export interface RolloutRow {
+  rollout: Rollout;
+  reward: number | null;
+  error: string | null;
+  calls: number;
+  tokens_read: number;
+  tokens_written: number;
+  agents: string[];
+  attempts: number;
+}
+
+export interface RolloutView {
+  row: RolloutRow;
+  attempts: Attempt[];
+  shown: number | null;
+  steps: StepView[];
+  conversations: ConversationView[];
+  logs: Record<string, any>[];
+  rewards: RewardView[];
+  explanation: Explanation | null;
+}
+
+export interface Round {
+  number: number;
+  beam: string[];
+  scores: Record<string, PromptScore>;
+  rejected: Record<string, string>;
+  final: boolean;
+}
+
+export interface Run {
+  run_id: string;
+  kind: string;
+  start_time: number;
+  status: "cancelled" | "failed" | "running" | "succeeded";
+  end_time: number | null;
+  policy_version: number;
+  manifest: Record<string, any>;
+}
 
 export interface RunRow {
   run_id: string;
   kind: string;
-  status: RunStatus;
+  status: "cancelled" | "failed" | "running" | "succeeded";
   start_time: number;
   end_time: number | null;
   policy_version: number;
   seed: number | null;
-  /** Runs of one family differ in their seed alone. */
   family: string;
   steps: number;
   total_steps: number | null;
@@ -26,11 +304,6 @@ export interface RunRow {
   last: Record<string, number>;
   best_val: number | null;
   sparkline: number[];
-}
-
-export interface Run {
-  run_id: string;
-  manifest: Record<string, unknown>;
 }
 
 export interface RunSeries {
@@ -46,104 +319,42 @@ export interface RunSeries {
   values: Record<string, (number | null)[]>;
 }
 
-export type Filter =
-  | { op: "eq" | "ne" | "in" | "contains" | "lt" | "le" | "gt" | "ge" | "exists"; field: string; value?: unknown }
-  | { op: "and" | "or" | "not"; of: Filter[] };
-
-export interface Rollout {
-  rollout_id: string;
-  input: unknown;
-  start_time: number;
-  end_time: number | null;
-  status: "queuing" | "preparing" | "running" | "requeuing" | "succeeded" | "failed" | "cancelled";
-  priority: number;
-  mode: "train" | "val" | "test";
-  resources_id: string | null;
-  run_id: string | null;
-  group_id: string | null;
-  group_index: number | null;
-  config: Record<string, unknown>;
-  metadata: { tags?: string[]; [key: string]: unknown };
+export interface SampledTokens {
+  ids: number[];
+  texts: string[] | null;
+  logprobs: number[];
+  versions: number[];
+  advantages: number[] | null;
 }
 
-export interface RolloutRow {
-  rollout: Rollout;
-  reward: number | null;
-  error: string | null;
-  calls: number;
-  tokens_read: number;
-  tokens_written: number;
-  agents: string[];
-  attempts: number;
+export interface Sampling {
+  temperature: number | null;
+  top_p: number | null;
+  top_k: number | null;
+  max_tokens: number | null;
+  stop: string[];
+  seed: number | null;
+  n: number;
 }
 
-export interface RolloutList {
-  items: RolloutRow[];
-  total: number | null;
-  next_cursor: string | null;
+export interface Session {
+  name: string;
+  admin: boolean;
+  scopes: ("admin" | "grader" | "read" | "trainer" | "worker")[];
+  protected: boolean;
+  version: string;
 }
 
-export interface CreditedCall {
-  span_id: string;
+export interface Shared {
+  tokens: number;
   call_index: number;
-  agent: string | null;
-  prompt_tokens: number;
-  sampled_tokens: number;
-  given: number | null;
-  tools: { tool: string; status: 1 | -1; duration: number | null }[];
-  return: number | null;
-  advantage: number | null;
-}
-
-export interface CreditSettings {
-  returns: string;
-  returns_options: { alpha?: number; gamma?: number; tool_weights?: number | Record<string, number> };
-  baseline: string;
-  equal_rewards?: boolean;
-  baseline_options: Record<string, unknown>;
-}
-
-export interface GroupView {
-  group: { group_id: string; run_id: string | null; size: number; finished_index: number | null };
-  credit: CreditSettings;
-  problem: string | null;
-  members: { row: RolloutRow; advantage: number | null; calls: CreditedCall[] }[];
-}
-
-export interface TreeNode {
-  parent: number | null;
-  tokens: number;
-  sampled: number;
-  depth: number;
-  text: string | null;
-  rollouts: string[];
-  value: number | null;
-  ends: { rollout_id: string; call_index: number }[];
-}
-
-export interface PrefixTree {
-  tokens: number;
-  shared: number;
-  nodes: TreeNode[];
-}
-
-export interface Attempt {
-  attempt_id: string;
-  sequence_id: number;
-  start_time: number;
-  end_time: number | null;
-  status: string;
-  worker_id: string | null;
-  last_heartbeat_time: number | null;
-  held_seconds: number;
-  metadata: { reason?: string; [key: string]: unknown };
 }
 
 export interface StepView {
   span_id: string;
   parent: number | null;
   depth: number;
-  kind: "call" | "tool" | "agent" | "reward" | "error" | "other";
+  kind: string;
   name: string;
   agent: string | null;
   start_time: number;
@@ -161,137 +372,35 @@ export interface StepView {
   replayable: boolean;
 }
 
-/** An LLM call as it can be asked again. */
-export interface ReplayRequest {
-  path: string;
-  body: unknown;
-}
-
-export interface Message {
-  role: string;
-  content: string | { type: string; text?: string; [key: string]: unknown }[] | null;
-  tool_calls?: { id: string; type: string; function: { name: string; arguments: string } }[];
-  tool_call_id?: string;
-  name?: string;
-}
-
-export interface Conversation {
-  agent: string | null;
-  calls: {
-    span_id: string;
-    call_index: number | null;
-    model: string | null;
-    new_messages: Message[];
-    answer: Message | null;
-    tools: unknown[];
-    left_out: string | null;
-  }[];
-}
-
-export interface RewardView {
+export interface TokenCall {
   span_id: string;
-  time: number;
-  final: boolean;
-  posted: boolean;
-  by: string | null;
-  comment: string | null;
-  dimensions: { name: string; value: number }[];
-}
-
-export interface ExplainedBreak {
-  found: {
-    agent: string | null;
-    call_index: number;
-    earlier: number;
-    position: number;
-    inside: string;
-    kind: string;
-    before: number[];
-    recorded: number[];
-    found: number[];
-  };
-  suggestion: string;
-  before: string[] | null;
-  recorded: string[] | null;
-  anew: string[] | null;
-}
-
-export interface Explanation {
-  outcome: string;
-  reward: number | null;
-  reward_terms: Record<string, number>;
-  rewards_lost: Record<string, number>;
-  levels: { level: string; sequences: number; tokens: number; saved: number }[];
-  breaks: ExplainedBreak[];
-}
-
-export interface RolloutView {
-  row: RolloutRow;
-  attempts: Attempt[];
-  shown: number | null;
-  steps: StepView[];
-  conversations: Conversation[];
-  logs: { stream: string; text: string; time: number }[];
-  rewards: RewardView[];
-  explanation: Explanation | null;
+  call_index: number;
+  agent: string | null;
+  prompt_tokens: number;
+  sampled_tokens: number;
 }
 
 export interface TokenView {
   span_id: string;
-  calls: {
-    span_id: string;
-    call_index: number;
-    agent: string | null;
-    prompt_tokens: number;
-    sampled_tokens: number;
-  }[];
+  calls: TokenCall[];
   tokenizer: string | null;
-  prompt: { ids: number[]; texts: string[] | null; shared: number };
-  sampled: {
-    ids: number[];
-    texts: string[] | null;
-    logprobs: number[];
-    versions: number[];
-    advantages: number[] | null;
-  };
-  left_out: string | null;
+  prompt: PromptTokens;
+  sampled: SampledTokens;
   break: ExplainedBreak | null;
 }
 
-export interface CreditMember {
-  rollout_id: string;
-  reward: number | null;
-  terms: Record<string, number>;
-  calls: CreditedCall[];
+export interface TreeNode {
+  parent: number | null;
+  tokens: number;
+  sampled: number;
+  depth: number;
+  text: string | null;
+  rollouts: string[];
+  value: number | null;
+  ends: Record<string, any>[];
 }
 
-export interface CreditView {
-  settings: CreditSettings;
-  trained_with: CreditSettings | null;
-  options: Record<string, string[]>;
-  tools: string[];
-  problem: string | null;
-  members: CreditMember[];
-}
-
-export interface Quality {
-  run_id: string;
-  measured: boolean;
-  rollouts: number;
-  calls: number;
-  step: number[];
-  counts: Record<"outcomes" | "excluded" | "kept" | "breaks" | "rewards_lost" | "dropped", Record<string, number>>;
-  shares: Record<string, (number | null)[]>;
-  suggestions: Record<string, string>;
-}
-
-export interface Score {
-  mean: number;
-  tasks: number;
-  failed: number;
-}
-
-export interface Candidate {
+export interface TriedPrompt {
   name: string;
   round: number;
   texts: Record<string, string>;
@@ -301,60 +410,14 @@ export interface Candidate {
   diff: string;
   resources_id: string;
   time: number;
-  score: Score | null;
-}
-
-export interface Prompts {
-  candidates: Candidate[];
-  rounds: {
-    number: number;
-    beam: string[];
-    scores: Record<string, Score>;
-    rejected: Record<string, string>;
-    final: boolean;
-  }[];
-}
-
-export type Resource =
-  | { resource_type: "llm"; endpoint: string; model: string; sampling_parameters: Record<string, unknown> }
-  | { resource_type: "prompt_template"; template: string; engine: string };
-
-export interface ResourcesUpdate {
-  resources_id: string;
-  resources: Record<string, Resource>;
-  version: number;
-  create_time: number;
-  run_id: string | null;
-  parent_id: string | null;
-  metadata: Record<string, unknown>;
+  score: PromptScore | null;
 }
 
 export interface Worker {
   worker_id: string;
-  status: "idle" | "busy" | "gone";
+  status: "busy" | "gone" | "idle";
   last_heartbeat_time: number | null;
   current_rollout_id: string | null;
   current_attempt_id: string | null;
-  heartbeat_stats: { running?: number; finished?: number; concurrency?: number };
-}
-
-export interface Model {
-  name: string;
-  aliases: string[];
-  owner: string | null;
-  trainable: boolean;
-  train: Record<string, unknown> | null;
-  val: Record<string, unknown> | null;
-  replicas: {
-    base_url: string;
-    kind: string;
-    healthy: boolean;
-    running: number;
-    ejected_since: number | null;
-    why: string | null;
-  }[];
-  held: boolean;
-  running: number;
-  waiting: number;
-  policy_version: number | null;
+  heartbeat_stats: Record<string, any>;
 }

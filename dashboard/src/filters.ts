@@ -1,5 +1,8 @@
 // What the rollouts' view is asked for, as the URL says it, and as the store understands it. Pure.
-import type { Filter } from "./api";
+
+export type Filter =
+  | { op: "eq" | "ge" | "le" | "exists" | "contains"; field: string; value?: unknown }
+  | { op: "and" | "or"; of: Filter[] };
 
 export const STATUSES = ["queuing", "preparing", "running", "requeuing", "succeeded", "failed", "cancelled"];
 export const MODES = ["train", "val", "test"];

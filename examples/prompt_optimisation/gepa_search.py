@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 
 from agentlightning.algorithm.apo.apo import APO, BeamSearch
 from agentlightning.algorithm.apo.budget import OutOfBudget
-from agentlightning.algorithm.apo.candidates import Round
+from agentlightning.algorithm.apo.candidates import Candidate, Round
 from agentlightning.algorithm.apo.editing import Rejected, critique, edit
 from agentlightning.errors import BackendError, ConfigError, TrainingError, check_settings
 from agentlightning.types import Mode
@@ -105,7 +105,7 @@ class Evolution(BeamSearch):
     # --- in our event loop ---
 
     async def _measure(self, items: list[tuple[Texts, list[Task]]]) -> list[Any]:
-        known = [self.lineage.of_texts(texts) or await self.add(self._next_name(), 1, texts) for texts, _ in items]
+        known = [self.lineage.of_texts(texts) or await self._add(texts) for texts, _ in items]
         await self.measuring.measure(
             [(one, mode, number) for one, (_, batch) in zip(known, items, strict=True) for mode, number in batch]
         )
@@ -138,11 +138,11 @@ class Evolution(BeamSearch):
             return error
         new = {**texts, name: edited.template}
         if self.lineage.of_texts(new) is None:
-            await self.add(self._next_name(), 1, new, parent, name, said)
+            await self._add(new, parent=parent.name, changed=name, critique=said)
         return {name: edited.template}
 
-    def _next_name(self) -> str:
-        return f"g{len(self.lineage.candidates)}"
+    async def _add(self, texts: Texts, **made: Any) -> Candidate:
+        return await self.add(name=f"g{len(self.lineage.candidates)}", round=1, texts=texts, **made)
 
 
 @dataclass

@@ -45,15 +45,6 @@ def test_dr_grpo_divides_by_the_longest_answer_allowed() -> None:
     assert agl.DrGRPO(aggregation="token-mean").make_loss().constant_length is None
 
 
-def test_cispo_bounds_the_weight_of_a_token_from_above_only() -> None:
-    assert agl.CISPO().make_loss().clip_range == (1.0, 0.2)
-
-
-def test_reinforce_plus_plus_needs_no_groups() -> None:
-    assert agl.REINFORCEPlusPlus().group_size == 1
-    assert not agl.REINFORCEPlusPlus().credit.compares_group
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [

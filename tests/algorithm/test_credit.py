@@ -16,7 +16,6 @@ from agentlightning import semconv
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.sequences import build_sequences
 from agentlightning.data.transitions import Transition, trace_rollout
-from agentlightning.errors import ConfigError
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.tiny import make_model, make_tokenizer
 from agentlightning.learner.torch import TorchLearner
@@ -136,17 +135,3 @@ def test_a_function_of_ones_own_trains(tmp_path: Path) -> None:
     assert values["loss"] != 0
     assert values["reward/length_penalty"] < 0
     assert values["reward"] == pytest.approx(values["reward/final"] + values["reward/length_penalty"])
-
-
-def test_what_does_not_go_together_is_refused_before_anything_runs() -> None:
-    for settings, reason in (
-        ({"group_size": 1}, "needs at least 2"),
-        ({"returns": "air", "reward": agl.RewardSpec(base="sum")}, "count twice"),
-        ({"loss": "policy_gradient", "minibatches": 2}, "loss='importance_sampling'"),
-        ({"loss": "ppo"}, r"Known: .*ppo_clip"),
-        ({"loss": "policy_gradient", "clip_high": 0.3}, "clips no ratio"),
-        ({"returns": "tree"}, "baseline='none'"),
-    ):
-        with pytest.raises(ConfigError, match=reason):
-            agl.GRPO(**settings)  # type: ignore[arg-type]
-    assert agl.GRPO(group_size=1, baseline="reinforce++").credit.compares_group is False

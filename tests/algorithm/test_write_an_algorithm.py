@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import agentlightning as agl
-from agentlightning.algorithm import Reinforcement
 from agentlightning.cli.training import make_algorithm
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.references import load_reference
@@ -77,18 +76,3 @@ def test_what_the_page_says_is_refused_is_refused(written: Path) -> None:
         Loss("ppo_clop")  # type: ignore[arg-type]
     for name in ("GSPO", "CISPO"):
         assert getattr(agl, name)(loss=spo, clip_low=None, clip_high=None).make_loss().kind is spo
-
-
-def test_a_class_without_advantages_is_refused_by_name() -> None:
-    class Empty(Reinforcement):
-        pass
-
-    with pytest.raises(ConfigError, match="Empty does not define advantages"):
-        Empty()  # pyright: ignore[reportAbstractUsage]
-
-
-def test_the_curriculum_of_the_page_orders_by_length() -> None:
-    (code,) = re.findall(r"```python\n(def easy_first.*?)```", (DOCS / "algorithms.md").read_text(), re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(code, names)
-    assert names["easy_first"]([{"question": "longer"}, {"question": "long"}], 0) == [1, 0]

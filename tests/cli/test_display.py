@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from agentlightning.algorithm.base import Progress
-from agentlightning.display import BLOCKS, JobState, LiveProgress, Pace, counting, duration, sparkline
+from agentlightning.display import BLOCKS, LiveProgress, Pace, sparkline
 
 
 class Clock:
@@ -39,30 +39,22 @@ def test_a_sparkline_has_one_block_per_recent_value(values: list[float], width: 
     assert set(line) <= set(BLOCKS)
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (75.2, "1:15"), (3700, "1:01:40")])
-def test_durations_read_like_a_clock(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
-
-
-def test_the_time_left_follows_the_pace_of_recent_steps(clock: Clock) -> None:
-    state = JobState(steps=10, time_limit=None, clock=clock)
-    assert state.time_left() is None
+def test_the_time_left_follows_the_pace_of_recent_steps_and_the_time_limit(clock: Clock) -> None:
+    progress = LiveProgress(Console(file=io.StringIO()), steps=10, clock=clock)
+    assert progress.time_left() is None
     for step in (1, 2, 3):
         clock.now += 60 if step == 1 else 2  # the first is slow, for it includes the start
-        state.finish_step(step, {"reward": 0.5})
-    assert state.time_left() == pytest.approx(14)
+        progress.step(step, {"reward": 0.5})
+    assert progress.time_left() == pytest.approx(14)
     clock.now += 1
-    assert state.time_left() == pytest.approx(13)
-
-
-def test_the_time_limit_ends_a_job_that_would_take_longer(clock: Clock) -> None:
-    state = JobState(steps=1000, time_limit=120, clock=clock)
+    assert progress.time_left() == pytest.approx(13)
+    limited = LiveProgress(Console(file=io.StringIO()), steps=1000, time_limit=120, clock=clock)
     for step in (1, 2):
         clock.now += 10
-        state.finish_step(step, {})
-    assert state.time_left() == pytest.approx(100)
+        limited.step(step, {})
+    assert limited.time_left() == pytest.approx(100)
     clock.now += 200
-    assert state.time_left() == 0
+    assert limited.time_left() == 0
 
 
 def test_without_a_terminal_there_is_a_line_now_and_then(clock: Clock) -> None:
@@ -97,14 +89,14 @@ def test_what_goes_on_beside_a_phase_has_a_line_of_its_own_until_it_is_done(cloc
         progress.phase("evaluate", 8, beside=True)
         progress.advance(5)
         progress.advance(3, "evaluate")
-        assert (progress.state.phase.name, progress.state.phase.done) == ("rollouts", 5)
+        assert (progress.current.name, progress.current.done) == ("rollouts", 5)
         progress.phase("learn", 2)
-        assert progress.state.beside["evaluate"].words().startswith("3/8")
+        assert progress.beside["evaluate"].words().startswith("3/8")
         progress.advance(8, "evaluate")
-        assert progress.state.beside == {}
+        assert progress.beside == {}
         progress.phase("evaluate", 8, beside=True)
         progress.phase("evaluate", 8)  # given up, and begun again by itself
-        assert progress.state.beside == {}
+        assert progress.beside == {}
         progress.phase("evaluate", 8, beside=True)
         progress.advance(4, "evaluate")
     assert "4/8" in out.getvalue()
@@ -146,14 +138,3 @@ def test_a_phase_that_takes_long_is_told_of_where_there_is_no_terminal(clock: Cl
         "[0:30] evaluate 30/100 · 1/s · about 1:10 left",
         "[1:00] evaluate 60/100 · 1/s · about 0:40 left",
     ]
-
-
-def test_a_short_job_says_nothing_where_there_is_no_terminal_and_has_a_bar_on_one() -> None:
-    plain, terminal = io.StringIO(), io.StringIO()
-    for out in (plain, terminal):
-        console = Console(file=out, force_terminal=out is terminal, width=100, _environ={"TERM": "xterm"})
-        with counting("export", 3, console) as advance:
-            for done in range(1, 4):
-                advance(done)
-    assert plain.getvalue() == ""
-    assert "export" in terminal.getvalue() and "3/3" in terminal.getvalue()

@@ -40,14 +40,6 @@ async def test_this_machine_is_looked_at_and_left_as_it_was(tmp_path: Path, caps
     assert checks["writing"]["state"] == "ok" and not os.listdir(tmp_path)
 
 
-async def test_a_proxy_in_the_way_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("HTTP_PROXY", "http://proxy.example:3128")
-    checks = await told(capsys)
-    assert checks["proxy"]["state"] == "warning" and "NO_PROXY" in checks["proxy"]["fix"]
-
-
 async def test_a_place_that_cannot_hold_a_store_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "runs").symlink_to("/proc")
     checks = await told(capsys, code=1)

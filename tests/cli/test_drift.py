@@ -108,13 +108,6 @@ def test_a_table_by_check_and_kind_and_an_example_of_each(path: Path, tokenizer:
     assert ", call 0\n" in out
 
 
-def test_without_drift_it_says_so(path: Path, tokenizer: Path, agl) -> None:
-    fill(path, [CLEAN, CLEAN])
-    code, out, _ = agl(path, "--tokenizer", tokenizer)
-    assert code == 0 and out.endswith("no drift\n")
-    assert "2 answers" in out and "1 histories" in out and "2 prompts" in out
-
-
 def test_a_store_is_read_page_by_page_and_conversations_go_on_across_pages(path: Path, tokenizer: Path, agl) -> None:
     fill(path, [SPLIT] * 70)
     code, out, _ = agl(path, "--tokenizer", tokenizer, "--json", "--examples", 2)
@@ -128,51 +121,3 @@ def test_a_store_is_read_page_by_page_and_conversations_go_on_across_pages(path:
     assert [example["call_index"] for example in found["examples"]] == [0, 1, 0, 1]
     assert found["examples"][0]["drift"]["recorded"] == [*"there", END]
     assert found["drift"][0]["share_of_calls"] == 1.0 and found["refused_prompts"] == 0
-
-
-def test_a_run_and_a_model_can_be_picked(path: Path, tokenizer: Path, agl) -> None:
-    fill(path, [SPLIT])
-    for picked in (["--run", "run-1"], ["--model", "policy"]):
-        assert agl(path, "--tokenizer", tokenizer, *picked)[0] == 0
-    for missed in (["--run", "run-2"], ["--model", "judge"]):
-        code, _, err = agl(path, "--tokenizer", tokenizer, *missed)
-        assert code == 1 and "no calls with exact token ids of that run or model" in err
-
-
-def test_what_a_terminal_would_obey_is_spelled_out(path: Path, tokenizer: Path, agl) -> None:
-    fill(path, [((*letters("there"), *CHAT.encode("\x1b[2J\n" + END)), "there\x1b[2J\n")])
-    _, out, _ = agl(path, "--tokenizer", tokenizer)
-    assert "\x1b" not in out and "\\x1b" in out and "\\n" in out
-
-
-def test_a_store_without_captured_calls_is_named(path: Path, tokenizer: Path, agl) -> None:
-    fill(path, [])
-    code, _, err = agl(path, "--tokenizer", tokenizer)
-    assert code == 1
-    assert err.startswith(f"error: {path} holds no calls with exact token ids;")
-
-
-def test_a_missing_store_is_named_and_not_made(path: Path, tokenizer: Path, agl) -> None:
-    code, _, err = agl(path, "--tokenizer", tokenizer)
-    assert code == 1 and err.startswith(f"error: there is no store at {path}")
-    assert not path.exists()
-
-
-def test_a_tokenizer_that_cannot_be_used_is_named(path: Path, tmp_path: Path, agl) -> None:
-    fill(path, [SPLIT])
-    bare = make_tokenizer(["hello"], 300)
-    bare.chat_template = None
-    bare.save_pretrained(tmp_path / "bare")
-    (tmp_path / "empty").mkdir()
-    for name, words in (
-        ("bare", "no chat template"),
-        ("empty", "cannot be read"),
-        ("none", "there is no tokenizer"),
-    ):
-        code, _, err = agl(path, "--tokenizer", tmp_path / name)
-        assert code == 1 and err.startswith("error: ") and words in err
-
-
-def test_two_stores_are_one_too_many(agl) -> None:
-    code, _, err = agl("store.db", "--server", "http://127.0.0.1:1", "--tokenizer", "x")
-    assert code == 2 and "say which store" in err

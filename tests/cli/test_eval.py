@@ -54,7 +54,7 @@ initial_resources:
   prompt: {resource_type: prompt_template, template: ocean}
 """
 ENDPOINT = ("--endpoint", "http://127.0.0.1:9/v1", "--endpoint-key", "none")
-OBEDIENT = ("measured_agent.py:obedient", "--dataset", "tasks.jsonl")
+OBEDIENT = ("measured_agent.py:obedient", "tasks.jsonl")
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_what_agents_and_tasks_say_does_nothing_to_the_terminal(
     agent = "import agentlightning as agl\n@agl.rollout\ndef agent(task, llm): raise LookupError(task['tags'])\n"
     Path("hostile_agent.py").write_text(agent)
     Path("hostile.jsonl").write_text(json.dumps({"tags": HOSTILE}))
-    assert run(["eval", "hostile_agent.py:agent", "--dataset", "hostile.jsonl", *ENDPOINT, "--model", "m"]) == 1
+    assert run(["eval", "hostile_agent.py:agent", "hostile.jsonl", *ENDPOINT, "--model", "m"]) == 1
     shown = capsys.readouterr()
     assert shown.out.count("<script>alert(1)</script>") == 2 and shown.out.count("[bold]") == 2
     assert not {"\x1b", "\x07", "\u202e"} & set(shown.out + shown.err)
@@ -103,7 +103,7 @@ def test_an_agent_is_measured_at_an_endpoint(project: Path, capsys: pytest.Captu
 
 def test_a_checkpoint_is_served_here(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     policy().save(project / "model")
-    arguments = ("--dataset", "tasks.jsonl", "--model", "model", "--max-sequence-length", "128")
+    arguments = ("tasks.jsonl", "--model", "model", "--max-sequence-length", "128")
     found = told(capsys, "measured_agent.py:spelling", *arguments)
     assert found["ended"] == {"rewarded": 4}
 
@@ -117,18 +117,6 @@ def test_two_prompts_are_compared_and_then_the_versions_of_them_that_were_stored
     assert (reward["value"], reward["tasks"], reward["p"]) == (0.75, 4, 2 / 8)
     stored = told(capsys, "--compare", "both/a", "both/b@0")
     assert stored["differences"] == found["differences"]
-    again = told(capsys, "run.yaml", "--compare", "both/b@1", "both/a@1")
-    assert again["differences"]["reward"]["value"] == -0.75
-
-
-@pytest.mark.slow
-def test_two_models_of_an_endpoint_are_compared_and_the_table_says_so(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["eval", *OBEDIENT, *ENDPOINT, "--model", "-", "--compare", "apple", "always"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    row = next(line.split() for line in lines if "all tasks" in line)
-    assert row[:7] == ["all", "tasks", "reward", "4", "0.250", "0.750", "+0.500"]
 
 
 @pytest.mark.slow
@@ -142,12 +130,6 @@ def test_an_interrupted_evaluation_goes_on(
     assert told(capsys, *command, "--resume")["estimates"]["reward"]["value"] == 0.75
 
 
-@pytest.mark.slow
-def test_an_agent_that_is_never_rewarded_ends_with_1(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = told(capsys, "measured_agent.py:hopeless", "--dataset", "tasks.jsonl", *ENDPOINT, "--model", "m", code=1)
-    assert found["ended"] == {"no reward": 4}
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
@@ -156,8 +138,8 @@ def test_an_agent_that_is_never_rewarded_ends_with_1(project: Path, capsys: pyte
         (("--rollouts", "one", "--samples", "2"), 2, "--samples is for what runs an agent, and none is named"),
         ((*OBEDIENT, "--rollouts", "one"), 2, "--rollouts is for what reads what is stored"),
         ((*OBEDIENT,), 2, "say what answers the agent"),
-        (("measured_agent.py:obedient", *ENDPOINT, "--model", "m"), 2, "--dataset is missing"),
-        ((*OBEDIENT, *ENDPOINT), 2, "--endpoint needs --endpoint-model"),
+        (("measured_agent.py:obedient", *ENDPOINT, "--model", "m"), 2, "DATA is missing"),
+        ((*OBEDIENT, *ENDPOINT), 2, "--endpoint needs --model"),
         ((*OBEDIENT, "--model", "m", "--endpoint-model", "n"), 2, "which is missing"),
         (("run.yaml", "-k", "1,4"), 2, "pass@4 needs 4 attempts at each task: --samples 4"),
         (("run.yaml", "-k", "0"), 2, "write 1,4,8"),
@@ -181,7 +163,6 @@ def test_a_step_version_or_mode_that_was_not_measured_is_refused(
     for arguments, said in (
         (("--rollouts", "one@7"), "one has measured no '7'; it has 0"),
         (("--rollouts", "one", "--mode", "train"), "one has no rollouts of mode train"),
-        (("run.yaml", "--compare", "one@1", "one@7"), "one has no version 7 of its resources; it has 1"),
         (("--rollouts", "one", "-k", "2"), "the most that one has is 1"),
     ):
         capsys.readouterr()

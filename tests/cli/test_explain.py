@@ -127,16 +127,6 @@ def test_what_a_terminal_would_obey_is_spelled_out(agl) -> None:
     assert not {"\x1b", "\u202e"} & set(out) and "\\x1b[2J\\u202e[bold]" in out
 
 
-def test_without_a_tokenizer_ids_are_shown_and_it_is_said_what_is_missing(agl) -> None:
-    name = fill()
-    code, out, _ = agl(name, STORE)
-    assert code == 0 and "in that call's answer: unknown\n" in out
-    assert f" » {'·'.join(map(str, CHAT.encode('there')))}·" in out
-    assert out.endswith("with --tokenizer these are texts, and more kinds are told\n")
-    TOKENIZER.save_pretrained("elsewhere")
-    assert "answer: split\n" in agl(name, STORE, "--tokenizer", "elsewhere")[1]
-
-
 def test_json_says_the_same(agl) -> None:
     name = fill()
     TOKENIZER.save_pretrained("start")
@@ -147,21 +137,3 @@ def test_json_says_the_same(agl) -> None:
     (broken,) = said["breaks"]
     assert broken["found"]["kind"] == "split" and broken["recorded"][:5] == [*"there"]
     assert 0 < said["levels"][1]["saved"] < said["levels"][2]["saved"] < 1
-
-
-def test_a_rollout_is_seen_as_its_run_trained(agl) -> None:
-    algorithm = {"agents": "rewriter", "reward": {"length_penalty": 1000.0}}
-    _, out, _ = agl(fill({"config": {"models": {"policy": "tiny"}, "algorithm": algorithm}}), STORE)
-    assert "no: other agent" in out and "no: frozen model" in out and "nothing trainable" in out
-    assert "length_penalty" in out and "level" not in out
-
-
-def test_an_unknown_rollout_is_named(agl) -> None:
-    fill()
-    code, _, err = agl("x", STORE)
-    assert code == 1 and err.startswith("error: there is no rollout 'x' in this store; `agl rollouts ls`")
-
-
-def test_a_tokenizer_that_is_not_there_is_named(agl) -> None:
-    code, _, err = agl(fill(), STORE, "--tokenizer", "./none")
-    assert code == 1 and err.startswith("error: there is no tokenizer ./none on this machine")

@@ -7,12 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from agentlightning import semconv
 from agentlightning.cli.main import run
@@ -103,20 +98,6 @@ def test_a_trace_becomes_a_rollout_with_its_input_its_calls_and_its_times() -> N
     assert call.attributes["llm.model_name"] == "gpt-5"  # what the tool wrote stays
 
 
-@pytest.mark.parametrize(
-    "passed",
-    [
-        {".task.question": "Fly me", ".task.seats": 2},  # as Agent Lightning 0.3 lays out what an operation was given
-        {"": '{"task": {"question": "Fly me", "seats": 2}}'},
-    ],
-    ids=["spread", "whole"],
-)
-def test_the_input_of_a_root_that_is_an_operation_is_read_however_it_was_laid_out(passed: dict[str, Any]) -> None:
-    attributes = {semconv.OPERATION_INPUT + name: value for name, value in passed.items()}
-    assert run(["import", write("a.json", request(span(1, name=semconv.OPERATION, attributes=attributes)))]) == 0
-    assert stored()[0].rollout.input == {"task": {"question": "Fly me", "seats": 2}}
-
-
 def test_importing_twice_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     file = write("a.json", WHOLE)
     assert run(["import", file]) == 0
@@ -150,24 +131,6 @@ def test_all_forms_of_a_file_are_read_alike(form: str) -> None:
     assert run(["import", file]) == 0
     (record,) = stored()
     assert len(record.spans) == 2 and record.spans[1].parent_id == record.spans[0].span_id
-
-
-def test_what_opentelemetrys_sdk_exported_is_read() -> None:
-    """Real spans of the SDK, through our codec into protobuf's JSON with hexadecimal ids."""
-    kept = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(kept))
-    with provider.get_tracer("mine").start_as_current_span("root", attributes={"input.value": "Fly me"}):
-        pass
-    from google.protobuf.json_format import MessageToDict
-
-    (sdk,) = kept.get_finished_spans()
-    message = MessageToDict(encode_spans([sdk]))
-    (made,) = message["resourceSpans"][0]["scopeSpans"][0]["spans"]
-    made["traceId"], made["spanId"] = f"{sdk.context.trace_id:032x}", f"{sdk.context.span_id:016x}"
-    assert run(["import", write("a.json", message)]) == 0
-    (record,) = stored()
-    assert record.rollout.input == "Fly me"
 
 
 def test_the_status_is_the_roots() -> None:
@@ -214,13 +177,6 @@ def test_the_reward_is_a_score_of_the_trace(more: Any, options: list[str], rewar
     assert find_final_reward(stored()[0].spans) == reward
 
 
-def test_of_several_evaluations_the_user_chooses(capsys: pytest.CaptureFixture[str]) -> None:
-    file = write("a.json", request(span(1, events=[evaluated("correct", 0.5), evaluated("short", 1.0)])))
-    assert run(["import", file]) == 1
-    assert "correct, short" in capsys.readouterr().err
-    assert not Path("agentlightning.sqlite").exists()
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -234,14 +190,6 @@ def test_a_name_that_no_span_has_stores_nothing(options: list[str], said: str, c
     assert run(["import", write("a.json", request(span(1, attributes=attributes))), *options]) == 1
     assert said in capsys.readouterr().err
     assert not Path("agentlightning.sqlite").exists()
-
-
-def test_rollouts_that_stay_without_the_reward_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    file = write("a.json", request(span(1, attributes={"score": 0.5}), span(2, trace="f" * 32)))
-    assert run(["import", file, "--reward", "score"]) == 0
-    assert capsys.readouterr().out == (
-        "stored 2 rollouts with 3 spans; 1 without a number as 'score', so without a reward\n"
-    )
 
 
 # --- what cannot be read -----------------------------------------------------------------------------------------
@@ -275,14 +223,3 @@ def test_a_file_of_something_else_says_where_and_why(text: str, said: str, capsy
     assert run(["import", "a.json"]) == 1
     told = capsys.readouterr().err
     assert said in told and "nothing was stored" in told and "Traceback" not in told
-
-
-def test_a_file_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["import", "nope.json"]) == 1
-    assert "nope.json cannot be read: No such file" in capsys.readouterr().err
-
-
-def test_an_empty_export_stores_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["import", write("a.json", {"resourceSpans": []})]) == 0
-    assert capsys.readouterr().out == "stored nothing\n"
-    assert msgspec.json.encode(stored()) == b"[]"

@@ -59,22 +59,9 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
     assert run(tmp_path, *AGL, "init", "notes.txt").returncode == 1
 
 
-def test_a_program_is_told_where_the_project_is(tmp_path: Path) -> None:
-    assert json.loads(run(tmp_path, *AGL, "init", "mine", "--json").stdout) == {"folder": str(tmp_path / "mine")}
-
-
 @pytest.mark.slow
 def test_the_project_trains_at_once_and_gets_better(project: Path) -> None:
     trained = run(project, *AGL, "train", "--steps", "12", "--json", timeout=240)
     assert trained.returncode == 0, trained.stderr
     reward = json.loads(trained.stdout)["reward"]
     assert reward["after"] > reward["before"] + 0.2
-
-
-@pytest.mark.slow
-def test_a_function_that_makes_no_policy_is_named(project: Path) -> None:
-    (project / "other.py").write_text("def make(seed):\n    return 'gpt'\n")
-    refused = run(project, *AGL, "train", "--model", "other.py:make")
-    (project / "other.py").unlink()
-    assert refused.returncode == 1
-    assert refused.stderr.splitlines()[-2] == "error: other.py:make made a str; it must return a Policy"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,10 +11,9 @@ from pathlib import Path
 import click
 import pytest
 
-from agentlightning.cli.main import COMMANDS, agl, run
+from agentlightning.cli.main import COMMANDS, FORMER, agl, run
 from agentlightning.cli.training import make_algorithm
 from agentlightning.errors import ConfigError
-from agentlightning.types import RolloutConfig
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,18 +45,22 @@ def test_every_command_speaks_to_programs_too() -> None:
     assert silent == []
 
 
+@pytest.mark.parametrize("former", FORMER, ids=" ".join)
+def test_what_a_command_was_called_before_is_still_understood(
+    former: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*former, "--help"]) == 0
+    assert f"Usage: agl {FORMER[former][0]}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
         (["quikstart"], "did you mean 'quickstart'"),
-        (["proxy", "--backend", "http://x"], "use agl server --backend"),
         (["train", "--sede", "3"], "--seed"),
-        (["dev"], "Missing argument"),
-        (["dev", "tasks.jsonl", "--model", "m"], "RUN.yaml, or --command"),
-        (["dev", "a.py:a", "tasks.jsonl", "--command", "x"], "RUN.yaml, or --command"),
-        (["dev", "a.py:a", "tasks.jsonl", "--grader", "x"], "are for --command"),
+        (["train", "--dtype", "int8"], "'int8' is not one of 'float32', 'bfloat16'"),
+        (["runner", "--server", "http://x"], "Missing argument"),
         (["rollouts", "lss"], "Did you mean 'ls'"),
-        (["runs", "shwo"], "Did you mean 'show'"),
         (["store", "bakup"], "Did you mean 'backup'"),
     ],
 )
@@ -69,7 +71,7 @@ def test_a_wrong_command_line_ends_with_2_and_the_nearest_right_one(
     assert hint in capsys.readouterr().err
 
 
-def test_a_program_is_developed_by_its_command_and_told_what_to_instrument(
+def test_a_command_of_a_run_file_is_told_what_to_instrument(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -84,9 +86,9 @@ def test_a_program_is_developed_by_its_command_and_told_what_to_instrument(
         "told = [sys.argv[1], os.environ['AGL_INSTRUMENT'], os.environ['PYTHONPATH'].split(os.pathsep)[0][-4:]]\n"
         "print(json.dumps({'reward': told == ['sea', 'all', 'hook']}))\n"
     )
-    command = f"{sys.executable} -S agent.py {{task[word]}}"
-    endpoint = ["--endpoint", "http://127.0.0.1:9/v1", "--endpoint-model", "m"]
-    assert run(["dev", "--command", command, "tasks.jsonl", *endpoint, "--instrument"]) == 0
+    Path("run.yaml").write_text(f"agent: {{command: '{sys.executable} -S agent.py {{task[word]}}'}}\n")
+    endpoint = ["--endpoint", "http://127.0.0.1:9/v1", "--model", "m"]
+    assert run(["eval", "run.yaml", "tasks.jsonl", "--show", *endpoint, "--instrument"]) == 0
     assert "reward 1" in capsys.readouterr().out
     assert "AGL_INSTRUMENT" not in os.environ
 
@@ -103,8 +105,7 @@ def test_a_job_that_cannot_be_done_ends_with_1_and_the_reason(
 @pytest.mark.parametrize(
     ("missing", "arguments", "extra"),
     [
-        ("httptools", "['run', '--backend', 'http://127.0.0.1:1/v1', '--', 'true']", "server"),
-        ("google", "['import', 'traces.json']", "server"),
+        ("httptools", "['record', '--backend', 'http://127.0.0.1:1/v1', '--', 'true']", "server"),
         ("numpy", "['train', 'run.yaml']", "train"),
     ],
 )
@@ -117,8 +118,7 @@ def test_a_package_of_an_extra_that_is_missing_is_told_with_the_extra(
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")
-    said, see = done.stderr.splitlines()
-    assert said.endswith(f"pip install 'agent-lightning-next[{extra}]'") and see.endswith("docs/install.md")
+    assert done.stderr.rstrip().endswith(f"pip install 'agent-lightning-next[{extra}]'")
 
 
 def test_help_needs_no_torch_web_framework_or_database() -> None:
@@ -128,35 +128,6 @@ def test_help_needs_no_torch_web_framework_or_database() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
-    """The agent's module is being imported when the interrupt comes."""
-    os.mkfifo(tmp_path / "importing")
-    (tmp_path / "agent.py").write_text("import threading\nopen('importing', 'w').close()\nthreading.Event().wait(60)\n")
-    (tmp_path / "tasks.json").write_text("[1]")
-    command = [sys.executable, "-m", "agentlightning.cli.main", "dev", "agent.py:agent", "tasks.json", "--model", "m"]
-    process = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what runs the tests may ignore it
-    )
-    (tmp_path / "importing").read_text()
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=240)
-    assert process.returncode == 130
-    assert err.strip() == "interrupted"
-
-
-def test_an_algorithm_is_made_of_its_name_and_checked_fields() -> None:
-    assert make_algorithm({"name": "baseline"}).name == "baseline"
-    grpo = make_algorithm({"name": "grpo", "steps": 3, "unrewarded": 0.0, "rollout": {"timeout_seconds": 5}})
-    assert (grpo.name, grpo.steps, grpo.unrewarded) == ("grpo", 3, 0.0)
-    assert grpo.rollout == RolloutConfig(timeout_seconds=5)
 
 
 @pytest.mark.parametrize(

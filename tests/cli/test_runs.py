@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agentlightning.cli.main import run
-from agentlightning.cli.tables import number, squeezed
+from agentlightning.cli.options import number, squeezed
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import Metrics
 from tests.cli.world import HOSTILE, add_rollout, add_run, make_runs
@@ -116,6 +116,9 @@ def test_what_others_wrote_does_nothing_to_the_terminal(capsys: pytest.CaptureFi
         shown = told(capsys, *words)
         assert not {"\x1b", "\x07", "\u202e"} & set(shown), words
         assert "[bold]" in shown, words
+    assert run(["runs", "show", "\x1b[31mred", "--store", "agentlightning.sqlite"]) == 1
+    assert run(["store", "check", "--store", "\x1b]0;owned\x07"]) == 1
+    assert not {"\x1b", "\x07"} & set(capsys.readouterr().err)
 
 
 def test_numbers_and_means() -> None:

@@ -1,4 +1,4 @@
-"""`agl store` as a user types it: on a file, in PostgreSQL, and at a server that is running."""
+"""`agl store`, `keys` and `export` as a user types them: on a file, in PostgreSQL, and at a server that is running."""
 
 from __future__ import annotations
 
@@ -11,20 +11,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
 
-from agentlightning.cli.keys import keys
 from agentlightning.cli.main import run
 from agentlightning.cli.options import Duration
-from agentlightning.cli.store import store
-from agentlightning.server.app import create_app
-from agentlightning.server.serve import HttpServer
+from agentlightning.store import calls
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
-from agentlightning.types import Rollout
+from agentlightning.types import Credential, Rollout
 
 KEY = "an admin's key"
 DAY = 86400.0
@@ -113,13 +109,6 @@ def test_anything_else_is_refused_with_an_example(text: str) -> None:
         Duration().convert(text, None, None)
 
 
-@pytest.mark.parametrize("group", [store, keys], ids=lambda group: group.name)
-def test_every_command_explains_each_of_its_options(group: click.Group) -> None:
-    for command in group.commands.values():
-        assert command.help
-        assert all(option.help for option in command.params if isinstance(option, click.Option))
-
-
 # --- which store -------------------------------------------------------------------------------------------------
 
 
@@ -133,18 +122,6 @@ def test_a_mistyped_path_is_not_made_a_store(agl, tmp_path: Path) -> None:
     code, _, err = agl("store", "check", "--store", tmp_path / "typo.db")
     assert code == 1 and "there is no store at" in err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_store_in_use_is_to_be_asked_for_at_its_server(agl, path: Path) -> None:
-    async def work() -> None:
-        store = await SqlStore.open(path)
-        command = [sys.executable, "-m", "agentlightning.cli.main", "store", "check", "--store", str(path)]
-        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
-        await store.close()
-        assert done.returncode == 1
-        assert "in use by another process" in done.stderr and "--server URL" in done.stderr
-
-    asyncio.run(work())
 
 
 # --- deleting ----------------------------------------------------------------------------------------------------
@@ -222,17 +199,6 @@ def test_rollouts_move_through_a_file(agl, path: Path) -> None:
     assert stored(other) == stored(path)
 
 
-def test_an_export_takes_a_filter(agl, path: Path) -> None:
-    fill(path, "one", "two")
-    where = '{"field": "input", "op": "contains", "value": "on"}'
-    arguments = ("store", "export", path.parent / "some.jsonl", "--store", path)
-    assert agl(*arguments, "--where", where)[1].startswith("wrote 1 rollouts")
-    assert agl(*arguments, "--run", "run-1", "--force")[1].startswith("wrote 0 rollouts")
-    for wrong in ("{", '{"op": "between"}', '{"op": "eq"}'):
-        code, _, err = agl(*arguments, "--force", "--where", wrong)
-        assert code == 2 and "a filter is JSON such as" in err
-
-
 # --- elsewhere ---------------------------------------------------------------------------------------------------
 
 
@@ -275,33 +241,38 @@ def test_a_running_server_is_asked_to_do_it(agl, path: Path) -> None:
     assert len(inputs(copy)) == 3
 
 
-def test_the_clock_of_the_server_says_what_is_old(agl, path: Path) -> None:
-    """That of a machine which slept for a day is a day behind."""
+# --- keys --------------------------------------------------------------------------------------------------------
 
-    async def work() -> None:
-        store = await SqlStore.open(path, clock=lambda: time.time() - DAY)
-        await ended(store, "young")
-        async with HttpServer(create_app(store, admin_key=KEY)) as server:
-            arguments = ("store", "delete", "--server", server.url, "--key", KEY, "--older-than", "12h")
-            assert (await asyncio.to_thread(agl, *arguments))[1].startswith("0 rollouts match")
+
+def opens(path: Path, secret: str, later: float = 0.0) -> Credential | None:
+    """What the holder of a key may do some seconds later."""
+
+    async def work() -> Credential | None:
+        store = await SqlStore.open(path, clock=lambda: time.time() + later)
+        credential = await store.perform(calls.FindKey(api_key=secret))
         await store.close()
+        return credential
 
-    asyncio.run(work())
+    return asyncio.run(work())
 
 
-def test_whatever_is_done_can_be_told_as_json(agl, path: Path, tmp_path: Path) -> None:
-    fill(path, "old", ago=31 * DAY)
-    fill(path, "young")
-
-    def told(*arguments: object) -> dict[str, Any]:
-        code, out, _ = agl("store", *arguments, "--json")
-        assert code == 0
-        return json.loads(out)
-
-    assert told("check", "--store", path) == {"problems": []}
-    assert told("export", tmp_path / "all.jsonl", "--store", path)["rollouts"] == 2
-    assert told("import", tmp_path / "all.jsonl", "--store", path)["stored_already"] == 2
-    assert told("backup", tmp_path / "copy.db", "--store", path)["bytes"] > 0
-    assert told("delete", "--store", path, "--older-than", "30d", "--dry-run")["rollouts_found"] == 1
-    assert told("delete", "--store", path, "--older-than", "30d", "--yes")["rollouts"] == 1
-    assert told("delete", "--store", path, "--task", "young", "--yes")["rollouts"] == 1
+def test_a_secret_is_shown_once_and_a_revoked_key_opens_nothing(agl, path: Path) -> None:
+    fill(path)
+    there = ("--store", path)
+    issue = ("keys", "issue", "ci", "--scope", "read", "--scope", "grader", "--lifetime")
+    code, out, err = agl(*issue, "30d", *there)
+    secret = out.strip()
+    assert code == 0 and out == f"{secret}\n" and secret.startswith("aglk-")
+    assert secret not in err and "not shown again" in err and secret.encode() not in path.read_bytes()
+    credential = opens(path, secret)
+    assert credential is not None and credential.scopes == ("read", "grader")
+    assert opens(path, secret, later=31 * DAY) is None
+    code, listed, _ = agl("keys", "list", *there)
+    assert "ci" in listed and "valid until" in listed and secret not in listed
+    key_id = json.loads(agl("keys", "list", "--json", *there)[1])["key_id"]
+    for _ in range(2):
+        code, out, _ = agl("keys", "revoke", key_id, *there)
+        assert code == 0 and "revoked" in out
+    assert opens(path, secret) is None
+    code, _, err = agl("keys", "revoke", "key-none", *there)
+    assert code == 1 and "no key 'key-none'" in err

@@ -1,17 +1,8 @@
-"""Stores with something in them, and a terminal to look at them with."""
+"""Stores with something in them."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import select
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from pathlib import Path
 
 from agentlightning.store.base import LightningStore
 from agentlightning.store.sql import SqlStore
@@ -54,55 +45,3 @@ def make_runs(*run_ids: str, rise: float = 0.05) -> None:
             await store.close()
 
     asyncio.run(work())
-
-
-class Terminal:
-    """A command on a terminal of 100 by 30 characters; `shown` is all that it wrote."""
-
-    def __init__(self, folder: Path, *arguments: str) -> None:
-        import fcntl
-        import struct
-        import termios
-
-        self._ours, theirs = os.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
-        environment = {**os.environ, "TERM": "xterm-256color"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "agentlightning.cli.main", *arguments],
-            cwd=folder, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-        )  # fmt: skip
-        os.close(theirs)
-        self.shown = ""
-
-    def until(self, text: str, seconds: float = 30) -> None:
-        """Read until `text` was written."""
-        give_up = time.monotonic() + seconds
-        while text not in self.shown:
-            ready, _, _ = select.select([self._ours], [], [], max(0.0, give_up - time.monotonic()))
-            assert ready, f"no {text!r} in {self.shown!r}"
-            try:
-                self.shown += os.read(self._ours, 65536).decode()
-            except OSError:
-                raise AssertionError(f"it ended without {text!r}: {self.shown!r}") from None
-
-    def type(self, keys: str) -> None:
-        os.write(self._ours, keys.encode())
-
-    def end(self) -> int:
-        """The exit code, once it has ended."""
-        with contextlib.suppress(OSError):  # a terminal's way to say that nobody writes to it any more
-            while select.select([self._ours], [], [], 30)[0] and (data := os.read(self._ours, 65536)):
-                self.shown += data.decode()
-        os.close(self._ours)
-        return self.process.wait(30)
-
-
-@contextlib.contextmanager
-def on_a_terminal(folder: Path, *arguments: str) -> Iterator[Terminal]:
-    terminal = Terminal(folder, *arguments)
-    try:
-        yield terminal
-    finally:
-        if terminal.process.poll() is None:
-            os.killpg(terminal.process.pid, signal.SIGKILL)
-            terminal.process.wait()

@@ -10,7 +10,7 @@ import pytest
 from agentlightning.dashboard.rollouts import rows_of
 from agentlightning.semconv import GEN_AI_INPUT_MESSAGES, GEN_AI_OUTPUT_MESSAGES
 from agentlightning.store.base import LightningStore
-from agentlightning.store.calls import Call, QuerySpans
+from agentlightning.store.calls import Call
 from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.context import AttemptTracer
 from agentlightning.tracing.rewards import reward_attributes
@@ -35,16 +35,16 @@ async def test_a_manifest_of_another_program_hides_nothing(place: Place, manifes
     (rollout,) = await place.store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1, run_id=run.run_id)])
     (row,) = await place.get("/runs")
     assert (row["run_id"], row["seed"], row["total_steps"], row["models"]) == (run.run_id, None, None, [])
-    assert (await place.get(f"/series?run={run.run_id}"))[0]["names"] == []
+    assert (await place.post("/series", {"run_ids": [run.run_id], "names": []}))[0]["names"] == []
     assert (await place.get(f"/rollouts/{rollout.rollout_id}"))["shown"] is None
-    assert (await place.get(f"/quality?run={run.run_id}"))["rollouts"] == 0
+    assert (await place.get(f"/quality?run_id={run.run_id}"))["rollouts"] == 0
 
 
 async def test_metadata_of_another_program_are_no_prompts(place: Place) -> None:
     run = await place.store.start_run("own", {})
     for metadata in ({"round": 3}, {"round": {"number": 1}}, {"candidate": "x"}, {"candidate": {"name": "a"}}):
         await place.store.add_resources({"p": PromptTemplate(template="a")}, metadata, run_id=run.run_id)
-    assert await place.get(f"/prompts?run={run.run_id}") == {"candidates": [], "rounds": []}
+    assert await place.get(f"/prompts?run_id={run.run_id}") == {"candidates": [], "rounds": []}
 
 
 async def test_a_message_with_a_number_of_any_length_is_shown(place: Place) -> None:
@@ -83,8 +83,8 @@ class Watched(LightningStore):
     def __init__(self, store: SqlStore) -> None:
         self.store, self.now, self.most = store, Counter[str](), 0
 
-    async def perform(self, call: Call[Any]) -> Any:
-        name = "spans" if isinstance(call, QuerySpans) else ""
+    async def perform(self, call: Call) -> Any:
+        name = "spans" if call.method == "page_spans" else ""
         self.now[name] += 1
         self.most = max(self.most, self.now["spans"])
         try:

@@ -10,9 +10,12 @@ import pytest
 
 import agentlightning as agl
 from agentlightning import semconv
-from agentlightning.algorithm.rl.batch import make_batch, rollout_metrics
+from agentlightning.algorithm.rl.batch import make_batch
+from agentlightning.algorithm.rl.groups import CompleteGroup, Ticket
+from agentlightning.algorithm.rl.metrics import rollout_metrics
 from agentlightning.data.call_filter import KEEPABLE, CallFilter
-from agentlightning.data.transitions import trace_rollout
+from agentlightning.data.recorded import rewarded_group
+from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.errors import ConfigError
 from agentlightning.gateway import backend, capture
 from agentlightning.gateway.backends import sglang
@@ -147,6 +150,10 @@ def test_images_elsewhere_are_referred_to_as_they_are_in_order() -> None:
     assert transition.images == ("https://a/1.png", "https://a/2.png", "file-3")
 
 
+def complete(*rollouts: TracedRollout) -> CompleteGroup:
+    return CompleteGroup(Ticket(0, 0), 0, rollouts, rewarded_group(rollouts, "exclude"))
+
+
 @pytest.mark.parametrize(
     ("status", "spans", "outcome"),
     [
@@ -163,14 +170,15 @@ def test_images_elsewhere_are_referred_to_as_they_are_in_order() -> None:
 def test_what_a_rollout_comes_to_has_a_name_that_is_counted(status: Any, spans: list[Any], outcome: str) -> None:
     traced = trace_rollout(rollout(status), spans)
     assert traced.outcome == outcome
-    metrics = rollout_metrics(agl.GRPO(group_size=2), [[traced, trace_rollout(rollout(), [call(0), reward(0.5)])]])
+    metrics = rollout_metrics([complete(traced, trace_rollout(rollout(), [call(0), reward(0.5)]))])
     assert metrics[f"rollouts/{outcome}"] == 1 + (outcome == "trainable")
 
 
 def test_what_was_kept_and_sampled_by_whom_is_in_the_metrics() -> None:
     algorithm = agl.GRPO(group_size=2)
     rollouts = [trace_rollout(rollout(), [sampled(finish_reason="length"), reward(value)]) for value in (0.0, 1.0)]
-    metrics = rollout_metrics(algorithm, [rollouts]) | make_batch(algorithm, [rollouts]).metrics
+    group = complete(*rollouts)
+    metrics = rollout_metrics([group]) | make_batch(algorithm, [group.rewarded]).metrics
     assert metrics["kept/cut off at max_tokens"] == 2
     assert metrics["policy_version_oldest"] == 3
     assert metrics["clock_skew_seconds"] == 0

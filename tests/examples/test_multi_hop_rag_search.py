@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,7 @@ import pytest
 for package in ("bm25s", "faiss", "mcp", "agents"):
     pytest.importorskip(package)
 
-import torch  # noqa: E402
 from openai import AsyncOpenAI  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast  # noqa: E402
 
 from tests.examples.loading import load_example  # noqa: E402
 
@@ -57,57 +53,12 @@ def test_no_question_is_answered_by_searching_for_it(world: Path, method: str) -
         assert task["answers"][0] not in index.search(task["question"])[0]
 
 
-@pytest.mark.parametrize("method", ["bm25", "dense"])
-def test_conversations_that_search_at_once_each_get_their_own_passages(world: Path, method: str) -> None:
-    index = Index(world, method)
-    queries = [f"{entity} {relation}" for entity, relation in FACTS] * 5
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(index.search, queries))
-    assert found == [[f"{entity} {relation}: {FACTS[entity, relation]}"] for entity, relation in FACTS] * 5
-
-
 def test_passages_come_best_first_and_only_if_they_have_something_in_common(tmp_path: Path) -> None:
     hop.retriever.build_index(iter(TEXTS), tmp_path)
     index = Index(tmp_path)
     assert index.search("where is it that Ana Wirth lives", 9) == [TEXTS[0], TEXTS[2]]
     assert index.search("Mur", 1) == [TEXTS[1]]
     assert index.search("Vienna", 3) == index.search("", 3) == index.search("the", 3) == []
-
-
-def test_an_encoder_from_a_directory_makes_unit_vectors_and_finds_a_text_by_itself(tmp_path: Path) -> None:
-    vocabulary = {word: number for number, word in enumerate(("[UNK]", "[PAD]", "Ana", "Wirth", "lives", "in", "Graz"))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(tmp_path)
-    torch.manual_seed(0)
-    BertModel(
-        BertConfig(vocab_size=8, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
-    ).save_pretrained(tmp_path)
-    encode = hop.retriever.make_encoder(str(tmp_path))
-    vectors = encode(["Ana Wirth", "lives in Graz", "Graz"])
-    assert vectors.shape == (3, 16)
-    assert (vectors**2).sum(axis=1) == pytest.approx([1.0] * 3, abs=1e-5)
-    hop.retriever.build_index(["Ana Wirth", "lives in Graz"], tmp_path / "index", dense=str(tmp_path))
-    assert Index(tmp_path / "index", "dense").search("lives in Graz") == ["lives in Graz"]
-
-
-def test_an_index_that_is_not_there_says_how_to_make_it(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no bm25 index in .*; make one with: python retriever\.py PASSAGES"):
-        Index(tmp_path)
-    hop.retriever.build_index(TEXTS, tmp_path)
-    with pytest.raises(FileNotFoundError, match="--dense hashed"):
-        Index(tmp_path, "dense")
-    with pytest.raises(ValueError, match="no passages"):
-        hop.retriever.build_index([], tmp_path / "empty")
-
-
-def test_a_line_that_is_no_passage_is_told_with_its_number(tmp_path: Path) -> None:
-    file = tmp_path / "passages.jsonl"
-    file.write_text('{"title": "Graz", "text": "A town."}\n{"text": "No title."}\n{"title": "Graz"}\n')
-    read = hop.retriever.read_passages(file)
-    assert [next(read), next(read)] == ["Graz: A town.", "No title."]
-    with pytest.raises(ValueError, match="line 3: a passage is an object with text"):
-        next(read)
 
 
 # --- agent ---
@@ -220,30 +171,6 @@ async def test_one_server_process_serves_all_and_after_its_death_another_does(wo
         assert str(lost[0]).startswith("the search server was lost: ")
         assert await solve(0) == "answer: yes"
         assert len(children() - before) == 1
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("turn", [1, 2])
-async def test_an_agent_whose_server_another_found_dead_fails_by_name_too(world: Path, turn: int) -> None:
-    async with searching(world) as search:
-
-        class Closing(ScriptedEndpoint):
-            async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                if len(self.requests) == turn - 1:
-                    await search.close()  # as an agent does that has met the dead server
-                await super().answer(reader, writer)
-
-        script = [calling(number, {"query": "director"}) for number in range(3)]
-        async with Closing(*script, {"content": "answer: yes"}).client() as client:
-            with pytest.raises(hop.agent.SearchLost, match="the search server was lost"):
-                await hop.agent.solve("?", search, client=client)
-
-
-@pytest.mark.anyio
-async def test_a_server_that_cannot_start_is_named(tmp_path: Path) -> None:
-    async with searching(tmp_path) as search:
-        with pytest.raises(hop.agent.SearchLost, match="the search server did not start"):
-            await search.connected()
 
 
 def test_the_agent_needs_nothing_of_agent_lightning() -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning.errors import ConfigError, InvalidError
 from tests.examples.loading import EXAMPLES, load_example
 from tests.examples.training import save_llama, steps_of, train
 from tests.frameworks.world import bin_of
@@ -49,15 +48,8 @@ def singers(tmp_path: Path) -> list[str]:
     [
         ("select s.name as n, s.age from singer s where not s.age <= 40;", GOLD, 1.0),
         ("SELECT age, name FROM singer WHERE age > 40", GOLD, 1.0),  # columns in any order
-        ("SELECT name, name FROM singer WHERE age > 40", GOLD, 0.0),
-        ("SELECT name FROM singer WHERE age > 40", GOLD, 0.0),
         ("SELECT name, age FROM singer WHERE age > 35", GOLD, 0.0),  # the same on the first instance, by chance
-        ("SELECT DISTINCT name, age FROM singer WHERE age > 40", GOLD, 0.0),  # rows are counted
-        (f"{GOLD} ORDER BY age", GOLD, 1.0),  # rows in any order,
-        (f"{GOLD} ORDER BY age", f"{GOLD} ORDER BY age DESC", 0.0),  # unless one was asked for,
-        ("SELECT age, name FROM singer WHERE age > 40 ORDER BY age DESC", f"{GOLD} ORDER BY age DESC", 1.0),
         ("SELECT 'Bob', 41", GOLD, 0.0),
-        ("SELECT COUNT(*) FROM singer", "SELECT 4", 1.0),
     ],
 )
 def test_a_query_is_right_if_it_returns_the_same_on_every_instance(
@@ -71,12 +63,10 @@ def test_a_query_is_right_if_it_returns_the_same_on_every_instance(
     [
         "DELETE FROM singer",
         f"{GOLD}; DELETE FROM singer",
-        "DROP TABLE singer",
         "UPDATE singer SET age = 0 RETURNING name, age",
         "ATTACH DATABASE 'stolen.sqlite' AS stolen",
         "VACUUM INTO 'copy.sqlite'",
         "PRAGMA writable_schema = 1",
-        "CREATE TEMP TABLE t AS SELECT 1",
         "SELECT load_extension('evil')",
         "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i, i FROM n",
         f"-- {GOLD}",
@@ -94,17 +84,6 @@ def test_tricks_are_worth_nothing_and_change_nothing(
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     assert grading.grade({"gold": GOLD, "databases": singers}, query) == 0.0
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_broken_data_is_no_fault_of_the_agents(singers: list[str]) -> None:
-    with pytest.raises(InvalidError, match="no such column: nobody"):
-        grading.grade({"gold": "SELECT nobody FROM singer", "databases": singers}, GOLD)
-    Path(singers[1]).write_bytes(b"not a database at all")
-    with pytest.raises(InvalidError, match=r"second\.sqlite: file is not a database"):
-        grading.grade({"gold": GOLD, "databases": singers}, GOLD)
-    Path(singers[1]).unlink()
-    with pytest.raises(ConfigError, match="no database"):
-        grading.grade({"gold": GOLD, "databases": singers}, GOLD)
 
 
 @pytest.fixture(scope="module")
@@ -132,18 +111,6 @@ def test_the_kinds_are_in_balance_and_no_heldout_schema_is_trained_on(heldout: l
     pairs = [{frozenset((s.parent.name, s.child.name)) for s in tasks.schemas(heldout=side)} for side in (True, False)]
     assert not pairs[0] & pairs[1]
     assert trained == tasks.train_tasks(600, 1, tmp_path) != tasks.train_tasks(600, 2, tmp_path)
-
-
-def test_instances_are_the_same_tables_with_other_contents(heldout: list[dict]) -> None:
-    def read(path: str, query: str) -> list[tuple]:
-        with closing(sqlite3.connect(path)) as connection:
-            return connection.execute(query).fetchall()
-
-    for task in heldout[:20]:
-        definitions = {str(read(path, "SELECT sql FROM sqlite_master")) for path in task["databases"]}
-        assert len(definitions) == 1
-        results = [read(path, task["gold"]) for path in task["databases"]]
-        assert len(results) == tasks.INSTANCES and any(result != results[0] for result in results)
 
 
 @pytest.fixture
@@ -176,26 +143,6 @@ def test_a_folder_of_spider_becomes_tasks(spider: Path) -> None:
     assert [Path(path).name for path in task["databases"]] == ["concert_singer.sqlite", "concert_singer_1.sqlite"]
     assert grading.grade(task, "select name from singer") == 1.0
     assert grading.grade(task, "select 'concert_singer'") == 0.0
-
-
-def test_what_is_missing_of_spider_is_said_with_where_it_is(spider: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"nowhere is no folder of Spider: tables.json is not there. Spider is at https"
-    ):
-        tasks.load_spider(spider / "nowhere", "dev")
-    (spider / "dev.json").write_text('[{"db_id": "concert_singer"}]')
-    with pytest.raises(ConfigError, match=r"dev\.json is not as in Spider"):
-        tasks.load_spider(spider, "dev")
-    (spider / "dev.json").write_text('[{"db_id": "x", "question": "?", "query": "SELECT 1"}]')
-    with pytest.raises(ConfigError, match="does not describe 'x'"):
-        tasks.load_spider(spider, "dev")
-    for path in (spider / "database" / "concert_singer").iterdir():
-        path.unlink()
-    with pytest.raises(ConfigError, match=r"concert_singer\.sqlite is not there. Spider is at https"):
-        tasks.load_spider(spider, "train_spider")
-    (spider / "tables.json").write_text('[{"db_id": "concert_singer", "table_names_original": []}]')
-    with pytest.raises(ConfigError, match=r"tables\.json is not as in Spider: .*column_names_original"):
-        tasks.load_spider(spider, "train_spider")
 
 
 @contextmanager
@@ -242,13 +189,6 @@ def ask(url: str, database: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_draft_that_the_checker_accepts_is_the_answer(singers: list[str]) -> None:
-    with scripted(f"```sql\n{GOLD}\n```", "Correct.") as (url, asked):
-        assert ask(url, singers[0]) == f"{GOLD}\nBob, 41; Bob, 41; Cy, 50\n"
-    assert asked == ["Who is above 40?", f"Who is above 40?\n{GOLD}\nBob, 41; Bob, 41; Cy, 50"]
-
-
-@pytest.mark.slow
 def test_the_team_gives_up_after_three_queries_and_harms_nothing(singers: list[str]) -> None:
     before = Path(singers[0]).read_bytes()
     with scripted("DELETE FROM singer", "it deletes", "nonsense", "no SQL", "SELECT age FROM singer") as (url, asked):
@@ -258,11 +198,6 @@ def test_the_team_gives_up_after_three_queries_and_harms_nothing(singers: list[s
     assert asked[3].splitlines()[1:] == ["nonsense", 'error: near "nonsense": syntax error']
     assert len(asked) == 5
     assert Path(singers[0]).read_bytes() == before
-
-
-def test_the_agent_knows_nothing_of_training() -> None:
-    text = (EXAMPLES / "text_to_sql" / "agent.py").read_text(encoding="utf-8")
-    assert "agentlightning" not in text and "agl" not in text
 
 
 @pytest.mark.slow

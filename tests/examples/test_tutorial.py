@@ -76,7 +76,7 @@ def test_the_steps_train_the_agent_as_it_is_and_serve_what_it_learned(tmp_path: 
         assert found
         where = {"OPENAI_BASE_URL": found[0], "OPENAI_API_KEY": "any"}
         question = ("agent.py", "The lamp: how many are left?")
-        recorded = run(*AGL, "run", "--instrument", "langchain", "--", sys.executable, *question, **where)
+        recorded = run(*AGL, "record", "--instrument", "langchain", "--", sys.executable, *question, **where)
         assert recorded.stdout.strip()
         assert "call gpt-5-mini" in recorded.stderr
     finally:

@@ -86,9 +86,7 @@ def as_run_file_says(example: str) -> list[str]:
     """The arguments by which `agl runner` runs what `agl train run.yaml` trains."""
     config = load_config(EXAMPLES / example / "run.yaml")
     make_algorithm(config.algorithm)
-    agent = ["rollout.py:rollout"]
-    if isinstance(config.agent, CommandConfig):
-        agent = ["--command", config.agent.command, "--grader", "rollout.py:grade"]
+    agent = ["run.yaml" if isinstance(config.agent, CommandConfig) else "rollout.py:rollout"]
     return agent if config.instrument is None else [*agent, "--instrument", config.instrument]
 
 

@@ -16,7 +16,6 @@ from agentlightning import semconv
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.request import NEUTRAL_PENALTIES
-from agentlightning.store.calls import IssueKey
 from agentlightning.store.sql import SqlStore
 from tests.gateway.talker import SEARCH_TOOL, user
 from tests.gateway.upstream import DONE, GOOD, Upstream, chunk, gateway_before, piece
@@ -192,8 +191,8 @@ async def test_whose_session_a_call_is_nobody_says_but_a_worker(tmp_path: Path) 
     store = await SqlStore.open(tmp_path / "store.sqlite", synchronous="NORMAL")
     upstream = Upstream(GOOD)
     async with gateway_before(upstream, store) as front:
-        worker = await store.perform(IssueKey(name="gateway", scopes=["worker"]))
-        reader = await store.perform(IssueKey(name="reader", scopes=["read"]))
+        worker = await store.issue_key(name="gateway", scopes=["worker"])
+        reader = await store.issue_key(name="reader", scopes=["read"])
         for key in ("EMPTY", reader.api_key, worker.api_key):
             await front.client(api_key=key).chat.completions.create(
                 model="policy", messages=user("hello"), extra_headers={"x-agentlightning-session": "another's"}

@@ -43,18 +43,24 @@ def save_model(directory: Path, *, tied: bool, seed: int = 0) -> Path:
 
 @contextmanager
 def server(
-    command: Sequence[Any], port: int, environment: Mapping[str, str], log: Path
+    command: Sequence[Any],
+    port: int,
+    environment: Mapping[str, str],
+    log: Path,
+    *,
+    health: str = "/health",
+    cwd: Path | None = None,
 ) -> Generator[tuple[str, subprocess.Popen[bytes]]]:
     """Its URL, as soon as it answers, and its process."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, env={**inherited, **environment}, stdout=output, stderr=output, start_new_session=True
+            command, env=inherited | dict(environment), stdout=output, stderr=output, start_new_session=True, cwd=cwd
         )
     url = f"http://127.0.0.1:{port}"
     try:
         give_up = time.monotonic() + READY_SECONDS
-        while not answers(f"{url}/health"):
+        while not answers(f"{url}{health}"):
             assert process.poll() is None and time.monotonic() < give_up, log.read_text()[-5000:]
             time.sleep(1)
         yield url, process

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -50,36 +47,6 @@ def test_values_and_gradients_are_those_of_all_at_once(at_once: int, entropy_gra
         results.append((values.logprobs, values.entropy, hidden.grad, head.weight.grad))
     for whole, parts in zip(*results, strict=True):
         assert float((parts - whole).detach().norm() / whole.detach().norm()) < 1e-5
-
-
-PEAK = """
-import sys, torch
-from agentlightning.learner.forward import sampled
-torch.set_num_threads(1)
-status = lambda name: next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
-head = torch.nn.Linear(8, 20_000, bias=False)
-def peak(tokens, at_once):
-    hidden, targets = torch.randn(tokens, 8, requires_grad=True), torch.randint(20_000, (tokens,))
-    open("/proc/self/clear_refs", "w").write("5")
-    before = status("VmRSS")
-    sampled(head, hidden, targets, torch.arange(tokens), 1.0, at_once=at_once).logprobs.sum().backward()
-    return (status("VmHWM") - before) / 1024
-peak(8, 8)
-print(peak(256, 128), peak(768, 128), peak(768, 768))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
-def test_memory_does_not_grow_with_the_tokens() -> None:
-    """In pieces of 10 MiB; glibc would keep what is freed of them, and does not of the 256 MiB of a learner."""
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
-    told = subprocess.run(
-        [sys.executable, "-c", PEAK], env=environment, capture_output=True, text=True, timeout=60, check=True
-    )
-    few, many, at_once = map(float, told.stdout.split())
-    assert many < 1.2 * few < 7 * 10
-    assert at_once > 3 * many
 
 
 def test_heads_that_do_more_than_project_are_found_out() -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-import signal
 import socket
 import sqlite3
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,10 @@ import agentlightning as agl
 from agentlightning.errors import BackendError
 from agentlightning.gateway.backend import Sampling
 from agentlightning.learner.base import Weights
+from agentlightning.learner.places import SamplerPlace
 from agentlightning.learner.policy import load_policy
-from agentlightning.learner.remote import RemoteSampler, RemoteSampling
-from agentlightning.learner.started import StartedServer
+from agentlightning.learner.remote import RemoteSampler
+from agentlightning.learner.servers import StartedServer
 from agentlightning.trainer import FitResult
 from tests import agents
 from tests.learner.engines import ROOT, save_model, server
@@ -74,11 +73,10 @@ def check(result: FitResult) -> None:
 
 
 @pytest.mark.parametrize("dies", [f"{CALL} 30", f"{UPDATE} 2"])
-def test_one_that_the_run_started_is_started_again(tmp_path: Path, model: Path, dies: str) -> None:
-    """And given the newest weights; calls wait for it, also those that it had begun."""
-    once = tmp_path / "died"
-    check(fit(tmp_path, model, started(tmp_path, f"{dies} {once}")))
-    assert once.exists()
+def test_a_run_whose_own_sampler_dies_ends_and_resumes(tmp_path: Path, model: Path, dies: str) -> None:
+    with pytest.raises(BackendError, match=r"vLLM has ended with exit code -9|has loaded version"):
+        fit(tmp_path, model, started(tmp_path, dies))
+    check(fit(tmp_path, model, started(tmp_path, ""), resume=True))
 
 
 @pytest.mark.anyio
@@ -86,8 +84,8 @@ async def test_one_that_shares_a_gpu_sleeps_while_a_step_is_computed(tmp_path: P
     """And wakes up before it is given new weights."""
     sampling = started(tmp_path, "")
     log = tmp_path / "log"
-    server = StartedServer("vllm", sampling["program"], str(model), [], environment=sampling["environment"], log=log)
-    sampler = RemoteSampler(RemoteSampling(**sampling), load_policy(model), server, sleeps=True)
+    server = StartedServer(sampling["program"], str(model), [], environment=sampling["environment"], log=log)
+    sampler = RemoteSampler(SamplerPlace(**sampling), load_policy(model), server, sleeps=True)
     try:
         await sampler.check(Sampling())
         async with sampler.exclusive():
@@ -102,59 +100,6 @@ async def test_one_that_shares_a_gpu_sleeps_while_a_step_is_computed(tmp_path: P
     finally:
         await sampler.close()
         server.stop()
-
-
-@pytest.mark.anyio
-async def test_one_that_dies_asleep_is_started_again_when_the_step_is_over(tmp_path: Path, model: Path) -> None:
-    sampling = started(tmp_path, "")
-    server = StartedServer(
-        "vllm", sampling["program"], str(model), [], environment=sampling["environment"], log=tmp_path / "log"
-    )
-    sampler = RemoteSampler(RemoteSampling(**sampling), load_policy(model), server, sleeps=True)
-    watching = asyncio.create_task(sampler.watch(nullcontext))
-    try:
-        await sampler.check(Sampling())
-        await sampler.publish(Weights(1, model))
-        async with sampler.exclusive():
-            os.killpg(server._process.pid, signal.SIGKILL)  # pyright: ignore[reportPrivateUsage]
-            await asyncio.sleep(3)
-            assert await server.ended()
-            await sampler.publish(Weights(2, model))
-            assert not await server.ended()
-        assert (await sampler.sample())[0].logprobs.size
-    finally:
-        watching.cancel()
-        await sampler.close()
-        server.stop()
-
-
-@pytest.mark.anyio
-async def test_one_that_is_started_anew_while_nobody_calls_is_given_the_weights_again(
-    tmp_path: Path, model: Path
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tests.learner.vllm_standin", "serve", model, "--port", str(port)]
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with server(command, port, environment, tmp_path / "first") as (url, first):
-        sampler = RemoteSampler(RemoteSampling(vllm=url), load_policy(model))
-        await sampler.check(Sampling())
-        await sampler.publish(Weights(1, model))
-        watching = asyncio.create_task(sampler.watch(nullcontext))
-        first.kill()
-        await asyncio.sleep(2.5)
-        with server(command, port, environment, tmp_path / "second"):
-            await asyncio.sleep(5)
-            assert "/collective_rpc" in (tmp_path / "second").read_text()
-            assert (await sampler.sample())[0].logprobs.size
-            watching.cancel()
-            await sampler.close()
-
-
-def test_one_that_dies_again_and_again_ends_the_run_which_resumes(tmp_path: Path, model: Path) -> None:
-    with pytest.raises(BackendError, match=r"has ended 4 times since weights were published.*agl train --resume"):
-        fit(tmp_path, model, started(tmp_path, f"{UPDATE} 1"))
-    check(fit(tmp_path, model, started(tmp_path, ""), resume=True))
 
 
 @pytest.mark.parametrize("dies", [f"{CALL} 20", f"{UPDATE} 2"])

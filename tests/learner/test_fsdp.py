@@ -16,16 +16,15 @@ import pytest
 import torch
 from torch import Tensor
 
-import agentlightning as agl
 from agentlightning.errors import ConfigError, TrainingError
-from agentlightning.learner.base import AdamW, Critic, DType, LoRA, read_learner
+from agentlightning.learner.base import AdamW, DType
 from agentlightning.learner.fsdp import FsdpLearner, Settings
 from agentlightning.learner.losses import Loss
 from agentlightning.learner.policy import Policy, empty_policy, load_policy, open_policy, saved_weights
 from agentlightning.learner.tiny import make_tokenizer
 from agentlightning.learner.torch import TorchLearner
 from tests import agents
-from tests.learner.test_started import wait_until_gone
+from tests.learner.test_servers import wait_until_gone
 from tests.learner.test_torch import batch
 from tests.learner.vllm_standin import standin
 from tests.models import tiny_model
@@ -81,6 +80,10 @@ def test_two_processes_compute_what_one_does(two: FsdpLearner, model: Path, tmp_
     for number, level in enumerate(("transition", "trajectory", "tree")):  # also an odd number of micro-batches
         sequences = batch(level, 3 + number)
         same(two.step(sequences, LOSS, 0), one.step(sequences, LOSS, 0))
+    poisoned = batch()
+    poisoned[0].advantages[0] = np.nan
+    with pytest.raises(TrainingError, match="weights are unchanged"):
+        two.step(poisoned, LOSS)
     two.export(tmp_path / "whole", "whole")
     weights = saved_weights(tmp_path / "whole")
     for name, tensor in load_policy(tmp_path / "whole", device="cpu").model.state_dict().items():
@@ -98,17 +101,6 @@ def test_old_log_probabilities_and_losses_of_ones_own_are_those_of_one(two: Fsdp
     np.testing.assert_allclose(ours[0].advantages, theirs[0].advantages, atol=1e-5)
     same(two.step(ours, loss), one.step(theirs, loss))
     assert two.token_bytes is not None and two.mismatch_tolerance == one.mismatch_tolerance
-
-
-@pytest.mark.slow
-def test_a_batch_that_cannot_be_trained_is_refused_and_the_next_is_not(two: FsdpLearner, model: Path) -> None:
-    poisoned = batch()
-    poisoned[0].advantages[0] = np.nan
-    with pytest.raises(TrainingError, match="weights are unchanged"):
-        two.step(poisoned, LOSS)
-    with pytest.raises(ConfigError, match="no critic"):
-        two.values(batch())
-    same(two.step(batch(), LOSS), one_process(model).step(batch(), LOSS))
 
 
 @pytest.mark.slow
@@ -220,33 +212,3 @@ async def test_rollouts_go_on_while_weights_are_exported_to_a_server(tmp_path: P
         trained = load_policy(result.checkpoint, device="cpu").model.state_dict()
         for name, tensor in server.sampler.model.state_dict().items():
             assert torch.equal(tensor, trained[name]), name
-
-
-@pytest.mark.parametrize(
-    ("given", "others", "why"),
-    [
-        ("fsdp", {}, r"write torch, \{fsdp: 2\}"),
-        ({"fdsp": 2}, {}, "did you mean 'fsdp'"),
-        ({"fsdp": 0}, {}, "write torch"),
-        ({"fsdp": True}, {}, "write torch"),
-        ({"fsdp": 2}, {"models": 2}, "several models needs the learner torch"),
-        ({"fsdp": 2}, {"lora": LoRA()}, "lora needs the learner torch"),
-        ({"fsdp": 2}, {"critic": Critic()}, "a critic needs the learner torch"),
-        ({"fsdp": 2}, {"deterministic": True}, "deterministic needs the learner torch"),
-        ({"fsdp": 2}, {"loss": lambda: None}, "cannot be imported by the processes"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(given: Any, others: dict[str, Any], why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        read_learner(given, **others)
-    with pytest.raises(ConfigError):
-        agl.Trainer(learner="fdsp")
-    assert read_learner({"fsdp": 2}, loss=own_loss) == 2
-    assert read_learner("torch", lora=LoRA()) is None
-
-
-def test_it_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="lora needs the learner torch"):
-        trainer(tmp_path, model=tmp_path / "nowhere", lora=LoRA(), learner={"fsdp": 2}).fit(agents.vowels, TASKS)
-    with pytest.raises(ConfigError, match=r"device 'mps'|device is 'mps'"):
-        trainer(tmp_path, device="mps", learner={"fsdp": 2}).fit(agents.vowels, TASKS)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +11,9 @@ import torch
 
 from agentlightning.errors import ConfigError
 from agentlightning.learner.base import AdamW, Critic, LoRA
-from agentlightning.learner.memory import _kept, _left_of_container, available_memory, estimate_memory
-from agentlightning.learner.opening import Opening
+from agentlightning.learner.losses import Loss
+from agentlightning.learner.memory import _kept, estimate_memory, left_of_container
+from agentlightning.learner.pairs import PairSettings
 from agentlightning.learner.policy import Policy, empty_model, open_policy
 from tests.learner.test_torch import tokenizer
 from tests.models import tiny_model
@@ -65,68 +63,20 @@ def test_what_a_micro_batch_keeps_is_never_more_than_estimated(tokenizer: Any, d
 def test_what_does_not_fit_is_refused_before_it_is_loaded(tokenizer: Any, tmp_path: Path) -> None:
     Policy(tiny_model(vocab_size=len(tokenizer)), tokenizer).save(tmp_path)
     phases: list[str] = []
-    greedy = Opening(
-        AdamW(micro_batch_tokens=10**9), trained=True, reference=False, concurrency=1, seed=0, device="cpu", threads=1
-    )
+    given: dict[str, Any] = {"models": {"policy": tmp_path}, "loss": Loss(), "device": "cpu", "threads": 1}
+    greedy = PairSettings(optimizer=AdamW(micro_batch_tokens=10**9), **given)
     with pytest.raises(
         ConfigError, match=r"training needs about .* GiB are there.*smaller optimizer.micro_batch_tokens"
     ):
         greedy.open(tmp_path, phases.append).__enter__()
     assert not phases
-    modest = Opening(AdamW(), trained=True, reference=False, concurrency=1, seed=0, device="cpu", threads=1)
-    with modest.open(tmp_path, phases.append):
+    with PairSettings(**given).open(tmp_path, phases.append):
         pass
     assert re.fullmatch(r"load the model \(training takes up to .* GiB, .* are there\)", phases[0])
-
-
-def test_the_memory_of_this_machine_is_known() -> None:
-    available = available_memory(torch.device("cpu"))
-    assert available is not None and 2**20 < available < 2**50
 
 
 def test_a_container_s_file_cache_is_not_memory_in_use(tmp_path: Path) -> None:
     for name, text in {"max": "1000\n", "current": "900\n", "stat": "anon 100\ninactive_file 700\n"}.items():
         (tmp_path / f"memory.{name}").write_text(text)
-    assert _left_of_container(tmp_path) == [800]
-    assert _left_of_container(tmp_path / "none") == []
-
-
-MEASURE = """
-import numpy as np, torch
-from agentlightning.data.sequences import TrainingSequence
-from agentlightning.learner.base import AdamW
-from agentlightning.learner.losses import Loss
-from agentlightning.learner.memory import estimate_memory
-from agentlightning.learner.policy import Policy
-from agentlightning.learner.torch import TorchLearner
-from tests.models import tiny_model
-torch.set_num_threads(1)
-status = lambda name: next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(name))
-row = lambda n: TrainingSequence("r", np.ones(n, np.int32), np.arange(1, n, dtype=np.int32), *(
-    np.zeros(n - 1, kind) for kind in (np.int32, np.float32, np.float32, np.int32)))
-def train(rows, **shape):
-    model, config = tiny_model(**shape), AdamW(micro_batch_tokens=rows * 128)
-    learner = TorchLearner(Policy(model, None), config)
-    for _ in range(2):
-        learner.step([row(128)] * rows, Loss())
-    return estimate_memory(model, config, max_sequence_length=128).total
-train(1)
-open("/proc/self/clear_refs", "w").write("5")
-before = status("VmRSS")
-estimate = train(6, vocab_size=2048, hidden_size=192, intermediate_size=512, num_hidden_layers=3)
-print(estimate / (status("VmHWM") - before))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
-def test_the_estimate_is_near_what_training_takes() -> None:
-    told = subprocess.run(
-        [sys.executable, "-c", MEASURE],
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"},
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=True,
-    )
-    assert 0.9 < float(told.stdout) < 2
+    assert left_of_container(tmp_path) == [800]
+    assert left_of_container(tmp_path / "none") == []

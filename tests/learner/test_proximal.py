@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from agentlightning.data.sequences import TrainingSequence
-from agentlightning.errors import ConfigError
 from agentlightning.learner import losses
 from agentlightning.learner.losses import Loss, LossKind
 from tests.golden import INPUTS, OUTPUTS, sampled
@@ -72,15 +71,6 @@ def test_the_gradient_of_clip_and_weight_is_verls() -> None:
     assert float(value) == pytest.approx(OUTPUTS["verl.ppo_clip+tis2.loss"], abs=1e-5)
     expected = sampled(OUTPUTS["verl.ppo_clip+tis2.grad"])
     torch.testing.assert_close(logprobs.grad, expected, atol=1e-5, rtol=1e-3)
-
-
-def test_both_at_once_are_refused() -> None:
-    with pytest.raises(ConfigError, match="old='proximal'"):
-        Loss(truncation=2.0)
-    with pytest.raises(ConfigError, match="behaviour, proximal"):
-        Loss(old="previous")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="must be above 0"):
-        Loss(old="proximal", truncation=0.0)
 
 
 @pytest.mark.parametrize("old", ["behaviour", "proximal"])

@@ -18,8 +18,9 @@ import agentlightning as agl
 from agentlightning.errors import BackendError, ConfigError, TrainingError
 from agentlightning.gateway.backend import BackendEvent, Delta, ModelCall, Sampling, Started
 from agentlightning.learner.base import AdamW, LoRA, Weights
+from agentlightning.learner.places import SamplerPlace
 from agentlightning.learner.policy import Policy, load_policy, open_policy
-from agentlightning.learner.remote import RemoteSampler, RemoteSampling, read_sampler
+from agentlightning.learner.remote import RemoteSampler
 from agentlightning.learner.torch import TorchLearner
 from tests import agents
 from tests.gateway.backends.test_sglang import Sglang
@@ -54,15 +55,6 @@ async def test_each_publication_is_loaded_before_its_first_token(tmp_path: Path,
             assert torch.equal(tensor, trained[name]), name
 
 
-async def test_rollouts_go_on_beside_the_steps(tmp_path: Path, model: Path) -> None:
-    async with standin(model) as (url, _):
-        overlapping = algorithm(steps=4, max_staleness=2, temperature=1.0)
-        settings: dict[str, Any] = {"model": model, "sampler": {"vllm": url}, "algorithm": overlapping}
-        result = await trainer(tmp_path, **settings).fit_async(varied, TASKS)
-        assert result.stopped_because == "all steps done"
-        assert result.metrics[-1].values["policy_version"] == 4
-
-
 async def test_a_server_that_keeps_its_old_weights_is_found_out(tmp_path: Path, model: Path) -> None:
     """Before a rollout is paid for, and where it happens later at the next step."""
     async with standin(model) as (url, server):
@@ -81,44 +73,6 @@ async def varied(task: Any, llm: agl.LLM, rollout: agl.Rollout) -> float:
     """Every group has something to learn from."""
     await agents.vowels(task, llm)
     return float((rollout.group_index or 0) % 2)
-
-
-async def test_a_run_whose_server_is_gone_ends_with_the_reason_and_goes_on_later(tmp_path: Path, model: Path) -> None:
-    three: dict[str, Any] = {"algorithm": algorithm(steps=3, checkpoint_every=1, temperature=1.0), "model": model}
-    async with standin(model) as (url, server):
-        original = server.sampler.service.update_weights
-
-        async def fails_at_two(version: int) -> None:
-            if version == 2:
-                raise RuntimeError("out of memory")
-            await original(version)
-
-        server.sampler.service.update_weights = fails_at_two  # type: ignore[method-assign]
-        with pytest.raises(BackendError, match="no server of the model 'policy' has loaded version 2"):
-            await trainer(tmp_path, sampler={"vllm": url}, **three).fit_async(varied, TASKS)
-    async with standin(model) as (url, _):
-        resumed = await trainer(tmp_path, sampler={"vllm": url}, **three).fit_async(varied, TASKS, resume=True)
-    assert resumed.stopped_because == "all steps done"
-    assert [measured.step for measured in resumed.metrics] == [1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("given", "settings", "why"),
-    [
-        ("tpu", {}, "write embedded"),
-        ({"vllm": "http://a/v1", "sglang": "http://b"}, {}, "write embedded"),
-        ({"url": "http://a/v1"}, {}, "unknown key 'url'"),
-        ({"vllm": "start", "flag": ["--x"]}, {}, "did you mean 'flags'"),
-        ({"vllm": "start", "model": "m"}, {}, "leave `model` out"),
-        ({"sglang": "http://a", "model": "m"}, {}, "has one model"),
-        ({"vllm": "http://a"}, {"models": 2}, "2 are trained"),
-        ({"vllm": "http://a"}, {"deterministic": True}, "needs the embedded sampler"),
-        ({"sglang": "http://a"}, {"overlaps": True}, "vLLM does"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(given: Any, settings: dict[str, Any], why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        read_sampler(given, **({"models": 1, "deterministic": False, "overlaps": False} | settings))
 
 
 async def test_a_server_that_is_not_there_is_named_before_training(tmp_path: Path, model: Path) -> None:
@@ -151,7 +105,7 @@ async def test_an_answer_that_nobody_reads_keeps_no_server_from_new_weights(tmp_
         routes.append(Route("/update_weights_from_disk", load, methods=["POST"]))
         async with serving(Starlette(routes=routes)) as url:
             talker = make_talker()
-            sampler = RemoteSampler(RemoteSampling(sglang=url), Policy(talker.model, talker.tokenizer))
+            sampler = RemoteSampler(SamplerPlace(sglang=url), Policy(talker.model, talker.tokenizer))
             call = ModelCall(
                 request_id="r", model="m", messages=user("hello"), stream=True, sampling=Sampling(max_tokens=40)
             )
@@ -180,7 +134,7 @@ async def test_a_call_that_takes_too_long_begins_anew_with_the_new_weights(tmp_p
         routes = [Route(path, answer, methods=["POST"]) for path, answer in posted.items()]
         async with serving(Starlette(routes=[*routes, Route("/v1/models", models)])) as url:
             talker = make_talker()
-            sampler = RemoteSampler(RemoteSampling(sglang=url), Policy(talker.model, talker.tokenizer))
+            sampler = RemoteSampler(SamplerPlace(sglang=url), Policy(talker.model, talker.tokenizer))
             await sampler.check(Sampling())
             server.asked.clear()
             server.begun.clear()
@@ -205,11 +159,3 @@ async def test_a_call_that_takes_too_long_begins_anew_with_the_new_weights(tmp_p
                 await anext(sampler.answer(long))
             assert len(server.asked) == 2
             await sampler.close()
-
-
-def test_what_cannot_be_started_leaves_no_directory(tmp_path: Path, model: Path) -> None:
-    settings: dict[str, Any] = {"model": model, "algorithm": algorithm(temperature=1.0), "run_dir": tmp_path / "run"}
-    for sampler, said in (("vlm", "write embedded, vllm"), ({"vllm": "start", "program": "no-such"}, "no program")):
-        with pytest.raises(ConfigError, match=said):
-            trainer(tmp_path, sampler=sampler, **settings).fit(agents.vowels, TASKS)
-        assert not (tmp_path / "run").exists()

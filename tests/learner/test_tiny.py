@@ -8,10 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from jinja2 import TemplateError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from agentlightning.errors import ConfigError
 from agentlightning.learner.tiny import chat_text, make_model, make_tokenizer, token_id
 
 torch.set_num_threads(1)
@@ -57,12 +55,6 @@ def test_what_is_copied_is_the_same_token_wherever_it_stands(tokenizer: PreTrain
     assert tokens.count("Oslo") == tokens.count("400") == tokens.count("KL") == tokens.count("23") == 2
 
 
-def test_the_fixed_parts_of_a_tool_call_are_single_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
-    call = RENDERED[RENDERED.index("<tool_call>") : RENDERED.index("</tool_call>")]
-    pieces = [tokenizer.decode([token]) for token in tokenizer(call, add_special_tokens=False)["input_ids"]]
-    assert pieces[:5] == ["<tool_call>", '{"name": "', "search", '", "arguments": {"', "from"]
-
-
 def test_a_turn_ends_with_the_end_of_sequence_and_decoding_keeps_tool_calls(tokenizer: PreTrainedTokenizerFast) -> None:
     token_ids = tokenizer(RENDERED, add_special_tokens=False)["input_ids"]
     assert token_ids[-1] == tokenizer.eos_token_id
@@ -83,37 +75,6 @@ def test_a_prompt_begins_with_the_prompt_and_the_answer_before_it(tokenizer: Pre
     answer = RENDERED.split("<|assistant|>")[1].split("<|tool|>")[0]
     sampled = tokenizer(answer, add_special_tokens=False)["input_ids"]
     assert second[: len(first) + len(sampled)] == first + sampled
-
-
-@pytest.mark.parametrize(
-    ("messages", "text"),
-    [
-        ([{"role": "user", "content": "Hi"}], "<|system|>\nsearch(from, max)<|end|><|user|>Hi<|end|>"),
-        ([{"role": "developer", "content": "Be kind."}], "<|system|>Be kind.\nsearch(from, max)<|end|>"),
-        (
-            [{"role": "system", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]}],
-            "<|system|>Be kind.\nsearch(from, max)<|end|>",
-        ),
-    ],
-)
-def test_tools_are_listed_once_in_the_system_turn(messages: list[dict], text: str) -> None:
-    assert chat_text(messages, [TOOL]) == text
-
-
-def test_a_tool_without_parameters_and_a_conversation_without_tools_can_be_written() -> None:
-    assert chat_text([], [{"type": "function", "function": {"name": "now"}}]) == "<|system|>\nnow()<|end|>"
-    assert chat_text([{"role": "user", "content": "Hi"}]) == "<|user|>Hi<|end|>"
-
-
-def test_arguments_that_are_still_text_are_written_as_they_are() -> None:
-    function = {"name": "search", "arguments": '{"from":"Oslo"}'}
-    text = chat_text([{"role": "assistant", "content": "So:", "tool_calls": [{"function": function}]}])
-    assert text == '<|assistant|>So:<tool_call>{"name": "search", "arguments": {"from":"Oslo"}}</tool_call><|end|>'
-
-
-def test_an_unknown_role_is_refused() -> None:
-    with pytest.raises(TemplateError, match="narrator"):
-        chat_text([{"role": "narrator", "content": "Meanwhile"}])
 
 
 def test_a_saved_policy_loads_with_transformers_and_answers_the_same(
@@ -158,12 +119,3 @@ def test_a_new_model_always_looks_at_how_the_request_begins(tokenizer: PreTraine
     attention = model(torch.tensor([token_ids]), output_attentions=True).attentions[1][0, 1]
     after_user = token_ids.index(token_id(tokenizer, "<|user|>")) + 1
     assert attention[after_user:, after_user].min() > 0.9
-
-
-def test_impossible_sizes_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(ConfigError, match="at least 264"):
-        make_tokenizer(["text"], 200)
-    with pytest.raises(ConfigError, match="at least 2"):
-        make_model(tokenizer, seed=1, layers=1)
-    with pytest.raises(ConfigError, match="has no token"):
-        token_id(tokenizer, "<|nobody|>")

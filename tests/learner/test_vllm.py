@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,20 +20,16 @@ import torch
 
 import agentlightning as agl
 from agentlightning.cli.main import run
-from agentlightning.errors import BackendError, ConfigError, TrainingError
+from agentlightning.errors import TrainingError
 from agentlightning.gateway.answer import Answer
-from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Delta, ModelCall, Sampling
-from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.backends.kinds import make_backend
 from agentlightning.gateway.backends.tokens import VllmBackend
-from agentlightning.gateway.models import ModelEntry, ModelTable
-from agentlightning.gateway.updates import WeightUpdate, load_weights, update_weights
+from agentlightning.gateway.updates import WeightUpdate, load_weights
 from agentlightning.learner.base import LoRA
 from agentlightning.learner.policy import load_policy
 from tests import agents
 from tests.learner.engines import ROOT, check, fit, save_model, server
-from tests.models import tiny_model
 from tests.test_trainer import policy, trainer
 
 VLLM = ROOT / ".venv-vllm" / "bin" / "vllm"
@@ -82,40 +78,10 @@ def test_one_that_the_run_starts(tmp_path: Path, model: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_a_run_goes_on_with_another_server(tmp_path: Path, model: Path) -> None:
-    with vllm(model) as (url, process):
-        os.killpg(process.pid, 9)
-        process.wait()
-        with pytest.raises(ConfigError, match="cannot be asked for its models"):
-            fit(tmp_path, model, {"vllm": url})
-    with vllm(model) as (url, _):
-        first = fit(tmp_path, model, {"vllm": url}, steps=2)
-    with vllm(model) as (url, _):
-        resumed = fit(tmp_path, model, {"vllm": url}, steps=4, resume=True)
-    assert first.stopped_because == resumed.stopped_because == "all steps done"
-    assert [one.step for one in resumed.metrics][-1] == 4
-
-
-@pytest.mark.timeout(900)
 def test_a_model_with_tied_embeddings_is_found_out(tmp_path: Path) -> None:
     tied = save_model(tmp_path / "tied", tied=True)
     with vllm(tied) as (url, _), pytest.raises(TrainingError, match=r"sampler and learner|tied embeddings"):
         fit(tmp_path, tied, {"vllm": url})
-
-
-@pytest.mark.anyio
-@pytest.mark.timeout(600)
-async def test_a_checkpoint_of_other_shapes_costs_the_server(tmp_path: Path, model: Path) -> None:
-    """It refuses that one, and then those that fit."""
-    other = tmp_path / "other"
-    tiny_model().save_pretrained(other)
-    with vllm(model) as (url, _):
-        gateway = Gateway(ModelTable([ModelEntry("policy", HttpBackend(f"{url}/v1"))]))
-        for path, why in ((model, None), (other, "restart vLLM"), (model, "answered 5")):
-            update = WeightUpdate(policy_version=1, path=str(path))
-            with pytest.raises(BackendError, match=why) if why else nullcontext():
-                await update_weights(gateway, "policy", update)
-        await gateway.close()
 
 
 @pytest.mark.anyio

@@ -16,7 +16,6 @@ from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.rewards import chat
-from agentlightning.store.calls import IssueAttemptKey
 from agentlightning.tracing.context import AttemptTracer, bind, recording
 from agentlightning.types import LLM, PromptTemplate
 from tests.gateway.world import World, world
@@ -168,8 +167,9 @@ async def test_a_call_of_the_policy_that_a_grader_says_is_frozen_is_sampled_as_a
     behind_gateway: World,
 ) -> None:
     attempted = await behind_gateway.attempt()
-    asked = IssueAttemptKey(rollout_id=attempted.rollout_id, attempt_id=attempted.attempt.attempt_id, rewards=True)
-    client = behind_gateway.client(attempted, api_key=await behind_gateway.store.perform(asked))
+    ids = attempted.rollout_id, attempted.attempt.attempt_id
+    key = await behind_gateway.store.issue_attempt_key(*ids, rewards=True)
+    client = behind_gateway.client(attempted, api_key=key)
     ask: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
     await client.chat.completions.create(**ask, temperature=0.5, extra_headers={semconv.FROZEN_HEADER: "true"})
     await client.chat.completions.create(**ask, temperature=0.5)

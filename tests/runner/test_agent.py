@@ -53,15 +53,6 @@ async def test_async_functions_stay_awaitable_and_partials_are_seen_through() ->
     assert await agent("abc", RESOURCES["policy"]) == 6.0  # type: ignore[arg-type]
 
 
-@pytest.mark.anyio
-async def test_an_object_with_an_async_call_is_an_async_agent() -> None:
-    class Agent:
-        async def __call__(self, task: str) -> float:
-            return 1.0
-
-    assert await as_agent(Agent()).entry_point("val")("x", {}, ROLLOUT) == 1.0
-
-
 def test_signatures_that_cannot_be_called_are_refused_with_what_is_expected() -> None:
     def no_task() -> float:
         return 0.0
@@ -124,17 +115,6 @@ def test_a_class_is_called_by_the_most_special_method_it_defines() -> None:
     agent = Both()
     assert agent.entry_point("train") == agent.rollout
     assert agent.entry_point("val") == agent.entry_point("test") == agent.validation_rollout_async
-
-
-def test_a_training_method_may_fall_back_on_the_base_class() -> None:
-    class Agent(agl.LitAgent[str]):
-        def rollout(self, task: str, resources: Any, rollout: Any) -> float:
-            return 1.0
-
-        def training_rollout(self, task: str, resources: Any, rollout: Any) -> Any:
-            return super().training_rollout(task, resources, rollout)
-
-    assert Agent().entry_point("train")("x", {}, ROLLOUT) == 1.0
 
 
 def test_what_is_no_agent_is_refused() -> None:

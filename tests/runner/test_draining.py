@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 from asyncio.subprocess import Process
@@ -107,25 +106,6 @@ async def test_a_runner_told_to_stop_drains_for_so_long_and_hands_back_the_rest(
     assert runner.returncode == code, said
     attempts: list[Attempt] = [one for each in rollouts for one in await store.query_attempts(each.rollout_id)]
     assert [attempt.status for attempt in attempts] == [status]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("agent", "drain", "code", "says"),
-    [("agent", "20s", 0, "leasing nothing more"), ("blocks", "0s", 130, "does not let the process end")],
-)
-async def test_a_signal_to_the_whole_group_of_processes_ends_a_runner_as_one_to_itself_does(
-    store: SqlStore, tmp_path: Path, agent: str, drain: str, code: int, says: str
-) -> None:
-    await store.enqueue_rollout(1.0)
-    async with runner_of(store, tmp_path, agent, "--isolation", "none", "--drain", drain) as runner:
-        await begun(tmp_path)
-        children = Path(f"/proc/{runner.pid}/task/{runner.pid}/children").read_text().split()  # noqa: ASYNC240
-        assert children
-        for pid in (*map(int, children), runner.pid):
-            os.kill(pid, signal.SIGTERM)
-        said = (await asyncio.wait_for(runner.communicate(), 60))[1].decode()
-    assert (runner.returncode, says in said) == (code, True), said
 
 
 @pytest.mark.slow

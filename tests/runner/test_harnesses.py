@@ -82,14 +82,13 @@ def test_what_each_reads_by_a_way_of_its_own(given: Any, tmp_path: Path) -> None
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Put a program of a harness's name on the PATH, which answers to --version and else runs a script of sh."""
+    """Put a script of sh by the name of a harness on the PATH."""
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
 
-    def install(version: str, script: str = "true", program: str = "codex") -> None:
+    def install(script: str = "true", program: str = "codex") -> None:
         folder = tmp_path / "bin"
         folder.mkdir(exist_ok=True)
-        (folder / program).write_text(
-            f'#!/bin/sh\n[ "$1" = --version ] && echo "{program} {version}" && exit\n{script}\n'
-        )
+        (folder / program).write_text(f"#!/bin/sh\n{script}\n")
         (folder / program).chmod(0o755)
         monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
@@ -97,13 +96,11 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_harness_that_cannot_run_says_how_to_install_it(installed: Any) -> None:
-    installed("0.168.9")
-    for name, reason in (("codex", "version 0.168.9; install 0.169.0 or newer: npm install -g @openai/codex"),):
-        with pytest.raises(ConfigError, match=reason):
-            agl.harness(name).check()
+    with pytest.raises(ConfigError, match=r"install 0\.169\.0 or newer: npm install -g @openai/codex"):
+        agl.harness("codex").check()
     with pytest.raises(ConfigError, match=r"there is no harness 'claude'.*claude-code"):
         agl.harness("claude")
-    installed("0.1000.0-alpha")
+    installed()
     agl.harness("codex").check()
 
 
@@ -111,7 +108,7 @@ def test_a_harness_that_cannot_run_says_how_to_install_it(installed: Any) -> Non
 async def test_an_attempt_works_in_a_copy_and_only_its_grader_rewards_it(
     store: SqlStore, tmp_path: Path, installed: Any
 ) -> None:
-    installed("1.0.0", 'echo "$@" >> notes; cat >> notes; pwd; echo \'{"reward": 1}\'')
+    installed('echo "$@" >> notes; cat >> notes; pwd; echo \'{"reward": 1}\'')
     (tmp_path / "repo").mkdir()
     (tmp_path / "repo" / "notes").write_text("begun\n")
     seen: list[agl.CommandOutput] = []
@@ -142,11 +139,11 @@ async def test_a_harness_can_neither_borrow_its_graders_credentials_nor_swap_wha
     store: SqlStore, tmp_path: Path, installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GH_TOKEN", "the user's")
-    installed("1.0.0")
+    installed()
     agent = agl.harness("codex", grader="sh -c 'echo ${GH_TOKEN:-0.25}'")
     rollout = await Runner(store, agent).run_one("x", {"llm": LLM})
     assert agl.find_final_reward(await store.query_spans(rollout.rollout_id)) == 0.25
-    installed("1.0.0", f'd=$(pwd) && cd / && rm -r "$d" && ln -s {tmp_path} "$d"')
+    installed(f'd=$(pwd) && cd / && rm -r "$d" && ln -s {tmp_path} "$d"')
     with pytest.raises(CommandFailedError, match="a link in the place"):
         await Runner(store, agent).run_one("x", {"llm": LLM})
 
@@ -170,11 +167,11 @@ def test_a_run_file_names_a_harness(tmp_path: Path) -> None:
                 loaded.load()
 
 
-def test_agl_run_sets_up_a_harness(installed: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    installed("1.0.0", 'echo "$1 $(grep ^model\\  "$CODEX_HOME/config.toml") $HOME"')
+def test_agl_record_sets_up_a_harness(installed: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    installed('echo "$1 $(grep ^model\\  "$CODEX_HOME/config.toml") $HOME"')
     options = ["--backend", "http://127.0.0.1:9/v1", "--kind", "vllm", "--store", f"{tmp_path}/s.sqlite"]
-    assert run(["run", *options, "--harness", "codex", "--", "exec"]) == 2
+    assert run(["record", *options, "--harness", "codex", "--", "exec"]) == 2
     assert "--harness needs --model NAME" in capfd.readouterr().err
-    assert run(["run", *options, "--harness", "codex", "--model", "m", "--", "exec"]) == 0
+    assert run(["record", *options, "--harness", "codex", "--model", "m", "--", "exec"]) == 0
     out = capfd.readouterr().out
     assert out.startswith('exec model = "m" ') and os.environ["HOME"] not in out.split()

@@ -16,15 +16,12 @@ from typing import Any
 
 import pytest
 import yaml
-from aiohttp import web
 from yarl import URL
 
 from agentlightning.cli.main import run
 from agentlightning.errors import AgentLightningError, ConfigError, ForbiddenError, UnavailableError
-from agentlightning.runner import kubernetes
-from agentlightning.runner import pool as pool_module
-from agentlightning.runner.kubernetes import POOL_LABEL, KubernetesJobs, job_of, read_manifest
-from agentlightning.runner.pool import ENDED, RUNNING, Pool
+from agentlightning.runner import fleet
+from agentlightning.runner.fleet import POOL_LABEL, KubernetesJobs, Pool, job_of, read_manifest
 from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.sql import SqlStore
@@ -34,7 +31,7 @@ from tests.runner.cluster import NAMESPACE, Cluster, fault, late, serving
 pytestmark = pytest.mark.anyio
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "kubernetes"
-ARGUMENTS = ("--server=http://agl:8123", "--agent=agent.py:agent")
+ARGUMENTS = ("--server=http://agl:8123", "agent.py:agent")
 SIZE = (3, 2)  # at most, rollouts of each
 HOSTILE = [
     '"; rm -rf / #',
@@ -52,14 +49,14 @@ HOSTILE = [
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "PERIOD_SECONDS", 0.05)
+    monkeypatch.setattr(fleet, "PERIOD_SECONDS", 0.05)
 
 
 @pytest.fixture
 async def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
     """This process is in one of its pods."""
     async with serving(tmp_path) as cluster:
-        monkeypatch.setattr(kubernetes, "ACCOUNT", cluster.account)
+        monkeypatch.setattr(fleet, "ACCOUNT", cluster.account)
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
         monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(cluster.port))
         yield cluster
@@ -92,13 +89,6 @@ async def until(true: Any, seconds: float = 20) -> None:
     async with asyncio.timeout(seconds):
         while not true():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-
-
-async def test_wanted_is_what_the_queue_needs_within_bounds(store: SqlStore, cluster: Cluster) -> None:
-    jobs = jobs_of()
-    pool = pool_of(store, jobs, ARGUMENTS, (4, 8), [])
-    assert [pool.wanted(rollouts) for rollouts in (0, 1, 8, 9, 32, 33, 1000)] == [0, 1, 1, 2, 4, 4, 4]
-    await jobs.close()
 
 
 def test_a_job_is_the_manifest_with_a_few_leaves_more() -> None:
@@ -193,7 +183,7 @@ async def test_jobs_of_an_earlier_pool_are_taken_up_and_old_failures_do_not_coun
 
 
 async def test_what_passes_is_waited_out(store: SqlStore, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kubernetes, "_ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(fleet, "_ANSWER_SECONDS", 0.3)
     async with running(store) as said:
         await until(lambda: len(cluster.asked) > 1)
         quota = fault(403, "Forbidden", "exceeded quota: compute, requested: cpu=1, used: cpu=9, limited: cpu=9")
@@ -228,15 +218,6 @@ async def test_a_start_whose_answer_was_lost_is_not_made_twice(store: SqlStore, 
         assert len(cluster.jobs) == 1, said
 
 
-async def test_a_token_that_was_replaced_is_read_again(store: SqlStore, cluster: Cluster) -> None:
-    async with running(store) as said:
-        await until(lambda: len(cluster.asked) > 1)
-        cluster.token.write_text("second\n")
-        await store.enqueue_rollout(0)
-        await until(lambda: cluster.jobs)
-    assert not [line for line in said if "tried again" in line]
-
-
 @pytest.mark.parametrize(
     ("code", "kind", "says"),
     [
@@ -244,6 +225,7 @@ async def test_a_token_that_was_replaced_is_read_again(store: SqlStore, cluster:
         (403, ForbiddenError, "create, list and delete jobs"),
         (500, UnavailableError, "500"),
         (302, ConfigError, "302"),
+        (422, ConfigError, "422"),
     ],
 )
 async def test_what_cannot_be_from_the_start_ends_the_pool(
@@ -255,26 +237,10 @@ async def test_what_cannot_be_from_the_start_ends_the_pool(
             await asyncio.sleep(1)
 
 
-async def test_a_manifest_that_the_cluster_refuses_ends_the_pool_with_its_words(
-    store: SqlStore, cluster: Cluster
-) -> None:
-    await store.enqueue_rollout(0)
-    invalid = "spec.template.spec.containers[0].resources.limits: must be less than or equal to"
-
-    async def refuse(request: Any) -> Any:
-        return await fault(422, "Invalid", invalid)(request)
-
-    jobs = jobs_of()
-    cluster.faults = [refuse]
-    with pytest.raises(ConfigError, match="must be less"):
-        await jobs.start("runner-1", ARGUMENTS)
-    await jobs.close()
-
-
 async def test_runners_that_never_come_up_end_the_pool(
     store: SqlStore, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool_module, "TURNS_TO_FAIL", 2)
+    monkeypatch.setattr(fleet, "TURNS_TO_FAIL", 2)
     await store.enqueue_rollout(0)
     with pytest.raises(AgentLightningError, match=r"again and again .*BackoffLimitExceeded.*their logs say why"):
         async with running(store, (1, 1)):
@@ -289,66 +255,19 @@ async def test_runners_that_never_come_up_end_the_pool(
                         break
 
 
-async def test_clean_up_outlasts_an_api_that_fails(store: SqlStore, cluster: Cluster) -> None:
-    for _ in range(4):
-        await store.enqueue_rollout(0)
-    async with running(store):
-        await until(lambda: len(cluster.jobs) == 2)
-        cluster.faults = [fault(500, "InternalError") for _ in range(4)]
-    assert not cluster.jobs
-
-
 async def test_a_pool_that_cannot_clean_up_says_so(
     store: SqlStore, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool_module, "CLEAN_UP_SECONDS", 0.5)
+    monkeypatch.setattr(fleet, "CLEAN_UP_SECONDS", 0.5)
     for code in (403, 500):
         async with running(store, told=False) as said:
             await until(lambda: cluster.asked)
             await asyncio.sleep(0.1)
-            monkeypatch.setattr(pool_module, "PERIOD_SECONDS", 5)
+            monkeypatch.setattr(fleet, "PERIOD_SECONDS", 5)
             await asyncio.sleep(0.1)
             cluster.faults = [fault(code, "Reason") for _ in range(99)]
         assert "could not be told to drain" in said[-1] and str(code) in said[-1]
         cluster.faults, cluster.asked = [], []
-
-
-async def test_one_that_is_gone_or_going_is_no_error_at_the_end(cluster: Cluster) -> None:
-    jobs = jobs_of()
-    await jobs.start("a", ARGUMENTS)
-    await jobs.start("b", ARGUMENTS)
-    cluster.jobs["my-agent-a"]["metadata"]["deletionTimestamp"] = "2026-11-23T12:00:00Z"
-    assert await jobs.runners() == {"my-agent-a": ENDED, "my-agent-b": RUNNING}
-
-    async def gone(request: Any) -> Any:
-        cluster.faults = [fault(404, "NotFound")]
-        return cluster.listed(request)
-
-    cluster.faults = [gone]
-    await jobs.drain()
-    assert not cluster.faults and not cluster.deleted
-    await jobs.close()
-
-
-async def test_what_is_no_kubernetes_is_named(cluster: Cluster) -> None:
-    async def other(request: Any) -> Any:
-        return web.json_response({"hello": "world"})
-
-    jobs = jobs_of(cluster.proxy)
-    cluster.faults = [other]
-    with pytest.raises(ConfigError, match="is not the Kubernetes API"):
-        await jobs.runners()
-    await jobs.close()
-
-
-@pytest.mark.parametrize("missing", ["KUBERNETES_SERVICE_HOST", "token"])
-async def test_outside_a_pod_the_api_has_to_be_given(
-    cluster: Cluster, missing: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(missing, raising=False)
-    (cluster.account / missing).unlink(missing_ok=True)
-    with pytest.raises(ConfigError, match="no pod with a service account: run `kubectl proxy`"):
-        jobs_of()
 
 
 @pytest.mark.slow
@@ -362,8 +281,7 @@ async def test_jobs_run_the_real_runner_to_the_last_rollout(brief_store: SqlStor
     config = RolloutConfig(max_attempts=2, retry_condition=("unresponsive",))
     ids = [(await brief_store.enqueue_rollout(0, config=config)).rollout_id for _ in range(6)]
     async with HttpServer(create_app(brief_store, admin_key=key), port=0) as server:
-        arguments = [f"--server={server.url}", "--agent=agent.py:agent", "--isolation=none", "--concurrency=2"]
-        arguments += ["--idle=0.5s"]
+        arguments = [f"--server={server.url}", "--isolation=none", "--concurrency=2", "--idle=0.5s", "agent.py:agent"]
         said: list[str] = []
         pool = pool_of(brief_store, jobs_of(), arguments, (2, 2), said)
         task = asyncio.create_task(pool.run())
@@ -375,17 +293,17 @@ async def test_jobs_run_the_real_runner_to_the_last_rollout(brief_store: SqlStor
     assert len(cluster.processes) == 2 and not any("failed" in line for line in said)
 
 
-@pytest.mark.parametrize("agent", ['"; rm -rf / #\n$(AGL_KEY)', "--key=x", "agent.py:agent"])
+@pytest.mark.parametrize("agent", ['"; rm -rf / #\n$(AGL_KEY)', "--key=x"])
 async def test_the_command_passes_its_options_on_and_cleans_up_at_ctrl_c(
     store: SqlStore, cluster: Cluster, agent: str
 ) -> None:
     await store.enqueue_rollout(0)
     async with HttpServer(create_app(store, admin_key="an admin's key"), port=0) as server:
-        options = ["--agent", agent, "--server", server.url, "--drain", "7s", "--isolation", "process", "--max", "3"]
+        options = ["--server", server.url, "--drain", "7s", "--isolation", "process", "--max", "3"]
         there = ["--kube-api", str(cluster.proxy), "--json"]
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", "from agentlightning.cli.main import main; main()", "runner", *options, *there),
-            *("--kubernetes", str(EXAMPLES / "job.yaml")),
+            *("--kubernetes", str(EXAMPLES / "job.yaml"), "--", agent),
             env={**os.environ, "AGL_KEY": "an admin's key"},
             stdout=subprocess.PIPE,
         )
@@ -397,12 +315,7 @@ async def test_the_command_passes_its_options_on_and_cleans_up_at_ctrl_c(
         assert process.returncode == 0 and json.loads(said) == {"server": server.url, "runners": 3, "concurrency": 8}
     assert pod["terminationGracePeriodSeconds"] == 22 and not cluster.jobs
     runner = pod["containers"][0]["args"]
-    given = [
-        f"--agent={agent}".replace("$", "$$"),
-        f"--server={server.url}",
-        "--isolation=process",
-        "--drain=7.000000s",
-    ]
+    given = [f"--server={server.url}", "--isolation=process", "--drain=7.000000s", "--", agent.replace("$", "$$")]
     assert runner == ["runner", "--concurrency=8", "--idle=60.000000s", *given]
 
 
@@ -430,10 +343,6 @@ async def test_a_second_ctrl_c_ends_a_pool_that_waits_for_its_api(store: SqlStor
     [
         (["--ray", "2", "--kubernetes", str(EXAMPLES / "job.yaml")], 2, "a pool is --ray N, or --kubernetes"),
         (["--max", "2"], 2, "a pool is --ray N, or --kubernetes"),
-        (["--ray", "2", "--max", "3"], 2, "a pool is --ray N, or --kubernetes"),
-        (["--ray", "1", "--kube-api", "http://127.0.0.1:9"], 2, "a pool is --ray N, or --kubernetes"),
-        (["--kubernetes", str(EXAMPLES / "job.yaml")], 2, "a pool is --ray N, or --kubernetes"),
-        (["--kubernetes", "nothing.yaml", "--max", "1"], 2, "does not exist"),
         (["--kubernetes", str(EXAMPLES / "pool.yaml"), "--max", "1"], 1, "no manifest of a Job"),
         (["--kubernetes", str(EXAMPLES / "job.yaml"), "--max", "1"], 1, "no pod with a service account"),
         (["--kubernetes", str(EXAMPLES / "job.yaml"), "--max", "1", "--kube-api", "http://a:b"], 2, "--kube-api"),
@@ -445,24 +354,6 @@ def test_a_mistake_on_the_command_line_is_named(
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     assert run(["runner", "agent.py:agent", "--server", "http://127.0.0.1:9", "--key", "k" * 8, *options]) == code
     assert says in " ".join(capsys.readouterr().err.split())
-
-
-async def test_a_wrong_key_of_the_server_is_said_at_once(store: SqlStore, capfd: pytest.CaptureFixture[str]) -> None:
-    async with HttpServer(create_app(store, admin_key="an admin's key"), port=0) as server:
-        there = ["--kubernetes", str(EXAMPLES / "job.yaml"), "--max", "1", "--kube-api", "http://127.0.0.1:9"]
-        command = ["runner", "agent.py:agent", "--server", server.url, *there, "--key"]
-        assert await asyncio.to_thread(run_aside, [*command, "another key"]) == 1
-        assert "key" in (said := capfd.readouterr().err) and "Kubernetes" not in said
-        assert await asyncio.to_thread(run_aside, [*command, "an admin's key"]) == 1
-        assert "no answer of the Kubernetes API at http://127.0.0.1:9" in capfd.readouterr().err
-        command[command.index("http://127.0.0.1:9")] = "kubernetes"
-        assert await asyncio.to_thread(run_aside, [*command, "an admin's key"]) == 1
-        assert "no answer of the Kubernetes API at kubernetes" in capfd.readouterr().err
-
-
-def run_aside(arguments: list[str]) -> int:
-    words = [sys.executable, "-c", "from agentlightning.cli.main import main; main()", *arguments]
-    return subprocess.run(words, timeout=30).returncode
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")

@@ -183,17 +183,3 @@ async def test_a_pool_that_is_killed_takes_its_runners_along_and_their_rollouts_
         async with asyncio.timeout(60):  # once the lease has run out
             while (await brief_store.query_rollouts(rollout_id_in=ids))[0].status != "requeuing":  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-
-
-async def test_a_mistake_is_said_before_anything_starts_or_in_the_runners_own_words(
-    store: SqlStore, tmp_path: Path
-) -> None:
-    await store.enqueue_rollout(0)
-    async with pool_of(store, tmp_path, "--ray", "1", agent="agnt.py:agent") as pool:
-        assert await asyncio.wait_for(pool.process.wait(), 30) == 1
-        await pool.until_said("agnt.py")
-    async with pool_of(store, tmp_path, "--ray", "1", "--instrument", "nothing") as pool:
-        await pool.until_said("failed: exit code 1")
-        await pool.until_said("did you mean")
-        os.killpg(pool.process.pid, signal.SIGTERM)
-        assert await asyncio.wait_for(pool.process.wait(), 60) == 0

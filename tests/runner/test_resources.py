@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from agentlightning.errors import NotFoundError
-from agentlightning.runner.resources import ResourceCache
+from agentlightning.runner.environment import ResourceCache
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import LLM, NamedResources, PromptTemplate
 
@@ -32,14 +32,6 @@ async def test_a_model_of_the_gateway_names_the_attempt_and_a_foreign_one_is_lef
     assert (view["judge"], view["answerer"]) == (JUDGE, ANSWERER)
     assert ANSWERER.get_base_url(rollout.rollout_id, rollout.attempt.attempt_id) == ANSWERER.endpoint
     assert view["prompt"] == PROMPT
-
-
-async def test_a_runner_elsewhere_reaches_the_gateway_by_its_own_url(store: SqlStore) -> None:
-    await store.add_resources(RESOURCES)
-    rollout = await store.start_rollout("task")
-    llm = (await ResourceCache(store, "https://train.example:443/v1").bound_to(rollout))["llm"]
-    assert isinstance(llm, LLM)
-    assert llm.endpoint.startswith(f"https://train.example:443/rollout/{rollout.rollout_id}/")
 
 
 async def test_a_rollout_keeps_the_version_it_names_and_others_get_the_latest(store: SqlStore) -> None:

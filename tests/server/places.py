@@ -10,6 +10,7 @@ import aiohttp
 import msgspec
 
 from agentlightning.store import calls
+from agentlightning.store.base import CALLS
 from agentlightning.store.calls import Call
 from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.otlp import PROTOBUF
@@ -26,57 +27,57 @@ from tests.server.exporters import encode_traces
 # --- which scope opens which calls -------------------------------------------------------------------------------
 
 READ = {
-    calls.QueryRollouts,
-    calls.WaitForRollouts,
-    calls.FinishedAfter,
-    calls.GetRollout,
-    calls.QueryAttempts,
-    calls.GetLatestAttempt,
-    calls.GetSpans,
-    calls.QuerySpans,
-    calls.QueryResources,
-    calls.GetLatestResources,
-    calls.GetResources,
-    calls.QueryRuns,
-    calls.QueryMetrics,
-    calls.CompleteGroupsAfter,
-    calls.GetGroup,
-    calls.QueryWorkers,
-    calls.Statistics,
-    calls.GetTime,
+    "page_rollouts",
+    "wait_for_rollouts",
+    "finished_after",
+    "get_rollout_by_id",
+    "query_attempts",
+    "get_latest_attempt",
+    "query_spans",
+    "page_spans",
+    "query_resources",
+    "get_latest_resources",
+    "get_resources_by_id",
+    "query_runs",
+    "query_metrics",
+    "complete_groups_after",
+    "get_group",
+    "query_workers",
+    "statistics",
+    "get_time",
 }
-GRADER = READ | {calls.AddSpans}
+GRADER = READ | {"store_spans"}
 WORKER = GRADER | {
-    calls.StartRollout,
-    calls.LeaseRollouts,
-    calls.StartAttempt,
-    calls.UpdateAttempt,
-    calls.BeatHeart,
-    calls.ExtendAttempts,
-    calls.NextSpanSequenceId,
-    calls.UpdateWorker,
-    calls.IssueWorkerKey,
+    "start_rollout",
+    "dequeue_many_rollouts",
+    "start_attempt",
+    "update_attempt",
+    "heartbeat",
+    "extend_attempts",
+    "get_next_span_sequence_id",
+    "update_worker",
+    "issue_worker_key",
 }
 TRAINER = WORKER | {
-    calls.EnqueueRollouts,
-    calls.UpdateRollout,
-    calls.CancelRollout,
-    calls.AddResources,
-    calls.StartRun,
-    calls.UpdateRun,
-    calls.NextPolicyVersion,
-    calls.AddMetrics,
-    calls.CreateGroup,
+    "enqueue_many_rollouts",
+    "update_rollout",
+    "cancel_rollout",
+    "add_resources",
+    "start_run",
+    "update_run",
+    "next_policy_version",
+    "add_metrics",
+    "create_group",
 }
 ADMIN = TRAINER | {
-    calls.DeleteRollouts,
-    calls.IssueKey,
-    calls.IssueAttemptKey,
-    calls.RevokeKey,
-    calls.FindKey,
-    calls.QueryKeys,
-    calls.CheckStore,
-    calls.ImportRollout,
+    "delete_rollouts",
+    "issue_key",
+    "issue_attempt_key",
+    "revoke_key",
+    "find_key",
+    "query_keys",
+    "check_store",
+    "import_rollout",
 }
 OPENS = {"read": READ, "grader": GRADER, "worker": WORKER, "trainer": TRAINER, "admin": ADMIN}
 
@@ -108,10 +109,9 @@ def span_of(place: Place, number: int = 1, **fields: Any) -> Span:
 
 async def furnish(store: SqlStore, tag: str) -> Place:
     place = Place(tag)
-    perform = store.perform
-    await perform(calls.StartRun(kind="train", manifest={}, run_id=place.run_id))
-    await perform(calls.AddResources(resources={}, resources_id=place.resources_id))
-    await perform(calls.CreateGroup(size=1, run_id=place.run_id, group_id=place.group_id))
+    await store.start_run("train", {}, place.run_id)
+    await store.add_resources({}, resources_id=place.resources_id)
+    await store.create_group(1, place.run_id, place.group_id)
     request = EnqueueRolloutRequest(
         input=f"input of {tag}",
         rollout_id=place.rollout_id,
@@ -119,20 +119,17 @@ async def furnish(store: SqlStore, tag: str) -> Place:
         group_id=place.group_id,
         group_index=0,
     )
-    await perform(calls.EnqueueRollouts(requests=[request]))
-    attempted = await perform(
-        calls.StartAttempt(rollout_id=place.rollout_id, attempt_id=place.attempt_id, worker_id=place.worker_id)
-    )
+    await store.enqueue_many_rollouts([request])
+    attempted = await store.start_attempt(place.rollout_id, place.worker_id, attempt_id=place.attempt_id)
     assert attempted.lease is not None
-    await perform(calls.AddSpans(spans=[span_of(place)]))
-    await perform(calls.AddMetrics(run_id=place.run_id, metrics=metrics_of(place)))
-    of_attempt = {"rollout_id": place.rollout_id, "attempt_id": place.attempt_id}
+    await store.store_spans([span_of(place)])
+    await store.add_metrics(metrics_of(place))
     return replace(
         place,
         lease=attempted.lease.token,
-        key_id=(await perform(calls.IssueKey(name="any", scopes=["read"]))).key_id,
+        key_id=(await store.issue_key("any", ["read"])).key_id,
         attempt_key=attempted.api_key,
-        grading_key=await perform(calls.IssueAttemptKey(**of_attempt, rewards=True)),
+        grading_key=await store.issue_attempt_key(place.rollout_id, place.attempt_id, rewards=True),
     )
 
 
@@ -155,62 +152,62 @@ def last_attempt(place: Place) -> Attempt:
     return Attempt(**ids, sequence_id=1, start_time=1.0, status="succeeded")
 
 
-NAMING: dict[type[Call[Any]], Callable[[Place], Call[Any]]] = {
-    calls.StartRollout: lambda p: calls.StartRollout(
-        request=EnqueueRolloutRequest(input=2, resources_id=p.resources_id)
-    ),
-    calls.EnqueueRollouts: lambda p: calls.EnqueueRollouts(requests=[EnqueueRolloutRequest(input=2, run_id=p.run_id)]),
-    calls.WaitForRollouts: lambda p: calls.WaitForRollouts(rollout_ids=[p.rollout_id], timeout=0.0),
-    calls.FinishedAfter: lambda p: calls.FinishedAfter(run_id=p.run_id),
-    calls.GetRollout: lambda p: calls.GetRollout(rollout_id=p.rollout_id),
-    calls.UpdateRollout: lambda p: calls.UpdateRollout(rollout_id=p.rollout_id, metadata={"seen": True}),
-    calls.CancelRollout: lambda p: calls.CancelRollout(rollout_id=p.rollout_id),
-    calls.StartAttempt: lambda p: calls.StartAttempt(rollout_id=p.rollout_id),
-    calls.QueryAttempts: lambda p: calls.QueryAttempts(rollout_id=p.rollout_id),
-    calls.GetLatestAttempt: lambda p: calls.GetLatestAttempt(rollout_id=p.rollout_id),
-    calls.UpdateAttempt: lambda p: calls.UpdateAttempt(
-        rollout_id=p.rollout_id, attempt_id=p.attempt_id, metadata={"seen": True}
-    ),
-    calls.BeatHeart: lambda p: calls.BeatHeart(rollout_id=p.rollout_id, attempt_id=p.attempt_id, lease=p.lease),
-    calls.AddSpans: lambda p: calls.AddSpans(spans=[span_of(p, 2)]),
-    calls.NextSpanSequenceId: lambda p: calls.NextSpanSequenceId(rollout_id=p.rollout_id, attempt_id=p.attempt_id),
-    calls.GetSpans: lambda p: calls.GetSpans(rollout_id=p.rollout_id),
-    calls.AddResources: lambda p: calls.AddResources(resources={}, parent_id=p.resources_id),
-    calls.GetResources: lambda p: calls.GetResources(resources_id=p.resources_id),
-    calls.UpdateRun: lambda p: calls.UpdateRun(run_id=p.run_id, status="failed"),
-    calls.NextPolicyVersion: lambda p: calls.NextPolicyVersion(run_id=p.run_id),
-    calls.AddMetrics: lambda p: calls.AddMetrics(run_id=p.run_id, metrics=metrics_of(p)),
-    calls.QueryMetrics: lambda p: calls.QueryMetrics(run_id=p.run_id),
-    calls.CompleteGroupsAfter: lambda p: calls.CompleteGroupsAfter(run_id=p.run_id),
-    calls.CreateGroup: lambda p: calls.CreateGroup(size=1, run_id=p.run_id),
-    calls.GetGroup: lambda p: calls.GetGroup(group_id=p.group_id),
-    calls.IssueAttemptKey: lambda p: calls.IssueAttemptKey(rollout_id=p.rollout_id, attempt_id=p.attempt_id),
+NAMING: dict[str, Callable[[Place], dict[str, Any]]] = {
+    "start_rollout": lambda p: {"input": 2, "resources_id": p.resources_id},
+    "enqueue_many_rollouts": lambda p: {"requests": [EnqueueRolloutRequest(input=2, run_id=p.run_id)]},
+    "wait_for_rollouts": lambda p: {"rollout_ids": [p.rollout_id], "timeout": 0.0},
+    "finished_after": lambda p: {"run_id": p.run_id},
+    "get_rollout_by_id": lambda p: {"rollout_id": p.rollout_id},
+    "update_rollout": lambda p: {"rollout_id": p.rollout_id, "metadata": {"seen": True}},
+    "cancel_rollout": lambda p: {"rollout_id": p.rollout_id},
+    "start_attempt": lambda p: {"rollout_id": p.rollout_id},
+    "query_attempts": lambda p: {"rollout_id": p.rollout_id},
+    "get_latest_attempt": lambda p: {"rollout_id": p.rollout_id},
+    "update_attempt": lambda p: {"rollout_id": p.rollout_id, "attempt_id": p.attempt_id, "metadata": {"seen": True}},
+    "heartbeat": lambda p: {"rollout_id": p.rollout_id, "attempt_id": p.attempt_id, "lease": p.lease},
+    "store_spans": lambda p: {"spans": [span_of(p, 2)]},
+    "get_next_span_sequence_id": lambda p: {"rollout_id": p.rollout_id, "attempt_id": p.attempt_id},
+    "query_spans": lambda p: {"rollout_id": p.rollout_id},
+    "add_resources": lambda p: {"resources": {}, "parent_id": p.resources_id},
+    "get_resources_by_id": lambda p: {"resources_id": p.resources_id},
+    "update_run": lambda p: {"run_id": p.run_id, "status": "failed"},
+    "next_policy_version": lambda p: {"run_id": p.run_id},
+    "add_metrics": lambda p: {"metrics": metrics_of(p)},
+    "query_metrics": lambda p: {"run_id": p.run_id},
+    "complete_groups_after": lambda p: {"run_id": p.run_id},
+    "create_group": lambda p: {"size": 1, "run_id": p.run_id},
+    "get_group": lambda p: {"group_id": p.group_id},
+    "issue_attempt_key": lambda p: {"rollout_id": p.rollout_id, "attempt_id": p.attempt_id},
 }
 """Calls that name something of a place."""
 
-NAMELESS: dict[type[Call[Any]], Callable[[Place], Call[Any]]] = {
-    calls.LeaseRollouts: lambda p: calls.LeaseRollouts(),
-    calls.QueryRollouts: lambda p: calls.QueryRollouts(with_total=True),
-    calls.QuerySpans: lambda p: calls.QuerySpans(with_total=True),
-    calls.QueryResources: lambda p: calls.QueryResources(),
-    calls.GetLatestResources: lambda p: calls.GetLatestResources(),
-    calls.StartRun: lambda p: calls.StartRun(kind="train", manifest={}),
-    calls.QueryRuns: lambda p: calls.QueryRuns(),
-    calls.UpdateWorker: lambda p: calls.UpdateWorker(worker_id=p.worker_id),
-    calls.IssueWorkerKey: lambda p: calls.IssueWorkerKey(worker_id=p.worker_id),
-    calls.QueryWorkers: lambda p: calls.QueryWorkers(),
-    calls.ExtendAttempts: lambda p: calls.ExtendAttempts(attempts=[(p.rollout_id, p.attempt_id)], seconds=1.0),
-    calls.Statistics: lambda p: calls.Statistics(),
-    calls.GetTime: lambda p: calls.GetTime(),
-    calls.DeleteRollouts: lambda p: calls.DeleteRollouts(where=Condition("rollout_id", "eq", p.rollout_id)),
-    calls.IssueKey: lambda p: calls.IssueKey(name="another", scopes=["read"]),
-    calls.RevokeKey: lambda p: calls.RevokeKey(key_id=p.key_id),
-    calls.FindKey: lambda p: calls.FindKey(api_key=p.attempt_key),
-    calls.QueryKeys: lambda p: calls.QueryKeys(),
-    calls.CheckStore: lambda p: calls.CheckStore(),
-    calls.ImportRollout: lambda p: calls.ImportRollout(rollout=terminal(p), attempts=[last_attempt(p)], spans=[]),
+NAMELESS: dict[str, Callable[[Place], dict[str, Any]]] = {
+    "dequeue_many_rollouts": lambda p: {},
+    "page_rollouts": lambda p: {"with_total": True},
+    "page_spans": lambda p: {"with_total": True},
+    "query_resources": lambda p: {},
+    "get_latest_resources": lambda p: {},
+    "start_run": lambda p: {"kind": "train", "manifest": {}},
+    "query_runs": lambda p: {},
+    "update_worker": lambda p: {"worker_id": p.worker_id},
+    "issue_worker_key": lambda p: {"worker_id": p.worker_id},
+    "query_workers": lambda p: {},
+    "extend_attempts": lambda p: {"attempts": [(p.rollout_id, p.attempt_id)], "seconds": 1.0},
+    "statistics": lambda p: {},
+    "get_time": lambda p: {},
+    "delete_rollouts": lambda p: {"where": Condition("rollout_id", "eq", p.rollout_id)},
+    "issue_key": lambda p: {"name": "another", "scopes": ["read"]},
+    "revoke_key": lambda p: {"key_id": p.key_id},
+    "find_key": lambda p: {"api_key": p.attempt_key},
+    "query_keys": lambda p: {},
+    "check_store": lambda p: {},
+    "import_rollout": lambda p: {"rollout": terminal(p), "attempts": [last_attempt(p)], "spans": []},
 }
 EVERY = {**NAMING, **NAMELESS}
+
+
+def call_about(name: str, place: Place) -> Call:
+    return CALLS[name](**EVERY[name](place))
 
 
 @dataclass
@@ -229,7 +226,7 @@ class Caller:
     key: str | None
     headers: dict[str, str] = field(default_factory=dict)
 
-    async def __call__(self, call: Call[Any]) -> tuple[int, str]:
+    async def __call__(self, call: Call) -> tuple[int, str]:
         method, _, path = call.route.partition(" ")
         fields = msgspec.to_builtins(call)
         path = path.format_map({name: fields.pop(name) for name in calls.path_fields(path)})
@@ -244,7 +241,7 @@ class Caller:
 
 
 async def issue(store: SqlStore, *scopes: str, **more: Any) -> str:
-    return (await store.perform(calls.IssueKey(name="k", scopes=list(scopes), **more))).api_key
+    return (await store.issue_key(name="k", scopes=list(scopes), **more)).api_key
 
 
 def otlp(*spans: Span) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from itertools import product
 from typing import Any
 
 import aiohttp
-import msgspec
 import pytest
 
 from agentlightning import semconv
@@ -21,7 +20,7 @@ from agentlightning.server.access import ATTEMPT_BYTES
 from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
 from agentlightning.server.sessions import Sessions
-from agentlightning.store import calls
+from agentlightning.store.base import CALLS
 from agentlightning.store.calls import Call
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
@@ -39,6 +38,7 @@ from tests.server.places import (
     Caller,
     Clock,
     Place,
+    call_about,
     furnish,
     issue,
     otlp,
@@ -61,7 +61,7 @@ async def store(anyio_backend, clock) -> AsyncIterator[SqlStore]:
 
 
 def test_the_rules_speak_of_every_call():
-    assert set(calls.all_calls()) == ADMIN
+    assert set(CALLS) == ADMIN
 
 
 # --- every call with every kind of key ---------------------------------------------------------------------------
@@ -70,17 +70,17 @@ def test_the_rules_speak_of_every_call():
 async def statuses(store: SqlStore, caller: Caller, key_of: Callable[[Place], str] | None = None) -> dict[Any, int]:
     """What each call is answered, each in a place of its own."""
     found: dict[Any, int] = {}
-    for number, (kind, make) in enumerate(EVERY.items()):
+    for number, kind in enumerate(EVERY):
         place = await furnish(store, f"a-{number}")
-        if kind is calls.LeaseRollouts:
-            await store.perform(calls.EnqueueRollouts(requests=[EnqueueRolloutRequest(input=1)]))
+        if kind == "dequeue_many_rollouts":
+            await store.enqueue_many_rollouts(requests=[EnqueueRolloutRequest(input=1)])
         if key_of is not None:
             caller.key = key_of(place)
-        found[kind], _ = await caller(make(place))
+        found[kind], _ = await caller(call_about(kind, place))
     return found
 
 
-def expected(opens: set[type[Call[Any]]], otherwise: int = 403) -> dict[Any, int]:
+def expected(opens: set[str], otherwise: int = 403) -> dict[Any, int]:
     return {kind: 200 if kind in opens else otherwise for kind in EVERY}
 
 
@@ -98,25 +98,25 @@ async def test_the_admin_key_opens_everything(store, http):
 
 
 async def test_without_a_valid_key_nothing_opens(store, http, clock):
-    ended = await store.perform(calls.IssueKey(name="ended", scopes=["admin"]))
+    ended = await store.issue_key(name="ended", scopes=["admin"])
     revoked, expired = ended.api_key, await issue(store, "admin", lifetime_seconds=10)
     for key in (revoked, expired):
-        assert (await Caller(http, key)(calls.QueryRuns()))[0] == 200
-    await store.perform(calls.RevokeKey(key_id=ended.key_id))
+        assert (await Caller(http, key)(CALLS["query_runs"]()))[0] == 200
+    await store.revoke_key(key_id=ended.key_id)
     clock.now += 11
     elsewhere = await SqlStore.open(":memory:")
     foreign = (await furnish(elsewhere, "f")).attempt_key
     await elsewhere.close()
     for key in (None, "", "wrong", revoked, expired, foreign, ADMIN_KEY[:-1], ADMIN_KEY + "x", f"aglk-{'x' * 43}"):
         caller = Caller(http, key)
-        for kind, make in EVERY.items():
-            assert (await caller(make(Place("nowhere"))))[0] == 401, (key, kind)
+        for kind in EVERY:
+            assert (await caller(call_about(kind, Place("nowhere"))))[0] == 401, (key, kind)
 
 
 @pytest.mark.parametrize("which", ["attempt_key", "grading_key"])
 async def test_an_attempts_key_adds_spans_and_nothing_else(store, http, which):
     found = await statuses(store, Caller(http, None), lambda place: getattr(place, which))
-    assert found == expected({calls.AddSpans})
+    assert found == expected({"store_spans"})
 
 
 @pytest.mark.parametrize(
@@ -133,23 +133,23 @@ async def test_an_attempts_key_adds_spans_and_nothing_else(store, http, which):
 )
 async def test_a_key_that_nobody_could_make_sense_of_is_not_issued(store, fields, hint):
     with pytest.raises(InvalidError, match=hint):
-        await store.perform(calls.IssueKey(**{"name": "k", "scopes": ["read"], **fields}))
-    assert await store.perform(calls.QueryKeys()) == []
+        await store.issue_key(**{"name": "k", "scopes": ["read"], **fields})
+    assert await store.query_keys() == []
 
 
 async def test_a_key_does_not_end_beyond_all_dates(store):
-    await store.perform(calls.IssueKey(name="k", scopes=["read"]))
-    (key,) = await store.perform(calls.QueryKeys())
+    await store.issue_key(name="k", scopes=["read"])
+    (key,) = await store.query_keys()
     assert key.expire_time is None
 
 
 async def test_a_revoked_key_ends_at_once_and_another_takes_its_place(store, http):
-    first = await store.perform(calls.IssueKey(name="first", scopes=["read"]))
+    first = await store.issue_key(name="first", scopes=["read"])
     second = await issue(store, "read")
-    assert (await Caller(http, first.api_key)(calls.QueryRuns()))[0] == 200
-    await store.perform(calls.RevokeKey(key_id=first.key_id))
-    assert (await Caller(http, first.api_key)(calls.QueryRuns()))[0] == 401
-    assert (await Caller(http, second)(calls.QueryRuns()))[0] == 200
+    assert (await Caller(http, first.api_key)(CALLS["query_runs"]()))[0] == 200
+    await store.revoke_key(key_id=first.key_id)
+    assert (await Caller(http, first.api_key)(CALLS["query_runs"]()))[0] == 401
+    assert (await Caller(http, second)(CALLS["query_runs"]()))[0] == 200
 
 
 @pytest.mark.parametrize("header", ["Bearer {}", "bearer {}", "BEARER  {}"])
@@ -170,11 +170,11 @@ async def test_an_agents_own_key_gives_no_rewards_unless_it_was_issued_with_them
         span_of(place, 4, attributes={reward_value(7): 1.0}),
     ]
     for span in rewarded:
-        status, text = await agent(calls.AddSpans(spans=[span_of(place, 5), span]))
+        status, text = await agent(CALLS["store_spans"](spans=[span_of(place, 5), span]))
         assert status == 403 and "reward" in text
         assert (await agent.request("POST", "/v1/traces", **otlp(span)))[0] == 403
     assert len(await store.query_spans(place.rollout_id)) == 1
-    assert (await grader(calls.AddSpans(spans=rewarded[:2])))[0] == 200
+    assert (await grader(CALLS["store_spans"](spans=rewarded[:2])))[0] == 200
     assert (await grader.request("POST", "/v1/traces", **otlp(rewarded[2])))[0] == 200
     assert len(await store.query_spans(place.rollout_id)) == 4
 
@@ -184,7 +184,7 @@ async def test_an_attempts_key_writes_no_tokens_to_train_on(store, http):
     choice = SampledChoice(token_ids=(1,), logprobs=(0.0,), finish_reason="stop")
     forged = span_of(place, 2, tokens=TokenCapture(prompt_token_ids=(1,), choices=(choice,)))
     for key in (place.attempt_key, place.grading_key):
-        status, text = await Caller(http, key)(calls.AddSpans(spans=[forged]))
+        status, text = await Caller(http, key)(CALLS["store_spans"](spans=[forged]))
         assert status == 403 and "token ids" in text
 
 
@@ -197,7 +197,7 @@ async def test_an_attempts_key_does_not_speak_for_the_gateway(store, http):
         span_of(place, 5, attributes={semconv.CALL_ENDPOINT: "responses"}),
     ]
     for key, span in product((place.attempt_key, place.grading_key), forged):
-        status, text = await Caller(http, key)(calls.AddSpans(spans=[span_of(place, 6), span]))
+        status, text = await Caller(http, key)(CALLS["store_spans"](spans=[span_of(place, 6), span]))
         assert status == 403 and semconv.CALL in text
         assert (await Caller(http, key).request("POST", "/v1/traces", **otlp(span)))[0] == 403
     assert len(await store.query_spans(place.rollout_id)) == 1
@@ -207,16 +207,16 @@ async def test_an_attempts_key_leaves_room_for_what_is_recorded_later(store, htt
     """In numbers, and in the server's memory."""
     place = await furnish(store, "a")
     caller = Caller(http, place.attempt_key)
-    status, text = await caller(calls.AddSpans(spans=[span_of(place, 2, sequence_id=2**53)]))
+    status, text = await caller(CALLS["store_spans"](spans=[span_of(place, 2, sequence_id=2**53)]))
     assert status == 422 and "sequence_id" in text
     large = span_of(place, 2, attributes={"text": "x" * ATTEMPT_BYTES})
     app = create_app(store, admin_key=ADMIN_KEY)
     async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as roomy:
         caller = Caller(roomy, place.attempt_key)
-        assert (await caller(calls.AddSpans(spans=[large])))[0] == 413
+        assert (await caller(CALLS["store_spans"](spans=[large])))[0] == 413
         assert (await caller.request("POST", "/v1/traces", **otlp(large)))[0] == 413
         worker = Caller(roomy, await issue(store, "worker"))
-        assert (await worker(calls.AddSpans(spans=[large])))[0] == 200
+        assert (await worker(CALLS["store_spans"](spans=[large])))[0] == 200
 
 
 async def test_an_attempts_key_touches_no_other_attempt(store, http):
@@ -224,7 +224,7 @@ async def test_an_attempts_key_touches_no_other_attempt(store, http):
     mixed = span_of(own, 2, attempt_id=other.attempt_id)
     for key in (own.attempt_key, own.grading_key):
         for span in (span_of(other, 2), mixed):
-            assert (await Caller(http, key)(calls.AddSpans(spans=[span_of(own, 3), span])))[0] == 403
+            assert (await Caller(http, key)(CALLS["store_spans"](spans=[span_of(own, 3), span])))[0] == 403
             claim = span_of(own, 4, attributes={ROLLOUT_ID: span.rollout_id, ATTEMPT_ID: span.attempt_id})
             assert (await Caller(http, key).request("POST", "/v1/traces", **otlp(claim)))[0] == 403
     assert len(await store.query_spans(own.rollout_id)) == len(await store.query_spans(other.rollout_id)) == 1
@@ -243,17 +243,16 @@ async def test_a_worker_gives_rewards_for_what_it_runs(store, server):
 
 async def test_every_use_of_an_administrative_call_names_who_made_it(store, http, caplog):
     caplog.set_level(logging.INFO, "agentlightning.audit")
-    issued = await store.perform(calls.IssueKey(name="ops", scopes=["admin"]))
-    caller, audited = Caller(http, issued.api_key), [kind for kind in EVERY if issubclass(kind, calls.AdminCall)]
+    issued = await store.issue_key(name="ops", scopes=["admin"])
+    caller, audited = Caller(http, issued.api_key), [kind for kind in EVERY if CALLS[kind].audited]
     for number, kind in enumerate(audited):
         place = await furnish(store, str(number))
-        call = msgspec.structs.replace(EVERY[kind](place), actor="somebody else")
-        assert (await caller(call))[0] == 200
-        assert caplog.records[-1].getMessage().startswith(f"{kind.__name__} by {issued.key_id}: ")
+        assert (await caller(call_about(kind, place)))[0] == 200
+        assert caplog.records[-1].getMessage().startswith(f"{kind} by {issued.key_id}: ")
     assert issued.api_key not in caplog.text
     trainer = await issue(store, "trainer")
     caplog.clear()
-    assert (await Caller(http, trainer)(calls.CheckStore()))[0] == 403
+    assert (await Caller(http, trainer)(CALLS["check_store"]()))[0] == 403
     assert not caplog.records
 
 
@@ -294,10 +293,10 @@ async def test_the_gateway_turns_away_agents_whose_attempt_is_over(store):
     app = create_app(store, gateway=Gateway(ModelTable(), store, admin_key=ADMIN_KEY), admin_key=ADMIN_KEY)
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
     async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http:
-        ends: tuple[Callable[[Place], Call[Any]], ...] = (
-            lambda p: calls.CancelRollout(rollout_id=p.rollout_id),
-            lambda p: calls.UpdateAttempt(rollout_id=p.rollout_id, attempt_id=p.attempt_id, status="succeeded"),
-            lambda p: calls.StartAttempt(rollout_id=p.rollout_id),
+        ends: tuple[Callable[[Place], Call], ...] = (
+            lambda p: CALLS["cancel_rollout"](rollout_id=p.rollout_id),
+            lambda p: CALLS["update_attempt"](rollout_id=p.rollout_id, attempt_id=p.attempt_id, status="succeeded"),
+            lambda p: CALLS["start_attempt"](rollout_id=p.rollout_id),
         )
         for number, end in enumerate(ends):
             place = await furnish(store, str(number))
@@ -314,14 +313,14 @@ async def test_the_gateway_turns_away_agents_whose_attempt_is_over(store):
 @pytest.mark.parametrize("header", ["forwarded", "x-forwarded-for"])
 async def test_what_a_proxy_brings_is_not_of_this_machine(store, header):
     async with HttpServer(create_app(store)) as server, aiohttp.ClientSession(server.url) as http:
-        assert (await Caller(http, None)(calls.Statistics()))[0] == 200
+        assert (await Caller(http, None)(CALLS["statistics"]()))[0] == 200
         status, text = await Caller(http, None).request("GET", "/api/v1/statistics", headers={header: "203.0.113.7"})
         assert status == 403 and "admin key" in text
 
 
 async def test_an_issued_key_stays_narrow_without_an_admin_key(store):
     async with HttpServer(create_app(store)) as server, aiohttp.ClientSession(server.url) as http:
-        assert (await Caller(http, await issue(store, "read"))(calls.CheckStore()))[0] == 403
+        assert (await Caller(http, await issue(store, "read"))(CALLS["check_store"]()))[0] == 403
 
 
 @pytest.mark.parametrize(

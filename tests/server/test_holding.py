@@ -19,11 +19,13 @@ from agentlightning.errors import ConflictError, ForbiddenError, InvalidError, N
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
-from agentlightning.gateway.updates import ServerUpdate, WeightUpdate
+from agentlightning.gateway.updates import ServerUpdate
 from agentlightning.server.app import create_app
-from agentlightning.server.models import hold_model, release_model, update_model
+from agentlightning.server.models import HoldModel, ReleaseModel, UpdateModel
 from agentlightning.server.serve import HttpServer
-from agentlightning.server.service import model_held
+from agentlightning.server.service import models_held
+from agentlightning.store.calls import Call
+from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from tests.server.conftest import until
 
@@ -79,6 +81,13 @@ class Place:
         async with self.http.post("/v1/chat/completions", json=body) as answer:
             return answer.status, await answer.json()
 
+    async def perform(self, call: Call[Any], key: str | None = KEY) -> Any:
+        client = LightningStoreClient(self.url, key, patience=1)
+        try:
+            return await client.perform(call)
+        finally:
+            await client.close()
+
     async def post(self, verb: str, body: Any) -> int:
         async with self.http.post(f"/api/v1/models/{NAME}/{verb}", json=body) as answer:
             return answer.status
@@ -105,11 +114,11 @@ async def _place() -> AsyncIterator[Place]:
 
 
 async def test_a_trainer_holds_calls_and_lets_them_go_on_with_weights_of_its_own(place: Place) -> None:
-    await hold_model(place.url, NAME, api_key=KEY)
+    await place.perform(HoldModel(name=NAME))
     call = asyncio.create_task(place.call())
     done, _ = await asyncio.wait([call], timeout=0.3)
     assert not done and place.vllm.asked == 0
-    await release_model(place.url, NAME, api_key=KEY, policy_version=5)
+    await place.perform(ReleaseModel(name=NAME, policy_version=5))
     assert (await call)[0] == 200
     backend = place.gateway.entry(NAME).backend
     assert isinstance(backend, HttpBackend)
@@ -119,13 +128,13 @@ async def test_a_trainer_holds_calls_and_lets_them_go_on_with_weights_of_its_own
 
 
 async def test_a_hold_of_a_trainer_that_died_ends_by_itself(place: Place) -> None:
-    await hold_model(place.url, NAME, api_key=KEY, seconds=0.3)
+    await place.perform(HoldModel(name=NAME, seconds=0.3))
     assert (await asyncio.wait_for(place.call(), 60))[0] == 200
 
 
 async def test_a_person_and_a_trainer_hold_each_by_themselves(place: Place) -> None:
-    assert await place.post("hold", {"seconds": 60, "holder": "dashboard"}) == 204
-    async with model_held(place.url, NAME, api_key=KEY):
+    assert await place.post("hold", {"seconds": 60, "holder": "dashboard"}) == 200
+    async with models_held(place.url, [NAME], api_key=KEY):
         pass
     call = asyncio.create_task(place.call())
 
@@ -136,12 +145,12 @@ async def test_a_person_and_a_trainer_hold_each_by_themselves(place: Place) -> N
     async with place.http.get("/api/v1/models") as answer:
         (told,) = await answer.json()
     assert (told["held"], told["waiting"], told["running"]) == (True, 1, 0)
-    assert await place.post("release", {"holder": "dashboard"}) == 204
+    assert await place.post("release", {"holder": "dashboard"}) == 200
     assert (await call)[0] == 200 and not place.held
 
 
 async def test_a_hold_lasts_as_long_as_its_block(place: Place) -> None:
-    async with model_held(place.url, NAME, api_key=KEY, lease=0.6):
+    async with models_held(place.url, [NAME], api_key=KEY, lease=0.6):
         await asyncio.sleep(1.2)
         assert place.held
     assert not place.held
@@ -151,7 +160,7 @@ async def test_a_block_goes_on_where_nothing_can_be_held(place: Place, caplog: p
     done = []
     for url, name in ((place.url, "nobody"), ("http://127.0.0.1:1", NAME)):
         with caplog.at_level(logging.WARNING):
-            async with model_held(url, name, api_key=KEY):
+            async with models_held(url, [name], api_key=KEY):
                 done.append(name)
     assert done == ["nobody", NAME]
     assert "no model is called 'nobody'" in caplog.text
@@ -159,20 +168,20 @@ async def test_a_block_goes_on_where_nothing_can_be_held(place: Place, caplog: p
 
 
 async def test_a_server_loads_weights_and_says_what_became_of_each_replica(place: Place) -> None:
-    updated = await update_model(place.url, NAME, WeightUpdate(policy_version=3, path="/w/3"), api_key=KEY)
-    assert updated == [ServerUpdate(url=place.gateway.entry(NAME).backend.name, policy_version=3)]
+    updated = await place.perform(UpdateModel(name=NAME, policy_version=3, path="/w/3"))
+    assert updated.servers == [ServerUpdate(url=place.gateway.entry(NAME).backend.name, policy_version=3)]
     assert place.vllm.loaded == ["/w/3"]
     assert not place.held
     place.vllm.status = 500
     with pytest.raises(UnavailableError, match="has loaded version 4"):
-        await update_model(place.url, NAME, WeightUpdate(policy_version=4, path="/w/4"), api_key=KEY)
+        await place.perform(UpdateModel(name=NAME, policy_version=4, path="/w/4"))
     status, said = await place.call()
     assert status == 503
     assert "update them again" in said["error"]["message"]
 
 
 async def test_a_server_that_is_registered_again_holds_the_weights_it_held(place: Place) -> None:
-    await update_model(place.url, NAME, WeightUpdate(policy_version=3, path="/w/3"), api_key=KEY)
+    await place.perform(UpdateModel(name=NAME, policy_version=3, path="/w/3"))
     body = {"base_url": place.gateway.entry(NAME).backend.name, "check": False, "train": {"temperature": 0.5}}
     async with place.http.put(f"/api/v1/models/{NAME}", json=body) as answer:
         assert answer.status == 200
@@ -194,25 +203,25 @@ async def test_what_is_wrong_with_a_request_is_said(place: Place) -> None:
     assert await place.post("hold", {"x": "y" * 10_000}) == 413
     assert not place.held
     with pytest.raises(NotFoundError, match="the models here are"):
-        await hold_model(place.url, "nobody", api_key=KEY)
+        await place.perform(HoldModel(name="nobody"))
     with pytest.raises(InvalidError):
-        await hold_model(place.url, NAME, api_key=KEY, seconds=-1.0)
+        await place.perform(HoldModel(name=NAME, seconds=-1.0))
     async with place.gateway.held(NAME, holder="an update of weights"):
         with pytest.raises(ConflictError, match="being updated already"):
-            await update_model(place.url, NAME, WeightUpdate(policy_version=1), api_key=KEY)
+            await place.perform(UpdateModel(name=NAME, policy_version=1))
 
 
 async def test_only_the_admin_key_holds_a_model(place: Place) -> None:
     for key in (None, "wrong"):
         with pytest.raises(ForbiddenError):
-            await hold_model(place.url, NAME, api_key=key)
+            await place.perform(HoldModel(name=NAME), key)
         with pytest.raises(ForbiddenError):
-            await update_model(place.url, NAME, WeightUpdate(policy_version=1), api_key=key)
+            await place.perform(UpdateModel(name=NAME, policy_version=1), key)
     assert not place.held
 
 
 async def test_a_server_that_stops_tells_the_calls_it_holds(place: Place) -> None:
-    await hold_model(place.url, NAME, api_key=KEY)
+    await place.perform(HoldModel(name=NAME))
     call = asyncio.create_task(place.call())
     await asyncio.wait([call], timeout=0.3)
     await place.server.stop()

@@ -12,7 +12,6 @@ import pytest
 from agentlightning.server.app import create_app
 from agentlightning.server.logs import ACCESS, Finished, JsonFormatter, TextFormatter, log_request
 from agentlightning.server.serve import HttpServer
-from agentlightning.store import calls
 from tests.server.conftest import ADMIN_KEY
 
 pytestmark = pytest.mark.anyio
@@ -38,7 +37,7 @@ def shown(records: list[logging.LogRecord]) -> str:
 
 
 async def test_each_request_leaves_a_line_with_who_and_what_but_no_secret(store, records):
-    issued = await store.perform(calls.IssueKey(name="reader", scopes=["read"]))
+    issued = await store.issue_key(name="reader", scopes=["read"])
     attempt = await store.start_rollout(1)
     async with (
         HttpServer(create_app(store, admin_key=ADMIN_KEY, access_log=True)) as server,

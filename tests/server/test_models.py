@@ -10,15 +10,16 @@ from typing import Any
 import aiohttp
 import pytest
 
-from agentlightning.errors import ConflictError, ForbiddenError, InvalidError, UnavailableError
+from agentlightning.errors import ConflictError, ForbiddenError, InvalidError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.replicas import Replicas
 from agentlightning.server.app import create_app
-from agentlightning.server.models import register_model, unregister_model
+from agentlightning.server.models import RemoveModel, registration
 from agentlightning.server.serve import HttpServer
+from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from tests.gateway.servers import Server, until
 
@@ -83,6 +84,20 @@ async def upstreams(count: int) -> AsyncIterator[list[Server]]:
         yield servers
 
 
+async def lend(place: Place, entry: ModelEntry, base_url: str, key: str | None = KEY, owner: str = "run-1") -> None:
+    client = LightningStoreClient(place.url, key, patience=1)
+    try:
+        await client.perform(registration(entry, base_url, api_key="its own", owner=owner))
+    finally:
+        await client.close()
+
+
+async def take_back(place: Place, owner: str = "run-1") -> None:
+    client = LightningStoreClient(place.url, KEY)
+    await client.perform(RemoveModel(name="writer", owner=owner))
+    await client.close()
+
+
 def entry(temperature: float = 1.0) -> ModelEntry:
     return ModelEntry("writer", HttpBackend(NOBODY), train=Sampling(temperature=temperature, max_tokens=5))
 
@@ -92,15 +107,15 @@ def entry(temperature: float = 1.0) -> ModelEntry:
 
 async def test_a_trainer_lends_its_policy_changes_it_and_takes_it_back() -> None:
     async with served() as place, upstreams(2) as (first, second):
-        await register_model(place.url, entry(), base_url=first.url, api_key=KEY)
+        await lend(place, entry(), first.url)
         assert place.models.resolve("gpt-4o").name == "writer"
-        await register_model(place.url, entry(0.7), base_url=second.url, api_key=KEY)
+        await lend(place, entry(0.7), second.url, owner="run-1")
         (only,) = place.models
         assert only.train == Sampling(temperature=0.7, max_tokens=5)
         assert only.backend.name == second.url
         assert await place.ask("writer") == "Hi!"
-        await unregister_model(place.url, "writer", api_key=KEY)
-        await unregister_model(place.url, "writer", api_key=KEY)
+        for _ in range(2):
+            await take_back(place)
         assert list(place.models) == []
 
 
@@ -109,12 +124,10 @@ async def test_only_the_admin_key_changes_the_table_and_no_key_is_shown() -> Non
         attempt = await place.store.start_rollout("task")
         for key in (None, attempt.api_key, "wrong"):
             with pytest.raises(ForbiddenError):
-                await register_model(place.url, entry(), base_url=NOBODY, api_key=key, check=False)
+                await lend(place, entry(), NOBODY, key)
         assert list(place.models) == []
-        status, said = await place.put("m", base_url=NOBODY, api_key="a secret", check=False)
+        status, said = await place.put("m", base_url=[NOBODY, NOBODY], api_key="a secret", check=False)
         assert status == 200
-        both = [{"base_url": NOBODY, "api_key": "a secret"}, {"base_url": NOBODY, "api_key": "another secret"}]
-        assert (await place.put("n", backends=both, check=False))[0] == 200
         assert "secret" not in str([said, await place.list()])
 
 
@@ -124,8 +137,8 @@ async def test_only_the_admin_key_changes_the_table_and_no_key_is_shown() -> Non
         ({"base_url": 7}, "base_url"),
         ({"base_uri": "x"}, "base_uri"),
         ({"base_url": "ftp://x"}, "http://"),
-        ({}, "either base_url, or backends"),
-        ({"base_url": NOBODY, "backends": [{"base_url": NOBODY}]}, "either base_url, or backends"),
+        ({}, "base_url"),
+        ({"base_url": []}, "names no server"),
         ({"base_url": NOBODY, "kind": "vlm"}, "vlm"),
         ({"base_url": NOBODY, "timeout_seconds": 0}, "timeout_seconds"),
         ({"base_url": NOBODY, "train": {"temprature": 0.5}}, "temprature"),
@@ -133,18 +146,12 @@ async def test_only_the_admin_key_changes_the_table_and_no_key_is_shown() -> Non
         ({"base_url": NOBODY, "kind": "openai"}, "trainable=False"),
         ({"base_url": NOBODY, "trainable": False, "val": {"temperature": 0}}, "asked as agents ask it"),
         ({"base_url": NOBODY, "kind": "sglang"}, "tokenizer"),
-        ({"backends": [{"base_url": NOBODY}, {"base_url": NOBODY, "kind": "openai"}]}, "returns no token ids"),
     ],
 )
 async def test_a_registration_that_cannot_be_used_is_refused_and_says_where(wrong: dict[str, Any], says: str) -> None:
     async with served() as place:
         assert says in await place.refused("m", **wrong)
         assert list(place.models) == []
-
-
-async def test_a_server_that_is_not_there_is_named() -> None:
-    with pytest.raises(UnavailableError, match="agl server"):
-        await register_model("http://127.0.0.1:1", entry(), base_url=NOBODY, api_key=None)
 
 
 async def test_a_keyed_server_shows_its_models_to_attempts_only_and_takes_no_endless_registration() -> None:
@@ -168,12 +175,12 @@ async def test_a_server_whose_model_is_to_be_trained_is_asked_for_one_token() ->
         silent.behaviour = "tells no ids"
         assert (await place.put("m", base_url=good.url))[0] == 200
         assert len(good.asked) == 1
-        said = await place.refused("n", backends=[{"base_url": good.url}, {"base_url": silent.url}])
+        said = await place.refused("n", base_url=[good.url, silent.url])
         assert silent.url in said
         assert "backend returns no token ids" in said
         assert "vLLM 0.16" in said
         with pytest.raises(InvalidError, match="trainable"):
-            await register_model(place.url, entry(), base_url=silent.url, api_key=KEY)
+            await lend(place, entry(), silent.url)
         assert [one.name for one in place.models] == ["m"]
         asked = len(silent.asked)
         assert (await place.put("n", base_url=silent.url, trainable=False))[0] == 200
@@ -183,7 +190,7 @@ async def test_a_server_whose_model_is_to_be_trained_is_asked_for_one_token() ->
 
 async def test_a_server_to_be_trained_must_be_up_unless_it_is_taken_unseen() -> None:
     async with served() as place:
-        said = await place.refused("m", backends=[{"base_url": NOBODY}, {"base_url": NOBODY}])
+        said = await place.refused("m", base_url=[NOBODY, NOBODY])
         assert "cannot be reached" in said
         assert '"check": false' in said
         assert (await place.put("m", base_url=NOBODY, check=False))[0] == 200
@@ -194,12 +201,12 @@ async def test_a_server_to_be_trained_must_be_up_unless_it_is_taken_unseen() -> 
 
 async def test_several_servers_answer_under_one_name_and_its_aliases() -> None:
     async with served() as place, upstreams(2) as servers:
-        both = [{"base_url": server.url} for server in servers]
+        both = [server.url for server in servers]
         status, said = await place.put(
-            "org/model", backends=both, aliases=["gpt-4o"], train={"temperature": 0.5}, val=None
+            "org/model", base_url=both, aliases=["gpt-4o"], train={"temperature": 0.5}, val=None
         )
         assert status == 200
-        assert [one["base_url"] for one in said["replicas"]] == [server.url for server in servers]
+        assert [one["base_url"] for one in said["replicas"]] == both
         (registered,) = place.models
         assert isinstance(registered.backend, Replicas)
         assert (registered.train, registered.val) == (Sampling(temperature=0.5), None)
@@ -209,14 +216,13 @@ async def test_several_servers_answer_under_one_name_and_its_aliases() -> None:
         assert [len(server.asked) for server in servers] == [count + 1 for count in asked]
         assert "gpt-4o" in await place.refused("other", base_url=NOBODY, aliases=["gpt-4o"], check=False)
         async with place.admin.delete("/api/v1/models/org/model") as answer:
-            assert answer.status == 204
+            assert answer.status == 200
         assert list(place.models) == []
 
 
 async def test_the_list_says_how_each_server_does() -> None:
     async with served() as place, upstreams(3) as (busy, broken, alone):
-        both = [{"base_url": busy.url}, {"base_url": broken.url}]
-        await place.put("m", backends=both, owner="run-1")
+        await place.put("m", base_url=[busy.url, broken.url], owner="run-1")
         await place.put("n", base_url=alone.url, trainable=False)
         broken.behaviour = "500"
         for _ in range(6):
@@ -277,19 +283,17 @@ async def test_a_model_is_changed_while_its_calls_run() -> None:
 
 async def test_a_name_is_its_owners_as_long_as_its_server_lives() -> None:
     async with served() as place, upstreams(2) as (one, other):
-        await register_model(place.url, entry(), base_url=one.url, api_key=KEY, owner="run-1")
+        await lend(place, entry(), one.url, owner="run-1")
         with pytest.raises(ConflictError, match="registered by run-1 and its server lives"):
-            await register_model(place.url, entry(), base_url=other.url, api_key=KEY, owner="run-2")
+            await lend(place, entry(), other.url, owner="run-2")
         assert (await place.put("writer", base_url=other.url))[0] == 409
-        await register_model(place.url, entry(0.5), base_url=one.url, api_key=KEY, owner="run-1")
+        await lend(place, entry(0.5), one.url, owner="run-1")
         await one.http.stop()  # a run that was killed takes nothing back
-        await register_model(place.url, entry(), base_url=other.url, api_key=KEY, owner="run-2")
-        await register_model(
-            place.url, entry(), base_url=other.url, api_key=KEY, owner="run-3"
-        )  # run-2's port is its now
-        await unregister_model(place.url, "writer", api_key=KEY, owner="run-1")  # late, and no longer its own
+        await lend(place, entry(), other.url, owner="run-2")
+        await lend(place, entry(), other.url, owner="run-3")  # run-2's port is its now
+        await take_back(place, "run-1")  # late, and no longer its own
         assert [model.backend.name for model in place.models] == [other.url]
-        await unregister_model(place.url, "writer", api_key=KEY, owner="run-3")
+        await take_back(place, "run-3")
         assert list(place.models) == []
 
 

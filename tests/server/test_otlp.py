@@ -17,7 +17,6 @@ from agentlightning.semconv import ATTEMPT_ID, CALL_DISCARDS, ROLLOUT_ID, reward
 from agentlightning.server.app import create_app
 from agentlightning.server.otlp import inflate
 from agentlightning.server.serve import HttpServer
-from agentlightning.store import calls
 from agentlightning.tracing.otlp import JSON, PROTOBUF, SCOPE_NAME, parse_request
 from agentlightning.types import UNATTRIBUTED, AttemptedRollout, Span
 from tests.server.conftest import ADMIN_KEY
@@ -42,7 +41,7 @@ def posted(*, span_id: str = "b7ad6b7169203331", **attributes: str) -> dict:
 
 
 async def issue(store, *, scopes: list[str]) -> dict[str, str]:
-    issued = await store.perform(calls.IssueKey(name="a key", scopes=scopes))
+    issued = await store.issue_key(name="a key", scopes=scopes)
     return {"x-api-key": issued.api_key}
 
 

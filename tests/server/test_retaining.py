@@ -65,7 +65,7 @@ async def test_what_is_old_goes_at_once_and_again_and_again(store, caplog):
         await until_gone(store, await ended(store))
         assert await store.get_rollout_by_id(unfinished.rollout_id) is not None
     assert "removed 1 rollouts" in caplog.text
-    assert "DeleteRollouts by retention" in caplog.text
+    assert "delete_rollouts by retention" in caplog.text
 
 
 async def test_what_is_not_old_stays(store, caplog):

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 from agentlightning.errors import ConflictError, NotFoundError
-from agentlightning.store import calls
+from agentlightning.store.base import CALLS
 from agentlightning.store.lifecycle import ROLLOUT_MOVES
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import AttemptStatus, Condition, EnqueueRolloutRequest, RolloutConfig, Span
@@ -147,13 +147,11 @@ class StoreAgainstModel(RuleBasedStateMachine):
     @rule(config=configs)
     def start_rollout(self, config) -> None:
         name = f"r{next(self.number)}"
-        call = calls.StartRollout(
-            request=EnqueueRolloutRequest(input=1, rollout_id=name, config=config), attempt_id=f"a{next(self.number)}"
-        )
-        leased = self.wait(self.store.perform(call))
+        asked = {"config": config, "rollout_id": name, "attempt_id": f"a{next(self.number)}"}
+        leased = self.wait(self.store.start_rollout(1, **asked))
         self.rollouts.append(RolloutModel(name, config))
         self.note_attempt(self.rollouts[-1], leased)
-        self.note_repeated(call.attempt_id, self.wait(self.store.perform(call)))
+        self.note_repeated(asked["attempt_id"], self.wait(self.store.start_rollout(1, **asked)))
 
     @rule(limit=st.integers(1, 3))
     def lease(self, limit) -> None:
@@ -182,7 +180,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def start_attempt(self, data) -> None:
         rollout = self.pick_rollout(data)
-        call = calls.StartAttempt(rollout_id=rollout.id, attempt_id=f"a{next(self.number)}")
+        call = CALLS["start_attempt"](rollout_id=rollout.id, attempt_id=f"a{next(self.number)}")
         try:
             leased = self.wait(self.store.perform(call))
         except ConflictError:
@@ -196,7 +194,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def start_an_attempt_by_the_name_of_another(self, data) -> None:
         rollout, (holder, attempt) = self.pick_rollout(data), self.pick(data)
-        call = calls.StartAttempt(rollout_id=rollout.id, attempt_id=attempt.id)
+        call = CALLS["start_attempt"](rollout_id=rollout.id, attempt_id=attempt.id)
         try:
             leased = self.wait(self.store.perform(call))
         except ConflictError:
@@ -239,7 +237,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
         self.note_finished()
         rollout = self.pick_rollout(data)
         where = Condition("rollout_id", "eq", rollout.id)
-        deleted = self.wait(self.store.perform(calls.DeleteRollouts(where=where, unfinished=unfinished)))
+        deleted = self.wait(self.store.delete_rollouts(where=where, unfinished=unfinished))
         assert deleted.rollouts == int(unfinished or rollout.status in TERMINAL)
         if not deleted.rollouts:
             return
@@ -420,7 +418,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_wrong(self) -> None:
-        assert self.wait(self.store.perform(calls.CheckStore())) == []
+        assert self.wait(self.store.check_store()) == []
 
 
 def agree(new_address: Callable[[], str], examples: int, steps: int = 40) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from agentlightning.errors import ConflictError, NotFoundError
-from agentlightning.store import calls, retention
+from agentlightning.store import retention
+from agentlightning.store.base import CALLS
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import And, AttemptStatus, Condition, EnqueueRolloutRequest, RolloutConfig, Span
 
@@ -54,29 +55,31 @@ async def test_whatever_happens_at_once_leaves_nothing_wrong(address: str, opera
             span = Span(**of_latest, sequence_id=0, trace_id="t", span_id=name, name="n", start_time=0.0, end_time=1.0)
             call = chance.choice(
                 [
-                    calls.CreateGroup(size=3, run_id="run", group_id=group),
-                    calls.EnqueueRollouts(requests=[plain]),
-                    calls.EnqueueRollouts(requests=[member]),
-                    calls.LeaseRollouts(limit=3, lease_id=chance.choice(["l1", "l2", None])),
-                    calls.StartAttempt(rollout_id=name, attempt_id=attempt_id),
-                    calls.StartRollout(request=plain, attempt_id=attempt_id),
-                    calls.AddSpans(spans=[span]),
-                    calls.UpdateAttempt(**of_latest, status=chance.choice(ENDS)),
-                    calls.UpdateRollout(rollout_id=name, status=chance.choice(["requeuing", "succeeded"])),
-                    calls.CancelRollout(rollout_id=name),
-                    calls.DeleteRollouts(where=Condition("rollout_id", "eq", name), unfinished=chance.random() < 0.5),
+                    CALLS["create_group"](size=3, run_id="run", group_id=group),
+                    CALLS["enqueue_many_rollouts"](requests=[plain]),
+                    CALLS["enqueue_many_rollouts"](requests=[member]),
+                    CALLS["dequeue_many_rollouts"](limit=3, lease_id=chance.choice(["l1", "l2", None])),
+                    CALLS["start_attempt"](rollout_id=name, attempt_id=attempt_id),
+                    CALLS["start_rollout"](input=1, rollout_id=name, config=config, attempt_id=attempt_id),
+                    CALLS["store_spans"](spans=[span]),
+                    CALLS["update_attempt"](**of_latest, status=chance.choice(ENDS)),
+                    CALLS["update_rollout"](rollout_id=name, status=chance.choice(["requeuing", "succeeded"])),
+                    CALLS["cancel_rollout"](rollout_id=name),
+                    CALLS["delete_rollouts"](
+                        where=Condition("rollout_id", "eq", name), unfinished=chance.random() < 0.5
+                    ),
                 ]
             )
             try:
                 await store.perform(call)
             except (ConflictError, NotFoundError):
                 return
-            done.append(type(call).__name__)
+            done.append(call.method)
 
         done: list[str] = []
         await asyncio.gather(*(one() for _ in range(operations)))
         assert len(done) > operations / 5
-        assert await store.perform(calls.CheckStore()) == []
+        assert await store.check_store() == []
 
 
 async def test_a_rollout_made_anew_in_the_transaction_that_finished_and_deleted_it_is_not_finished(
@@ -86,15 +89,15 @@ async def test_a_rollout_made_anew_in_the_transaction_that_finished_and_deleted_
         store = await SqlStore.open(address)
         stack.push_async_callback(store.close)
         request = EnqueueRolloutRequest(input=1, rollout_id="again")
-        await store.perform(calls.EnqueueRollouts(requests=[request]))
+        await store.enqueue_many_rollouts(requests=[request])
 
         async def remove() -> None:
-            await store._write(lambda tx: retention.delete_rollouts(tx, calls.DeleteRollouts(where=EVERYTHING), [1]))
+            await store._write(lambda tx: retention.delete_some(tx, EVERYTHING, [1]))
 
         await asyncio.gather(  # what one turn of the event loop brings shares a commit
-            store.perform(calls.CancelRollout(rollout_id="again")),
+            store.cancel_rollout(rollout_id="again"),
             remove(),
-            store.perform(calls.EnqueueRollouts(requests=[request])),
+            store.enqueue_many_rollouts(requests=[request]),
         )
-        assert await store.perform(calls.CheckStore()) == []
-        assert (await store.perform(calls.FinishedAfter(cursor=0, timeout=0))).rollouts == ()
+        assert await store.check_store() == []
+        assert (await store.finished_after(cursor=0, timeout=0)).rollouts == ()

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from agentlightning.errors import ConfigError
-from agentlightning.store import calls
 from agentlightning.store.sql import SqlStore
 from agentlightning.store.sqlite import back_up
 from agentlightning.types import EnqueueRolloutRequest
@@ -42,9 +41,9 @@ async def test_every_write_answered_before_a_copy_is_in_it_and_the_copy_goes_on(
     for number, least in enumerate(before):
         assert (tmp_path / f"{number}.db").stat().st_mode & 0o777 == 0o600
         copy = await SqlStore.open(tmp_path / f"{number}.db")
-        assert await copy.perform(calls.CheckStore()) == []
+        assert await copy.check_store() == []
         assert (await copy.statistics())["rollouts"] > least
-        found = await copy.perform(calls.FindKey(api_key=leased.api_key))
+        found = await copy.find_key(api_key=leased.api_key)
         assert found is not None and found.attempt == (leased.rollout_id, leased.attempt.attempt_id)
         await copy.enqueue_rollout("it goes on")
         await copy.close()

@@ -14,7 +14,6 @@ import pytest
 from agentlightning.errors import InvalidError
 from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
-from agentlightning.store import calls
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import Condition, EnqueueRolloutRequest, Filter, Or
 
@@ -51,14 +50,14 @@ async def test_a_query_that_takes_too_long_is_ended_and_says_what_to_do(address)
             await store.page_rollouts(NOTHING)
         assert time.monotonic() - began < 2
         assert len((await store.page_rollouts(limit=5)).items) == 5
-        assert await store.perform(calls.CheckStore()) == []
+        assert await store.check_store() == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("address", ["file", "postgres"], indirect=True)
 async def test_slow_queries_hold_up_neither_health_nor_keys_nor_other_reads(address) -> None:
     async with filled(address, read_seconds=3.0, rows=60_000) as store:
-        key = await store.perform(calls.IssueKey(name="k", scopes=["read"]))
+        key = await store.issue_key(name="k", scopes=["read"])
         app = create_app(store, admin_key="an admin's key")
         async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http:
             query = {"where": msgspec.to_builtins(NOTHING)}
@@ -74,24 +73,20 @@ async def test_slow_queries_hold_up_neither_health_nor_keys_nor_other_reads(addr
                 assert answer.status == 422
 
 
-async def test_a_page_over_http_is_bounded_in_rows_and_bytes_and_the_client_puts_pages_together(store) -> None:
+async def test_a_page_is_bounded_in_rows_and_bytes_and_a_query_puts_pages_together(store, monkeypatch) -> None:
     await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=i) for i in range(1100)])
     assert [one.input for one in await store.query_rollouts()] == list(range(1100))
+    assert [one.input for one in await store.query_rollouts(limit=1050, offset=2)] == list(range(2, 1052))
     page = await store.page_rollouts(limit=1050, with_total=True)
-    assert (len(page.items), page.total) == (1050, 1100)
-    assert len((await store.page_rollouts(limit=1050, cursor=page.next_cursor)).items) == 50
+    assert (len(page.items), page.total) == (1050 if isinstance(store, SqlStore) else 1000, 1100)
+    assert (await store.page_rollouts(limit=1, cursor=page.next_cursor)).items[0].input == len(page.items)
 
+    monkeypatch.setattr("agentlightning.store.paging.MOST_BYTES", 1_500_000)
     await store.enqueue_many_rollouts([EnqueueRolloutRequest(input="x" * 1_000_000) for _ in range(3)])
-    large = calls.QueryRollouts(where=Condition("number", "gt", 1100), most_bytes=1_500_000)
-    if isinstance(store, SqlStore):
-        page = await store.perform(large)
-        assert (len(page.items), page.next_cursor is None) == (2, False)
-        return
-    async with aiohttp.ClientSession(store.url) as http:
-        answer = await http.post("/api/v1/rollouts/query", json={}, headers=ADMIN)
-        page = await answer.json()
-        assert len(page["items"]) == 1000 and page["next_cursor"]
-    assert len((await store.perform(large)).items) == 3
+    large = Condition("number", "gt", 1100)
+    page = await store.page_rollouts(large)
+    assert (len(page.items), page.next_cursor is None) == (2, False)
+    assert len(await store.query_rollouts(where=large)) == 3
 
 
 async def test_the_feed_of_a_quiet_run_says_how_far_it_looked(store) -> None:

@@ -11,7 +11,6 @@ from aiohttp import web
 from agentlightning.errors import ConfigError, ForbiddenError, InvalidError, UnavailableError
 from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
-from agentlightning.store import calls
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import PromptTemplate
@@ -138,16 +137,16 @@ async def test_a_policy_version_is_never_given_twice(lossy):
 async def test_a_call_that_could_be_done_twice_is_not_repeated(lossy):
     client, proxy, sql = lossy
     proxy.cuts = 1
-    with pytest.raises(UnavailableError, match="IssueKey may have been carried out"):
-        await client.perform(calls.IssueKey(name="ci", scopes=["read"]))
-    assert len(await sql.perform(calls.QueryKeys())) == 1
+    with pytest.raises(UnavailableError, match="issue_key may have been carried out"):
+        await client.issue_key(name="ci", scopes=["read"])
+    assert len(await sql.query_keys()) == 1
 
 
 async def test_a_rollout_is_not_requeued_a_second_time_by_repetition(lossy):
     client, proxy, sql = lossy
     leased = await sql.start_rollout(1)
     proxy.cuts = 1
-    with pytest.raises(UnavailableError, match="UpdateRollout may have been carried out"):
+    with pytest.raises(UnavailableError, match="update_rollout may have been carried out"):
         await client.update_rollout(leased.rollout_id, status="requeuing")
     assert (await sql.get_rollout_by_id(leased.rollout_id)).status == "requeuing"
 
@@ -181,7 +180,7 @@ async def test_a_killed_server_loses_nothing_it_acknowledged_and_doubles_nothing
 async def test_even_a_call_that_must_not_be_repeated_waits_for_a_server_that_is_not_there_yet(sql):
     port = free_port()
     async with client_of(f"http://127.0.0.1:{port}") as client:
-        issuing = asyncio.create_task(client.perform(calls.IssueKey(name="ci", scopes=["read"])))
+        issuing = asyncio.create_task(client.issue_key(name="ci", scopes=["read"]))
         await asyncio.sleep(0.3)
         async with HttpServer(create_app(sql, admin_key=ADMIN_KEY), port=port):
             assert (await issuing).name == "ci"
@@ -227,7 +226,7 @@ async def test_a_proxy_that_never_reaches_the_server_is_quoted():
 async def test_a_call_that_must_not_be_repeated_is_not_repeated_after_a_gateway_timeout():
     async with strange(web.Response(status=504)) as proxy, client_of(proxy.url) as client:
         with pytest.raises(UnavailableError, match="may have been carried out"):
-            await client.perform(calls.IssueKey(name="ci", scopes=["read"]))
+            await client.issue_key(name="ci", scopes=["read"])
         assert len(proxy.asked) == 1
 
 

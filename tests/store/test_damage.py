@@ -12,7 +12,7 @@ import pytest
 from anyio import to_thread
 
 from agentlightning.errors import ConfigError, UnavailableError
-from agentlightning.store import calls, schema, sqlite
+from agentlightning.store import schema, sqlite
 from agentlightning.store.sql import SqlStore
 from tests.store.storm import span_of
 
@@ -83,7 +83,7 @@ async def test_damaged_pages_are_found_by_the_check(tmp_path):
         path.write_bytes(damaged)
         try:
             async with opened(path) as store:
-                problems = await store.perform(calls.CheckStore())
+                problems = await store.check_store()
         except (ConfigError, UnavailableError) as error:  # where it is needed to open or to write at all
             problems = [str(error)]
         found += bool(problems)

@@ -22,7 +22,7 @@ from anyio import to_thread
 from agentlightning.errors import ConflictError, UnavailableError
 from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
-from agentlightning.store import calls, postgres
+from agentlightning.store import postgres
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.postgres import PostgresConnection
 from agentlightning.store.reading import StoreReader
@@ -363,7 +363,7 @@ async def test_a_lease_that_was_asked_for_again_is_not_taken_back():
         await store.statistics()
         beat = await store.heartbeat(leased.rollout_id, leased.attempt.attempt_id, leased.lease.token)
         assert beat.status == "preparing"
-        assert await store.perform(calls.CheckStore()) == []
+        assert await store.check_store() == []
 
 
 # --- the clock of the machine jumps ------------------------------------------------------------------------------
@@ -445,7 +445,7 @@ async def check_recovery(client: LightningStoreClient, acknowledged: set[str], r
     async with asyncio.timeout(60):
         while True:
             with contextlib.suppress(UnavailableError):
-                assert await client.perform(calls.CheckStore()) == []
+                assert await client.check_store() == []
                 break
     assert {rollout.rollout_id for rollout in await client.query_rollouts()} == acknowledged
     await client.enqueue_many_rollouts([EnqueueRolloutRequest(input="y" * 5000, rollout_id=name) for name in refused])

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError
-from agentlightning.store import calls
+from agentlightning.store.base import CALLS
 from agentlightning.types import LLM, Condition, EnqueueRolloutRequest, Metrics, SpanEvent, SpanLink
-from tests.server.places import EVERY, NAMELESS, NAMING, Place, furnish, span_of
+from tests.server.places import EVERY, Place, call_about, furnish, span_of
 from tests.store.conftest import open_store
 
 pytestmark = pytest.mark.anyio
@@ -34,31 +34,30 @@ def with_each_text(value: Any, text: str) -> Iterator[Any]:
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 async def test_every_call_takes_or_refuses_a_text_and_harms_nothing(store, text):
     place = await furnish(store, "a")
+    ids = {"rollout_id": place.rollout_id, "attempt_id": place.attempt_id}
+    span = span_of(place, 3, attributes={"a": "b", "c": ["d"]}, events=(SpanEvent(name="e"),))
     details = {
-        calls.UpdateAttempt: calls.UpdateAttempt(
-            rollout_id=place.rollout_id, attempt_id=place.attempt_id, metadata={"reason": "because"}
-        ),
-        calls.AddSpans: calls.AddSpans(
-            spans=[span_of(place, 3, attributes={"a": "b", "c": ["d"]}, events=(SpanEvent(name="e"),))]
-        ),
-        calls.QueryRollouts: calls.QueryRollouts(where=Condition("error", "eq", "because")),
+        "update_attempt": {**ids, "metadata": {"reason": "because"}},
+        "store_spans": {"spans": [span]},
+        "page_rollouts": {"where": Condition("error", "eq", "because")},
     }
-    for kind, make in EVERY.items():
-        plain = msgspec.to_builtins(details.get(kind) or make(place))
+    for name, make in EVERY.items():
+        plain = msgspec.to_builtins(details.get(name) or make(place))
         for changed in with_each_text(plain, text):
             try:
-                call = msgspec.convert(changed, kind)
+                call = msgspec.convert(changed, CALLS[name])
             except (msgspec.ValidationError, UnicodeEncodeError):
                 continue  # not a text of the caller's choice
             try:
                 await store.perform(call)
             except (InvalidError, NotFoundError, ConflictError) as error:
                 assert len(str(error)) < 2**21
-    assert await store.perform(calls.CheckStore()) == []
-    for kind in (calls.GetRollout, calls.QueryAttempts, calls.GetSpans, calls.QueryMetrics):
-        assert await store.perform(NAMING[kind](place))
-    for kind in (calls.QueryRollouts, calls.QuerySpans, calls.QueryRuns, calls.QueryWorkers, calls.QueryKeys):
-        assert await store.perform(NAMELESS[kind](place))
+    assert await store.check_store() == []
+    for name in (
+        *("get_rollout_by_id", "query_attempts", "query_spans", "query_metrics"),
+        *("page_rollouts", "page_spans", "query_runs", "query_workers", "query_keys"),
+    ):
+        assert await store.perform(call_about(name, place))
 
 
 async def test_a_reason_with_a_nul_ends_its_attempt(store):

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentlightning.errors import InvalidError
-from agentlightning.store import calls, paging
+from agentlightning.store import paging
 from agentlightning.store.query import ROLLOUTS, SPANS, Fields, Query
 from agentlightning.store.transaction import Transaction
 from agentlightning.types import And, Condition, Filter, Not, Or, Order
@@ -71,9 +71,9 @@ class Database:
         self, fields: Fields, filter: Filter | None, orders: Sequence[Order], limit: int, cursor: str | None = None
     ) -> tuple[list[Any], str | None]:
         """The rows of one page by what is unique of them, and the cursor of its last row."""
-        call = calls.QueryRollouts(where=filter, order=tuple(orders), limit=limit, cursor=cursor)
+        asked = {"where": filter, "order": orders, "limit": limit, "offset": 0, "cursor": cursor, "with_total": False}
         unique = ", ".join(column.sql for column in fields.unique)
-        rows, _, more = paging.page(Transaction(self, 0.0, 30.0, b"a secret"), call, fields, unique)
+        rows, _, more = paging._page(Transaction(self, 0.0, 30.0, b"a secret"), fields, unique, **asked)
         return [tuple(row) for row in rows], more
 
 

@@ -61,7 +61,7 @@ async def test_a_reader_keeps_nobody_out_and_sees_what_is_new(tmp_path: Path) ->
 async def test_a_reader_changes_nothing(tmp_path: Path) -> None:
     await (await SqlStore.open(tmp_path / "store.db")).close()
     reader = await StoreReader.open(tmp_path / "store.db")
-    with pytest.raises(ConflictError, match="EnqueueRollouts"):
+    with pytest.raises(ConflictError, match="enqueue_many_rollouts"):
         await reader.enqueue_rollout("x")
     assert (await reader.statistics())["rollouts"] == 0
     await reader.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentlightning.errors import ConfigError, InvalidError, UnavailableError
-from agentlightning.store import attempts, calls
+from agentlightning.store import attempts
 from agentlightning.store.reading import StoreReader
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import Condition, EnqueueRolloutRequest, RolloutConfig, Span
@@ -46,7 +46,7 @@ async def test_everything_is_there_after_closing_and_opening_again(tmp_path):
     store = await SqlStore.open(path, synchronous="NORMAL")
     assert await store.statistics() == before
     assert await store.query_spans(leased.rollout_id) == [span]
-    found = await store.perform(calls.FindKey(api_key=leased.api_key))
+    found = await store.find_key(api_key=leased.api_key)
     assert found is not None and found.attempt == (leased.rollout_id, leased.attempt.attempt_id)
     assert await store.next_policy_version(run.run_id) == 2
     assert await store.get_next_span_sequence_id(leased.rollout_id, leased.attempt.attempt_id) == 2
@@ -56,7 +56,7 @@ async def test_everything_is_there_after_closing_and_opening_again(tmp_path):
 async def test_keys_of_another_store_are_not_recognised(tmp_path):
     one, other = await SqlStore.open(tmp_path / "one.db"), await SqlStore.open(tmp_path / "other.db")
     leased = await one.start_rollout(1)
-    assert await other.perform(calls.FindKey(api_key=leased.api_key)) is None
+    assert await other.find_key(api_key=leased.api_key) is None
     await one.close()
     await other.close()
 
@@ -152,7 +152,7 @@ async def test_leases_are_put_back_although_one_of_the_rollouts_was_removed_mean
     await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=i) for i in range(3)])
     leased = await store.dequeue_many_rollouts(3)
     removed = Condition("rollout_id", "eq", leased[0].rollout_id)
-    await store.perform(calls.DeleteRollouts(where=removed, unfinished=True))
+    await store.delete_rollouts(where=removed, unfinished=True)
     await store._write(lambda tx: attempts.withdraw(tx, leased))
     assert [rollout.input for rollout in await store.dequeue_many_rollouts(3)] == [1, 2]
     await store.close()

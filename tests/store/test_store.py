@@ -8,7 +8,6 @@ import itertools
 import pytest
 
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError
-from agentlightning.store import calls
 from agentlightning.store.base import LightningStore
 from agentlightning.types import (
     LLM,
@@ -73,7 +72,7 @@ async def test_a_rollout_lives_from_queue_to_success(store):
     assert leased.input == {"question": "2+2"}
     assert (leased.status, leased.attempt.status, leased.attempt.sequence_id) == ("preparing", "preparing", 1)
     assert leased.attempt.worker_id == "worker-1"
-    found = await store.perform(calls.FindKey(api_key=leased.api_key))
+    found = await store.find_key(api_key=leased.api_key)
     assert found is not None and found.attempt == (leased.rollout_id, leased.attempt.attempt_id)
 
     await store.add_span(span_of(leased))
@@ -600,7 +599,7 @@ async def test_unknown_ids_are_not_found(store):
 
 async def test_a_key_that_was_tampered_with_is_not_recognised(store):
     key = (await lease_new(store)).api_key
-    assert await store.perform(calls.FindKey(api_key="agl-")) is None
-    assert await store.perform(calls.FindKey(api_key="sk-something-else")) is None
-    assert await store.perform(calls.FindKey(api_key=key[:-2] + ("A" if key[-2] != "A" else "B") + key[-1])) is None
-    assert await store.perform(calls.FindKey(api_key=key[:6] + ("x" if key[6] != "x" else "y") + key[7:])) is None
+    assert await store.find_key(api_key="agl-") is None
+    assert await store.find_key(api_key="sk-something-else") is None
+    assert await store.find_key(api_key=key[:-2] + ("A" if key[-2] != "A" else "B") + key[-1]) is None
+    assert await store.find_key(api_key=key[:6] + ("x" if key[6] != "x" else "y") + key[7:]) is None

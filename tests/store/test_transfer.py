@@ -10,7 +10,6 @@ import pytest
 
 from agentlightning.errors import ConfigError, ConflictError, InvalidError
 from agentlightning.semconv import REWARD, reward_value
-from agentlightning.store import calls
 from agentlightning.store.base import LightningStore
 from agentlightning.store.sql import SqlStore
 from agentlightning.store.transfer import Exported, Imported, export_rollouts, import_rollouts
@@ -48,7 +47,8 @@ async def live(store: LightningStore, number: int, **fields) -> str:
         metadata={"tags": ["a", "b"], "score": 0.1 + 0.2},
         **fields,
     )
-    first = await store.perform(calls.StartRollout(request=request))
+    (queued,) = await store.enqueue_many_rollouts([request])
+    first = await store.start_attempt(queued.rollout_id)
     ids = first.rollout_id, first.attempt.attempt_id
     await store.update_attempt(*ids, status="failed", metadata={"why": "…"})
     second = await store.start_attempt(first.rollout_id, worker_id="w")
@@ -106,7 +106,7 @@ async def test_rollouts_come_back_as_they_were(store, tmp_path, suffix):
         (call, reward) = await other.query_spans(before[0][0].rollout_id)
         assert reward.attributes == {reward_value(0): 0.3}
         assert call.tokens == TOKENS
-        assert await other.perform(calls.CheckStore()) == []
+        assert await other.check_store() == []
         assert await import_rollouts(other, path) == Imported(stored_already=3)
         again = tmp_path / f"again.{suffix}"
         await export_rollouts(other, again)
@@ -200,7 +200,7 @@ async def test_a_malformed_line_is_named_and_nothing_of_it_is_stored(tmp_path, d
             await import_rollouts(store, path)
         for rollout in await store.query_rollouts():
             assert len(await store.query_spans(rollout.rollout_id)) == 2
-        assert await store.perform(calls.CheckStore()) == []
+        assert await store.check_store() == []
         path.write_text("\n".join(lines))
         await import_rollouts(store, path)
         assert (await store.statistics())["rollouts"] == 3

@@ -12,8 +12,7 @@ from agentlightning import semconv
 from agentlightning.tracing.context import recording
 from agentlightning.tracing.operation import operation
 from agentlightning.tracing.rewards import reward_attributes
-from agentlightning.tracing.steps import read_steps
-from agentlightning.tracing.tree import one_line, rollout_tree, totals
+from agentlightning.tracing.tree import one_line, rollout_tree
 from agentlightning.types import Rollout, Span, SpanStatus
 
 ROLLOUT = Rollout(rollout_id="ro-1", input="Fly me", start_time=0.0, end_time=60.0, status="succeeded")
@@ -129,14 +128,6 @@ def test_what_would_act_on_a_terminal_is_left_out() -> None:
     assert one_line("\x1b[2Jred\x07 \ud800 [bold]x[/bold]\r\n\ttab") == "[2Jred [bold]x[/bold] tab"
     assert len(one_line("a" * 10_000_000)) == 160
     assert any("[bold]" in line for line in shown(call(1, "[bold]no markup[/bold]")))
-
-
-def test_costs_are_of_the_longest_name_that_fits_and_missing_prices_are_named() -> None:
-    steps = read_steps([call(1), call(3)])
-    assert totals(steps).cost is None
-    took = totals(steps, {"m": (1.0, 1.0), "m-2025": (10.0, 100.0)})
-    assert took.cost == 2 * (1_000 * 10 + 10 * 100) / 1e6
-    assert totals(steps, {"other": (1.0, 1.0)}).unpriced == ("m-2025",)
 
 
 @pytest.mark.parametrize("calls", [[1], 5, {"a": 1}, [{"function": [1]}], [{"function": "x"}]])

@@ -109,22 +109,12 @@ class BeamSearch:
         texts = {**parent.texts, changed: edited.template}
         if self.lineage.of_texts(texts) is not None:
             return Rejected("the edit is the same as another")
-        return await self.add(name, number, texts, parent, changed, said)
+        made = {"parent": parent.name, "changed": changed, "critique": said}
+        return await self.add(name=name, round=number, texts=texts, **made)
 
-    async def add(
-        self,
-        name: str,
-        number: int,
-        texts: dict[str, str],
-        parent: Candidate | None = None,
-        changed: str | None = None,
-        said: str | None = None,
-    ) -> Candidate:
-        """Store a new candidate of round `number`."""
-        above, calls = parent and parent.name, dict(self.budget.optimizer)
-        candidate = Candidate(
-            name=name, round=number, texts=texts, parent=above, changed=changed, critique=said, calls=calls
-        )
+    async def add(self, **fields: Any) -> Candidate:
+        """Store a new candidate."""
+        candidate = Candidate(**fields, calls=dict(self.budget.optimizer))
         await self.lineage.version(candidate)
         return candidate
 

@@ -1,5 +1,1 @@
-"""Reinforcement learning: settings and credit (`reinforcement`), a step's batch (`batch`), the loop (`loop`)."""
-
-from agentlightning.algorithm.rl.reinforcement import Reinforcement
-
-__all__ = ["Reinforcement"]
+"""Reinforcement learning: settings and credit (`settings`), a step's batch (`batch`), the loop (`loop`)."""

@@ -1,7 +1,5 @@
 """Groups on their way: begun as long as they can still be fresh when they are trained, and handed over when complete.
 
-Knows tasks, rollouts, policy versions and staleness. It does not know weights, gradients or files.
-
 No more groups are on their way than (K + 1) steps consume, with K the staleness that is allowed; a group begun now is
 then trained, in order of completion, about K publications later. This is AReaL's capacity rule (arXiv:2505.24298)
 without a counter: whatever group is trained, dropped or failed is no longer on its way, so capacity cannot be lost.
@@ -21,13 +19,16 @@ import numpy as np
 
 from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.evaluation import refuse_uncalled
-from agentlightning.algorithm.rl.batch import trace_group
-from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.algorithm.rl.sampling import SamplerState, TaskSampler
+from agentlightning.algorithm.rl.settings import RLSettings
+from agentlightning.data.continuity import continuity
+from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.recorded import rewarded_group
-from agentlightning.data.transitions import TracedRollout
+from agentlightning.data.token_bytes import TokenBytes
+from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.errors import ConflictError
-from agentlightning.types import EnqueueRolloutRequest, Group, Rollout, RolloutStatus
+from agentlightning.store.base import LightningStore
+from agentlightning.types import EnqueueRolloutRequest, Rollout, RolloutStatus, Span
 
 # How many groups in a row may be of no use, in steps' worth, before a step goes on without them.
 USELESS_STEPS: Final = 10
@@ -55,35 +56,64 @@ class GroupsState(msgspec.Struct):
 
 @dataclass(frozen=True)
 class CompleteGroup:
-    """A group whose rollouts have all ended. `staleness` is how many publications ago the oldest token of each rollout
-    was sampled, when the group was handed over."""
+    """A group whose rollouts have all ended, and the rewards of those that count. `staleness` is how many publications
+    ago the oldest token of each rollout was sampled, when the group was handed over."""
 
     ticket: Ticket
     finished_index: int
     rollouts: tuple[TracedRollout, ...]
+    rewarded: RewardedGroup
     staleness: tuple[int, ...] = ()
 
 
 @dataclass
 class Dropped:
-    """What was of no use since the last step: groups and rollouts, by reason, and the rollouts of those groups: of
-    `stale` ones, which were too old, and of the others, which taught nothing."""
+    """What was of no use since the last step: groups, each with the reason, and how many rollouts, by reason. What is
+    not `STALE` taught nothing."""
 
-    groups: Counter[str] = field(default_factory=Counter[str])
+    groups: list[tuple[str, CompleteGroup]] = field(default_factory=list[tuple[str, CompleteGroup]])
     rollouts: Counter[str] = field(default_factory=Counter[str])
-    stale: list[tuple[TracedRollout, ...]] = field(default_factory=list[tuple[TracedRollout, ...]])
-    useless: list[tuple[TracedRollout, ...]] = field(default_factory=list[tuple[TracedRollout, ...]])
 
     @property
-    def traced(self) -> list[tuple[TracedRollout, ...]]:
-        return [*self.useless, *self.stale]
+    def useless(self) -> list[CompleteGroup]:
+        return [group for reason, group in self.groups if reason != STALE]
+
+    @property
+    def reasons(self) -> Counter[str]:
+        return Counter(reason for reason, _ in self.groups)
+
+
+async def trace_group(
+    store: LightningStore,
+    rollout_ids: Sequence[str],
+    algorithm: RLSettings,
+    models: Sequence[str],
+    token_bytes: TokenBytes | None = None,
+) -> list[TracedRollout]:
+    """What the store holds of these finished rollouts, as `algorithm` sees it when it trains `models`. With the bytes
+    of their tokens more is told of why prompts break."""
+    rollouts = {rollout.rollout_id: rollout for rollout in await store.query_rollouts(rollout_id_in=rollout_ids)}
+    calls = algorithm.call_filter(*models)
+    classifier = None
+    if token_bytes is not None:
+        from agentlightning.data.drift_kinds import Classifier  # tokenizers may be missing where nothing is trained
+
+        classifier = Classifier(token_bytes)
+
+    def trace(rollout: Rollout, spans: Sequence[Span]) -> TracedRollout:
+        one = trace_rollout(rollout, spans, calls=calls, reward=algorithm.reward)
+        return replace(one, breaks=continuity(one.transitions, spans, classifier).breaks)
+
+    return [
+        await asyncio.to_thread(trace, rollouts[name], await store.query_spans(name, "latest")) for name in rollout_ids
+    ]
 
 
 class Groups:
     """The groups of one run. `collect` runs beside the loop; `take` gives what a step trains on; `trained` says that
     it is done."""
 
-    def __init__(self, algorithm: Reinforcement, context: RunContext) -> None:
+    def __init__(self, algorithm: RLSettings, context: RunContext) -> None:
         self.algorithm = algorithm
         self.context = context
         self.sampler = TaskSampler(
@@ -185,26 +215,24 @@ class Groups:
             return False
         self._ready = [group for group in map(self._fresh, self._ready) if group is not None]
         if not self.algorithm.refills:
-            return bool(self._ready or self._dropped.stale)
+            return bool(self._ready or self._dropped.groups)
         per_step = self.algorithm.tasks_per_step
-        return len(self._ready) >= per_step or len(self._dropped.traced) >= USELESS_STEPS * per_step
+        return len(self._ready) >= per_step or len(self._dropped.groups) >= USELESS_STEPS * per_step
 
     def _fresh(self, group: CompleteGroup) -> CompleteGroup | None:
         """The group without the rollouts that are too old by now; None where too little is left of it."""
         allowed = self.algorithm.max_staleness
         staleness = [self.staleness(traced, group.ticket) for traced in group.rollouts]
         kept = [index for index, age in enumerate(staleness) if age <= allowed]
-        fresh = replace(
-            group,
-            rollouts=tuple(group.rollouts[index] for index in kept),
-            staleness=tuple(staleness[index] for index in kept),
-        )
-        if len(kept) < len(staleness):
-            self._dropped.rollouts[STALE] += len(staleness) - len(kept)
-            if self.algorithm.why_useless(rewarded_group(fresh.rollouts, self.algorithm.unrewarded)):
-                self._drop(group, STALE)
-                return None
-        return fresh
+        if len(kept) == len(staleness):
+            return replace(group, staleness=tuple(staleness))
+        self._dropped.rollouts[STALE] += len(staleness) - len(kept)
+        rollouts = tuple(group.rollouts[index] for index in kept)
+        rewarded = rewarded_group(rollouts, self.algorithm.unrewarded)
+        if self.algorithm.why_useless(rewarded):
+            self._dropped.groups.append((STALE, group))
+            return None
+        return replace(group, rollouts=rollouts, rewarded=rewarded, staleness=tuple(staleness[i] for i in kept))
 
     def staleness(self, traced: TracedRollout, ticket: Ticket) -> int:
         """How many publications ago the oldest token of a rollout was sampled; of weights that this run does not
@@ -223,9 +251,9 @@ class Groups:
             while True:
                 for group in await store.complete_groups_after(run_id, self._cursor, timeout=30.0):
                     if group.group_id in self._begun:  # those of an abandoned lineage pass by unused
-                        rollouts = await self.trace(group.rollout_ids)
+                        rollouts = await self._trace(group.rollout_ids)
                         await self._check_called(rollouts)
-                        self._take_in(group, tuple(rollouts))
+                        self._take_in(group.group_id, group.finished_index or 0, rollouts)
                     self._cursor = max(self._cursor, group.finished_index or 0)
                 if self.algorithm.refills:
                     await self._begin_groups()
@@ -242,29 +270,25 @@ class Groups:
                 await refuse_uncalled(self.context, self._first)
                 self._first = None
 
-    async def trace(self, rollout_ids: Sequence[str]) -> list[TracedRollout]:
+    async def _trace(self, rollout_ids: Sequence[str]) -> list[TracedRollout]:
         policies = self.context.policies
         token_bytes = next((policy.learner.token_bytes for policy in policies.values()), None)
         return await trace_group(self.context.store, rollout_ids, self.algorithm, tuple(policies), token_bytes)
 
-    def _take_in(self, group: Group, rollouts: tuple[TracedRollout, ...]) -> None:
-        ticket = self._begun.pop(group.group_id, None)
+    def _take_in(self, name: str, finished: int, rollouts: Sequence[TracedRollout]) -> None:
+        ticket = self._begun.pop(name, None)
         if ticket is None:  # given up while it was read
             return
-        self._enqueued.discard(group.group_id)
-        complete = CompleteGroup(ticket, group.finished_index or 0, rollouts)
-        counted = rewarded_group(rollouts, self.algorithm.unrewarded)
-        if counted.rewards:
-            self.sampler.report(ticket.position, sum(counted.rewards) / len(counted.rewards))
-        useless = self.algorithm.why_useless(counted) if self.algorithm.refills else None
+        self._enqueued.discard(name)
+        rewarded = rewarded_group(rollouts, self.algorithm.unrewarded)
+        complete = CompleteGroup(ticket, finished, tuple(rollouts), rewarded)
+        if rewarded.rewards:
+            self.sampler.report(ticket.position, sum(rewarded.rewards) / len(rewarded.rewards))
+        useless = self.algorithm.why_useless(rewarded) if self.algorithm.refills else None
         if useless:
-            self._drop(complete, useless)
+            self._dropped.groups.append((useless, complete))
         else:
             self._ready.append(complete)
-
-    def _drop(self, group: CompleteGroup, reason: str) -> None:
-        self._dropped.groups[reason] += 1
-        (self._dropped.stale if reason == STALE else self._dropped.useless).append(group.rollouts)
 
     @property
     def _capacity(self) -> int:
@@ -277,17 +301,15 @@ class Groups:
 
     async def _begin_groups(self) -> None:
         """Begin as many groups as there is room for: those that turn out complete and of no use make room for more."""
-        while missing := self._begin():
+        while True:
+            new = [self._next_ticket() for _ in range(self._capacity)]
+            self._begun |= {self.name(ticket): ticket for ticket in new}
+            # Restored ones too: the process may have died before it had enqueued them all.
+            missing = {name: ticket for name, ticket in self._begun.items() if name not in self._enqueued}
+            if not missing:
+                return
+            self._enqueued |= missing.keys()
             await self._enqueue(missing)
-
-    def _begin(self) -> dict[str, Ticket]:
-        """The groups that are on their way from now on, and of which the store has not been told."""
-        new = [self._next_ticket() for _ in range(self._capacity)]
-        self._begun |= {self.name(ticket): ticket for ticket in new}
-        # Restored ones too: the process may have died before it had enqueued them all.
-        missing = {name: ticket for name, ticket in self._begun.items() if name not in self._enqueued}
-        self._enqueued |= missing.keys()
-        return missing
 
     async def _enqueue(self, missing: Mapping[str, Ticket]) -> None:
         """Tell the store of these groups; doing it again changes nothing. What a process that was killed had complete,
@@ -298,10 +320,10 @@ class Groups:
         await store.enqueue_many_rollouts(
             [request for name, ticket in missing.items() for request in self._requests(name, ticket)]
         )
-        complete = sorted((group.finished_index, group) for group in groups if group.finished_index is not None)
-        for finished, group in complete:
+        complete = sorted((one.finished_index, one.group_id, one) for one in groups if one.finished_index is not None)
+        for finished, name, group in complete:
             if finished <= passed:
-                self._take_in(group, tuple(await self.trace(group.rollout_ids)))
+                self._take_in(name, finished, await self._trace(group.rollout_ids))
                 self._changed.set()
 
     def _requests(self, name: str, ticket: Ticket) -> list[EnqueueRolloutRequest]:

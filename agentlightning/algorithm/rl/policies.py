@@ -8,46 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import statistics
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 
-from agentlightning.algorithm.rl.batch import Values, minibatches
-from agentlightning.algorithm.rl.reinforcement import Reinforcement
-from agentlightning.data.sequences import TrainingSequence
+from agentlightning.algorithm.rl.batch import Sequences, Values, minibatches
+from agentlightning.algorithm.rl.metrics import Usage
+from agentlightning.algorithm.rl.settings import RLSettings
 from agentlightning.errors import TrainingError
 from agentlightning.learner.base import Learner, Sampler, Weights, WeightsForm
 
 _EXPORTS_KEPT: Final[dict[str, int]] = {"adapter": 16}  # of each policy, else 3; a server may read one again
 
-Batch: TypeAlias = Sequence[TrainingSequence]
 T = TypeVar("T")
-
-
-EXTREMES: Final[dict[str, Callable[[list[float]], float]]] = {
-    "ratio_min": min,
-    "ratio_max": max,
-    "max_ratio_error": max,
-}
-
-
-@dataclass(frozen=True)
-class Usage:
-    """What engines have done: tokens sampled by all, and seconds in which one of them, on average, did nothing."""
-
-    generated_tokens: int
-    idle_seconds: float
-
-    def __sub__(self, before: Usage) -> Usage:
-        return Usage(self.generated_tokens - before.generated_tokens, self.idle_seconds - before.idle_seconds)
 
 
 class Policies:
@@ -68,7 +46,7 @@ class Policies:
         self._thread = thread
         self._exports = exports
 
-    def critics(self, algorithm: Reinforcement) -> dict[str, Values | None]:
+    def critics(self, algorithm: RLSettings) -> dict[str, Values | None]:
         """The critic of each policy, where the algorithm trains one."""
         has_one = algorithm.trained_critic is not None
         return {name: learner.values if has_one else None for name, learner in self.learners.items()}
@@ -78,7 +56,13 @@ class Policies:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def learn(
-        self, batches: Mapping[str, Batch], algorithm: Reinforcement, *, seed: int, step: int, version: int
+        self,
+        batches: Mapping[str, Sequences],
+        algorithm: RLSettings,
+        *,
+        seed: int,
+        step: int,
+        version: int,
     ) -> AsyncGenerator[tuple[str, dict[str, float]]]:
         """Make the optimiser steps of each policy that has a batch: (name, metrics) of each. `version` is what the
         weights are called now."""
@@ -172,7 +156,13 @@ def _export(learner: Learner, place: Path, form: WeightsForm) -> None:
 
 
 def optimiser_steps(
-    learner: Learner, batch: Batch, algorithm: Reinforcement, *, seed: int, step: int, version: int | None
+    learner: Learner,
+    batch: Sequences,
+    algorithm: RLSettings,
+    *,
+    seed: int,
+    step: int,
+    version: int | None,
 ) -> Iterator[dict[str, float]]:
     """Make the optimiser steps of one batch; the metrics of each as it is made. Blocks."""
     if not batch:
@@ -183,44 +173,3 @@ def optimiser_steps(
         for part in minibatches(prepared, algorithm.minibatches, seed, step, epoch):
             yield learner.step(part, loss, version) | told
             version, told = None, {}  # the weights have another by now
-
-
-def over_steps(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Each metric over the optimiser steps of a batch: of tokens the sum, of extremes the extreme, else the mean."""
-    totals: dict[str, float] = {}
-    for name in {name: None for one in history for name in one}:
-        values = [one[name] for one in history if name in one]
-        if name.startswith("tokens"):
-            totals[name] = sum(values)
-        elif name in EXTREMES:
-            totals[name] = EXTREMES[name](values)
-        else:
-            totals[name] = sum(values) / len(values)
-    return totals | {"tree_savings": totals["tokens_saved"] / (totals["tokens_saved"] + totals["tokens_computed"])}
-
-
-FAR: Final = 100.0  # tolerances: above that the weights are others
-FAR_KL: Final = 0.1  # nats a token: where the learner's probabilities are the lower ones, no ratio is far from 1
-EXPLOSION: Final = 20.0  # a gradient so many times as large as usual; from batch to batch it varies a few times
-USUAL: Final = 20  # the norms whose median is what is usual
-FEWEST: Final = 5  # before so many nothing is usual yet
-
-
-class GradientNorms:
-    """What gradient norms are usual. The loss says nothing here: that of a policy gradient is about 0 at any scale."""
-
-    def __init__(self) -> None:
-        self._usual: deque[float] = deque(maxlen=USUAL)
-        self._row = 0
-
-    def add(self, norm: float) -> int:
-        """How many steps in a row, up to this one, had more than `EXPLOSION` times the median norm of those before; of
-        a step that trained nothing (0) none. After `[1.0] * 5`, 30.0 gives 1 and 40.0 gives 2."""
-        if norm == 0:
-            return 0
-        if len(self._usual) >= FEWEST and norm > EXPLOSION * statistics.median(self._usual):
-            self._row += 1
-        else:
-            self._row = 0
-            self._usual.append(norm)
-        return self._row

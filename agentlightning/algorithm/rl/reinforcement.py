@@ -1,250 +1,232 @@
-"""What every reinforcement-learning algorithm is: settings, advantages and a loss.
+"""The reinforcement-learning loop: take complete groups, give credit, step, publish, repeat.
 
-It knows groups of credited rollouts. It does not know how they are run (the loop) or how a gradient is taken (the
-learner).
+With a staleness of 0 rollouts, steps and evaluations take turns; with more they go on beside each other. A kill at any
+moment loses nothing that `resumption.py` does not find again.
 """
 
 from __future__ import annotations
 
-import abc
 import asyncio
-import inspect
-import math
 import shutil
-from collections.abc import AsyncGenerator, Awaitable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from functools import partial
+from typing import Final
 
-from agentlightning.algorithm.base import RunContext
-from agentlightning.algorithm.evaluation import SUPERVISED, Evaluation
-from agentlightning.data.call_filter import CallFilter
-from agentlightning.data.credit_table import RewardedGroup, check_credited
-from agentlightning.data.references import is_reference, load_reference
-from agentlightning.data.rewards import PLAIN, RewardSpec
-from agentlightning.data.sequences import (
-    Aggregation,
-    CreditedTransition,
-    Level,
-)
-from agentlightning.data.transitions import FloatArray
-from agentlightning.errors import ConfigError, check_settings
-from agentlightning.learner.base import Critic
-from agentlightning.learner.losses import KLEstimator, Loss, Old
+import msgspec
+
+from agentlightning.algorithm.base import RunContext, Stopped
+from agentlightning.algorithm.evaluation import Evaluation, why_unrewarded
+from agentlightning.algorithm.rl.alarms import Alarms
+from agentlightning.algorithm.rl.batch import BATCHES_FILE, Batch, RecordedBatch, make_batches
+from agentlightning.algorithm.rl.checkpoints import Checkpoints, explained
+from agentlightning.algorithm.rl.groups import CompleteGroup, Dropped, Groups
+from agentlightning.algorithm.rl.held_out import HeldOut
+from agentlightning.algorithm.rl.job import Job
+from agentlightning.algorithm.rl.metrics import over_steps, rollout_metrics, speed_metrics
+from agentlightning.algorithm.rl.policies import Policies
+from agentlightning.algorithm.rl.resumption import resume
+from agentlightning.algorithm.rl.settings import RLSettings
+from agentlightning.data.sequences import TrainingSequence
+from agentlightning.data.transitions import TracedRollout
+from agentlightning.errors import AgentLightningError, ConfigError, TrainingError
 from agentlightning.store.base import LightningStore
-from agentlightning.types import RolloutConfig
 
-if TYPE_CHECKING:
-    from agentlightning.algorithm.rl.groups import Groups
-
-_LEAST: Final[dict[str, float]] = {
-    **dict.fromkeys(("steps", "tasks_per_step", "group_size", "minibatches", "epochs"), 1.0),
-    **dict.fromkeys(("checkpoint_every", "max_tokens"), 1.0),
-    **dict.fromkeys(("evaluate_every", "max_staleness"), 0.0),
-    **dict.fromkeys(("stop_on_explosion", "stop_on_collapse", "val_temperature"), 0.0),
-    "temperature": 1e-3,
-}
-
-TOO_FEW_REWARDED: Final = "too few rewarded"
-WITHOUT_VARIANCE: Final = "without variance"
-
-# Beside a group that teaches only in comparison with others; no agent's rewards have a mean of 2⁻²¹.
-_BESIDE: Final = RewardedGroup.trial(-1.5, 1.5 + 2**-20)
+EXPORTS: Final = "published"  # folder of a run for the weights that samplers read
 
 
-class _Tried(abc.ABCMeta):
-    """Tries what an algorithm answers as soon as it is made, whatever it does when it is made."""
+class Loop:
+    """One training job of an algorithm on these groups.
 
-    def __call__(cls, *args: Any, **settings: Any) -> Any:
-        if cls.__abstractmethods__:
-            raise ConfigError(f"{cls.__name__} does not define {', '.join(sorted(cls.__abstractmethods__))}")
-        made = super().__call__(*args, **settings)
-        made.try_advantages()
-        return made
+    Whatever reads or writes weights runs in the one `thread`: the event loop goes on, and a checkpoint holds the
+    weights of one step."""
 
+    def __init__(self, algorithm: RLSettings, context: RunContext, groups: Groups, thread: Executor) -> None:
+        if not context.policies:
+            raise ConfigError(f"{algorithm.name} trains weights: give the Trainer a model")
+        policies = Policies(
+            {name: policy.learner for name, policy in context.policies.items()},
+            {name: policy.sampler for name, policy in context.policies.items()},
+            thread,
+            context.directory / EXPORTS,
+        )
+        self.job = Job(algorithm, context, groups, policies, Checkpoints(context.directory / "checkpoints"))
+        self.held_out = HeldOut(self.job)
+        norms = policies.named({policy: {"grad_norm": 0.0} for policy in policies.names})
+        self._alarms = Alarms(algorithm, context.progress.note, norms)
+        self._learning = False  # between the first optimiser step of a batch and the publication
 
-@dataclass(kw_only=True)
-class Reinforcement(metaclass=_Tried):
-    """Settings every reinforcement-learning algorithm shares, and its two answers: advantages and a loss.
-
-    A step samples `tasks_per_step` tasks, runs each `group_size` times, and makes `minibatches` optimiser steps,
-    `epochs` times over.
-    `reference` keeps a copy of the starting weights; straying from it costs `kl_coefficient` (0.04 by default).
-    `reward` says what R is made of, `loss` how an advantage becomes a loss: a name of `learner/losses.py`, or a
-    function (or `file.py:function`) as `Loss` describes it; `old` is what its importance ratio is against, and
-    `truncation` bounds the correction that `old="proximal"` makes besides (`Loss`).
-    `unrewarded` says what a rollout without a reward counts for: left out of its group, or a stated reward.
-    `agents` are the names of the agents to train, as in `"writer|rewriter"`; without it all are. Which of their calls
-    train is said by `keep`, `train_truncated`, `max_prompt_length` and `max_response_length` (`CallFilter`).
-    With `max_staleness` K rollouts, training and evaluation go on at once: a step trains on the first groups that are
-    complete, sampled at most K publications ago; what is older is dropped. With 0 a step trains on rollouts of the
-    very weights it changes. With K, or with `dynamic_sampling` (DAPO, arXiv:2503.14476), a group that teaches nothing
-    is replaced by another.
-    `difficulty` (low, high) leaves a task out of the next epoch whose mean reward lay outside; `curriculum` is a
-    function (or `file.py:function`) of (tasks, epoch) that gives the order of an epoch as indices.
-    Training stops after `steps`, or once the mean training reward of three steps reaches `target_reward`; and with an
-    error where a loss or gradient is not finite, or, if `stop_on_explosion` is not 0, after that many steps in a row
-    whose gradient is over 20 times as large as usual (`GradientNorms`); without, the first of them is told. It stops,
-    too, after `stop_on_collapse` steps in a row that earned nothing, where others did before and chance does not
-    explain it (`Earnings`); after three it says so, and with 0 no more."""
-
-    steps: int = 100
-    tasks_per_step: int = 16
-    group_size: int = 8
-    minibatches: int = 1
-    epochs: int = 1
-    level: Level = "trajectory"
-    reward: RewardSpec = PLAIN
-    loss: Any = "ppo_clip"  # str or function: what reads run files knows no such union
-    clip_low: float | None = None
-    clip_high: float | None = None
-    dual_clip: float | None = None
-    aggregation: Aggregation = "rollout-mean"
-    constant_length: int | None = None
-    reference: bool = False
-    kl_coefficient: float | None = None
-    kl_estimator: KLEstimator = "k3"
-    entropy_coefficient: float = 0.0
-    old: Old = "behaviour"
-    truncation: float | None = None
-    temperature: float = 1.0
-    val_temperature: float = 1.0
-    max_tokens: int | None = None
-    unrewarded: Literal["exclude"] | float = "exclude"
-    agents: str | None = None
-    keep: tuple[str, ...] = ()
-    train_truncated: bool = True
-    max_prompt_length: int | None = None
-    max_response_length: int | None = None
-    max_staleness: int = 0
-    dynamic_sampling: bool = False
-    difficulty: tuple[float, float] | None = None
-    curriculum: Any = None
-    target_reward: float | None = None
-    stop_on_explosion: int = 0
-    stop_on_collapse: int = 10
-    evaluate_every: int = 0
-    checkpoint_every: int = 10
-    rollout: RolloutConfig = SUPERVISED
-    name: str = "rl"
-
-    def __post_init__(self) -> None:
-        self.measured: dict[str, float] = {}
-        """What `advantages` has measured of the groups it was given last, for the step's metrics."""
-        check_settings(self, least=_LEAST, choices={"level": get_args(Level)})
-        if max(self.temperature, self.val_temperature) > 2:
-            raise ConfigError(
-                f"temperature is {self.temperature}, val_temperature {self.val_temperature}; 2 is the most"
-            )
-        self._check_flow()
-        if self.unrewarded != "exclude" and not math.isfinite(self.unrewarded):
-            raise ConfigError(f"unrewarded is {self.unrewarded}; give 'exclude', or a finite reward")
-        if self.kl_coefficient and not self.reference:
-            raise ConfigError("kl_coefficient pulls towards a reference policy; set reference=True to keep one")
-        self.call_filter()
-        if self.loss == "policy_gradient" and self.old == "behaviour" and self.max_staleness and not self.imitates:
-            raise ConfigError(
-                f"loss 'policy_gradient' is right for the weights that sampled, and with max_staleness "
-                f"{self.max_staleness} older ones may have; give old='proximal', or loss='importance_sampling'"
-            )
-        if self.loss == "policy_gradient" and self.minibatches * self.epochs > 1 and not self.imitates:
-            raise ConfigError(
-                f"loss 'policy_gradient' is right for the weights that sampled, and {self.minibatches} minibatches in "
-                f"{self.epochs} epochs move them in between; give 1 of each, or loss='importance_sampling'"
-            )
-        self.loss_function: Any = self.loss
-        if isinstance(self.loss, str) and is_reference(self.loss):
-            self.loss_function = load_reference(self.loss)
-        self.make_loss()  # refuses settings out of range now, rather than after the first rollouts
-
-    def call_filter(self, *models: str) -> CallFilter:
-        """Which calls train, of these models, or without any of all. ConfigError for settings out of range."""
-        settings = {name: getattr(self, name) for name in CallFilter.__dataclass_fields__ if name != "models"}
-        return CallFilter(models=models or None, **settings)
-
-    def _check_flow(self) -> None:
-        """What is said of the order and the age of groups, refused where it cannot be."""
-        if self.difficulty is not None and not self.difficulty[0] <= self.difficulty[1]:
-            raise ConfigError(
-                f"difficulty is {self.difficulty}; give the lowest and the highest mean reward to train on"
-            )
-        self.curriculum_function = self.curriculum
-        if isinstance(self.curriculum, str):
-            self.curriculum_function = load_reference(self.curriculum)
-        if self.curriculum is not None and not callable(self.curriculum_function):
-            raise ConfigError(
-                f"curriculum is {self.curriculum!r}; give a function of (tasks, epoch), or file.py:function"
-            )
-
-    @property
-    def imitates(self) -> bool:
-        """Whether what is trained is right to be trained whatever weights sampled it."""
-        return False
-
-    @property
-    def refills(self) -> bool:
-        """Whether a group that teaches nothing is replaced by another."""
-        return self.dynamic_sampling or self.max_staleness > 0
-
-    def why_useless(self, group: RewardedGroup) -> str | None:
-        """Why no step learns from this group, whatever else it trains on; None if one may."""
-        if len(group.rewards) < self.fewest_rewarded:
-            return TOO_FEW_REWARDED
-        if self._answers_later:
-            return None
-        return None if self._teaches(group) or self._teaches(group, _BESIDE) else WITHOUT_VARIANCE
-
-    @property
-    def _answers_later(self) -> bool:
-        """Whether `advantages` is a coroutine, which is asked once a step and not before."""
-        return inspect.iscoroutinefunction(self.advantages)
-
-    def _teaches(self, *groups: RewardedGroup) -> bool:
-        """Whether anything is learned from the first of these groups."""
-        return any(item.teaches for rollout in self.credited(groups)[0] for item in rollout)
-
-    def try_advantages(self) -> None:
-        """ConfigError where `advantages` fails on groups that no agent made, or gives what is no advantage; and where
-        `dynamic_sampling` would never find a group to replace."""
-        if self._answers_later:
-            if self.dynamic_sampling:
-                raise ConfigError(f"{self.name}.advantages is a coroutine, asked once a step: no dynamic_sampling")
-            return
-        rewards = [index % 2 for index in range(self.group_size)]
-        groups = [RewardedGroup.trial(*rewards), RewardedGroup.trial(*rewards[::-1])]
+    async def run(self) -> str:
+        """Steps until one of the reasons to end holds; returns the reason in words."""
+        job = self.job
+        if job.context.resume:
+            await resume(job, self._alarms)
+        async with job.context.calls_held():
+            await job.policies.begin(job.state.policy_version)
+        job.groups.steps_left = job.algorithm.steps - job.state.step
+        reason = "all steps done"
         try:
-            self.credited(groups)
-        except ConfigError:
+            await self.held_out.first()
+            async with self._collecting():
+                while job.state.step < job.algorithm.steps and not self._reached_target():
+                    await self.held_out.when_due()
+                    await self._step()
+            if self._reached_target():
+                reason = f"mean training reward reached {job.algorithm.target_reward}"
+            await job.groups.withdraw()
+            await self.held_out.finished()
+        except Stopped as stopped:
+            reason = str(stopped)
+        except AgentLightningError as error:
+            if not self._learning:  # the weights are those of a whole step
+                if isinstance(error, TrainingError):
+                    await job.renew_version()
+                await job.save()
             raise
-        except Exception as error:
-            raise ConfigError(
-                f"{type(self).__name__}.advantages fails on two groups of {self.group_size} rollouts, made to try it: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        equal = [RewardedGroup.trial(*[reward] * self.group_size) for reward in (0.0, 1.0, -1e6)]
-        if self.dynamic_sampling and not any(map(self.why_useless, equal)):
-            raise ConfigError(f"{self.name} with these settings learns from any group: leave dynamic_sampling out")
+        finally:
+            await self.held_out.cancel()
+        await job.save()
+        return await self.held_out.last() or reason
 
-    def credited(
-        self, groups: Sequence[RewardedGroup], values: Sequence[FloatArray] | None = None
-    ) -> list[list[list[CreditedTransition]]]:
-        """What `advantages` answers, or with a critic's `values` `advantages_with_values`. ConfigError where that is no
-        answer."""
-        if not groups:
-            return []
-        if values is None:
-            answer: Any = self.advantages(groups)
-            if inspect.isawaitable(answer):
-                answer = asyncio.run(_awaited(answer))
-            return check_credited(f"{type(self).__name__}.advantages", groups, answer)
-        answer = self.advantages_with_values(groups, values)
-        return check_credited(f"{type(self).__name__}.advantages_with_values", groups, answer)
+    @asynccontextmanager
+    async def _collecting(self) -> AsyncGenerator[None]:
+        collector = asyncio.create_task(self.job.groups.collect())
+        try:
+            yield
+        finally:
+            collector.cancel()
+            await asyncio.gather(collector, return_exceptions=True)
 
-    @property
-    def fewest_rewarded(self) -> int:
-        """How many members of a group must have a reward for it to teach anything."""
-        return min(2, self.group_size)
+    def _reached_target(self) -> bool:
+        target, rewards = self.job.algorithm.target_reward, self.job.recent_rewards()
+        return target is not None and len(rewards) == 3 and sum(rewards) / 3 >= target
+
+    # --- one step ---
+
+    async def _step(self) -> None:
+        job = self.job
+        started, engines, step = time.perf_counter(), job.policies.usage(), job.state.step + 1
+        groups, dropped = await job.context.unless_stopped(job.groups.take())
+        sampled = time.perf_counter()
+        self._record_batch(step, groups)
+        everything = [*groups, *(group for _, group in dropped.groups)]
+        await self._check_trainable([traced for group in everything for traced in group.rollouts])
+        batches = await self._credited(groups)
+        metrics = rollout_metrics(groups, dropped)
+        metrics |= job.policies.named({name: batch.metrics for name, batch in batches.items()})
+        version = None
+        if any(batch.sequences for batch in batches.values()):
+            metrics |= await self._learn({name: batch.sequences for name, batch in batches.items()}, step)
+            version = job.state.policy_version
+        elif metrics["calls"] or dropped.groups:
+            self._note_nothing_learned(step, metrics["reward"], dropped)
+        # Together: a step that is cut short must find its groups again.
+        job.state.step = step
+        await job.groups.trained(version)
+        times = sampled - started, time.perf_counter() - sampled
+        metrics |= speed_metrics(metrics, *times, job.policies.usage() - engines, overlaps=job.overlaps)
+        metrics["policy_version"] = float(job.state.policy_version)
+        fallen = job.state.earnings.add(self._earned([*groups, *dropped.useless]))
+        await job.context.tracking.record(step, metrics)
+        if step % job.algorithm.checkpoint_every == 0:
+            await job.save()
+        job.context.progress.step(step, metrics)
+        self._alarms.check_explosion(step, metrics, self._how_to_replay(step))
+        self._alarms.check_collapse(step, fallen, job.state.earnings, job.checkpoints.best)
+
+    def _earned(self, groups: Sequence[CompleteGroup]) -> list[bool]:
+        """Whether a rollout of each group has a reward above 0, terms that were added to the agent's own aside."""
+        base = self.job.algorithm.reward.base
+        return [any(one.reward_terms.get(base, 0.0) > 0 for one in of.rollouts) for of in groups if of.rollouts]
+
+    def _how_to_replay(self, step: int) -> str:
+        directory = self.job.context.directory
+        return f"The batch is kept; `python scripts/replay.py {directory} --step {step}` trains it again"
+
+    def _note_nothing_learned(self, step: int, reward: float, dropped: Dropped) -> None:
+        reasons = dropped.reasons
+        left_out = f"; {reasons.total()} groups were replaced: {dict(reasons)}" if reasons else ""
+        self.job.context.progress.note(
+            f"step {step} taught nothing: in every group all rewards were equal, or fewer than two members had one "
+            f"(mean {reward:.2f}){left_out}"
+        )
+
+    def _record_batch(self, step: int, groups: Sequence[CompleteGroup]) -> None:
+        """Note what the step trains on, before it does."""
+        names = tuple(tuple(traced.rollout.rollout_id for traced in group.rollouts) for group in groups)
+        path = self.job.context.directory / BATCHES_FILE
+        with explained("the record of steps", path), path.open("ab") as file:
+            file.write(msgspec.json.encode(RecordedBatch(step, self.job.state.policy_version, names)) + b"\n")
+
+    async def _check_trainable(self, rollouts: Sequence[TracedRollout]) -> None:
+        """TrainingError where nothing can be learned from these rollouts for a reason that would hold for others."""
+        job = self.job
+        silent = not any(traced.transitions for traced in rollouts)
+        unrewarded = all(traced.reward is None for traced in rollouts)
+        if unrewarded and (silent or job.algorithm.unrewarded == "exclude"):
+            raise await why_unrewarded(job.context.store, [traced.rollout for traced in rollouts])
+        if not silent:
+            return
+        others = sorted({name for traced in rollouts for name in traced.other_agents})
+        if not others:
+            excluded = sum((traced.excluded for traced in rollouts), Counter[str]())
+            raise TrainingError(
+                f"no call of the policy in {len(rollouts)} rollouts can be trained"
+                f"{f' (left out: {dict(excluded)})' if excluded else ''}: the agent must send its chat completions to "
+                "the URL in `llm.endpoint` with `llm.api_key`"
+            )
+        message = (
+            f"none of the calls is by an agent that agents={job.algorithm.agents!r} names; the agents here are "
+            f"{', '.join(others[:10])}{' …' if len(others) > 10 else ''}"
+        )
+        if job.state.step == 0:  # a mistake; later an agent may have had nothing to do
+            raise TrainingError(message)
+        job.context.progress.note(f"step {job.state.step + 1} trains nothing: {message}")
+
+    async def _credited(self, groups: Sequence[CompleteGroup]) -> dict[str, Batch]:
+        """The batch of each policy; a critic reads weights as a gradient step does."""
+        job, rewarded = self.job, [group.rewarded for group in groups]
+        make = partial(make_batches, job.algorithm, rewarded, job.policies.critics(job.algorithm))
+        if job.algorithm.trained_critic is None or not groups:
+            return await asyncio.to_thread(make)
+        async with job.alone():
+            return await job.policies.in_thread(make)
+
+    async def _learn(self, batches: Mapping[str, list[TrainingSequence]], step: int) -> dict[str, float]:
+        """The step's optimiser steps, then the publication of the new weights."""
+        job, progress = self.job, self.job.context.progress
+        history: dict[str, list[dict[str, float]]] = {name: [] for name, batch in batches.items() if batch}
+        parts = sum(min(job.algorithm.minibatches, len(batch)) for batch in batches.values())
+        progress.phase("learn", parts * job.algorithm.epochs)
+        seed, version = job.context.seed, job.state.policy_version
+        async with job.alone():
+            try:
+                async for name, metrics in job.policies.learn(
+                    batches, job.algorithm, seed=seed, step=step, version=version
+                ):
+                    self._learning = True
+                    history[name].append(metrics)
+                    progress.advance(sum(map(len, history.values())))
+            except TrainingError as error:
+                raise TrainingError(f"step {step}: {error}. {self._how_to_replay(step)}") from error
+            # Before the engines go on: no token of the new weights is to be called one of the old.
+            job.state.policy_version = await job.context.store.next_policy_version(job.run_id)
+            await job.policies.publish(job.state.policy_version)
+        self._learning = False
+        measured = {name: over_steps(steps) for name, steps in history.items()}
+        for name, metrics in measured.items():
+            self._alarms.check_mismatch(step, metrics, job.policies.learners[name].mismatch_tolerance)
+        return job.policies.named(measured)
+
+
+class Reinforcement(RLSettings):
+    """A dataclass below it defines `advantages`; its fields are its settings, those of `RLSettings` included."""
+
+    evaluations: list[Evaluation]
+    stopped_because: str
 
     def traces_beside(self, store: LightningStore) -> AbstractAsyncContextManager[LightningStore]:
         """The store with the rollouts that are learned from, where the run's own is `store`."""
@@ -253,59 +235,17 @@ class Reinforcement(metaclass=_Tried):
     @asynccontextmanager
     async def groups(self, context: RunContext) -> AsyncGenerator[Groups]:
         """What steps learn from. ConfigError or TrainingError where there is nothing to learn from."""
-        from agentlightning.algorithm.rl.groups import Groups
-
         if not context.train_tasks:
             raise ConfigError(f"{self.name} runs the agent on tasks: give a training dataset")
         yield Groups(self, context)
 
-    @abc.abstractmethod
-    def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
-        """Credit the groups of one step. The answer has, for each rollout of each group, its transitions with an
-        advantage per sampled token. It is asked in a thread, off the event loop, and may block. A subclass may make it
-        `async`: it is then run to its end there, in a loop of its own."""
-
-    @property
-    def trained_critic(self) -> Critic | None:
-        """The critic that is trained beside the policy; None: there is none, and no value is asked for."""
-        return None
-
-    def advantages_with_values(
-        self, groups: Sequence[RewardedGroup], values: Sequence[FloatArray]
-    ) -> list[list[list[CreditedTransition]]]:
-        """As `advantages`, where there is a critic: `values` float32[T] of each transition, in order, are what it says
-        each sampled token is worth. The answer holds them, and what it should have said."""
-        raise ConfigError(f"{self.name} trains a critic, and does not say what its values are for")
-
-    def make_loss(self, step: int = 1) -> Loss:
-        """The loss of the batch of a step, from 1."""
-        return Loss(
-            kind=self.loss_function,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
-            aggregation=self.aggregation,
-            constant_length=self.constant_length,
-            kl_coefficient=self.kl_coefficient if self.kl_coefficient is not None else 0.04 * self.reference,
-            kl_estimator=self.kl_estimator,
-            entropy_coefficient=self.entropy_coefficient,
-            temperature=self.temperature,
-            old=self.old,
-            truncation=self.truncation,
-        )
-
     async def run(self, context: RunContext) -> None:
         """Train until done or stopped; afterwards `evaluations` holds the first and the last, and what lay between."""
-        from agentlightning.algorithm.rl.loop import EXPORTS, Loop
-
-        self.evaluations: list[Evaluation] = []
         async with self.groups(context) as groups:
             with ThreadPoolExecutor(1, "learner") as thread:
+                loop = Loop(self, context, groups, thread)
+                self.evaluations = loop.held_out.evaluations
                 try:
-                    self.stopped_because = await Loop(self, context, groups, thread).run()
+                    self.stopped_because = await loop.run()
                 finally:
                     await asyncio.to_thread(shutil.rmtree, context.directory / EXPORTS, ignore_errors=True)
-
-
-async def _awaited(answer: Awaitable[Any]) -> Any:
-    return await answer

@@ -1,5 +1,5 @@
 // What answers the agents' calls: each model, its servers, their load, and whether calls are held.
-import type { Model } from "../api";
+import type { ModelDescription, Sampling } from "../api";
 import { ago, count, oneLine, plural } from "../format";
 import { Empty, Facts, Failed, Head, Status, Tag, Waiting } from "../parts";
 import { useGet } from "../request";
@@ -8,7 +8,7 @@ import { useEvery } from "./workers";
 const INTERVAL = 2000; // milliseconds: the load of a server is no event of the store
 
 export function Backends() {
-  const loaded = useGet<Model[]>("models");
+  const loaded = useGet<ModelDescription[]>("models");
   useEvery(INTERVAL, loaded.reload);
   return (
     <section class="view">
@@ -37,9 +37,9 @@ export function Backends() {
   );
 }
 
-function OneModel({ model }: { model: Model }) {
+function OneModel({ model }: { model: ModelDescription }) {
   return (
-    <section class="model" aria-label={`Model ${model.name}`}>
+    <section class="model" aria-label={`ModelDescription ${model.name}`}>
       <h2>
         {model.name}
         {model.held && <Tag>calls are held</Tag>}
@@ -92,7 +92,7 @@ function OneModel({ model }: { model: Model }) {
   );
 }
 
-function sampling(given: Record<string, unknown>): string {
+function sampling(given: Sampling): string {
   const set = Object.entries(given).filter(
     ([, value]) => value !== null && value !== 0 && !(Array.isArray(value) && value.length === 0),
   );

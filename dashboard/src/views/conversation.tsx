@@ -1,11 +1,18 @@
 // What was said: the messages of each conversation of an attempt, what each call added, and which calls learn.
-import type { Conversation, Message, ReplayRequest, RewardView, RolloutView, StepView } from "../api";
+import type { ConversationView, ReplayRequest, RewardView, RolloutView, StepView } from "../api";
 import { duration, number, oneLine, plural, signed, time, visible } from "../format";
 import { useKeys } from "../keys";
 import { Copy, Empty, Foreign, Json, Tag } from "../parts";
 import { get, query } from "../request";
 import { href } from "../route";
 import { curl, python } from "../snippets";
+
+interface Message {
+  role: string;
+  content: string | { type: string; text?: string }[] | null;
+  tool_calls?: { id: string; function: { name: string; arguments: string } }[];
+  name?: string;
+}
 
 export function ConversationTab({ view }: { view: RolloutView }) {
   useKeys({ j: () => step(1), k: () => step(-1) });
@@ -37,7 +44,7 @@ function step(by: number): void {
 }
 
 interface Properties {
-  conversation: Conversation;
+  conversation: ConversationView;
   title: string;
   steps: Map<string, StepView>;
   rolloutId: string;
@@ -61,9 +68,9 @@ function OneConversation({ conversation, title, steps, rolloutId }: Properties) 
               </details>
             )}
             {call.new_messages.map((message, index) => (
-              <OneMessage message={message} key={index} />
+              <OneMessage message={message as Message} key={index} />
             ))}
-            {call.answer && <OneMessage message={call.answer} sampled />}
+            {call.answer && <OneMessage message={call.answer as Message} sampled />}
             <footer>
               <a href={href(["rollouts", rolloutId, "tokens"], { call: call.span_id })}>call {call.call_index}</a>
               {call.model && <span>{visible(call.model)}</span>}

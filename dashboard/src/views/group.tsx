@@ -1,5 +1,5 @@
 // The rollouts of one task side by side, and the tree of what they share.
-import type { GroupView, PrefixTree } from "../api";
+import type { CreditView, PrefixTree } from "../api";
 import { count, number, oneLine, percent, plural, signed } from "../format";
 import { useKeys } from "../keys";
 import { Balance, Empty, Facts, Head, Status, Tabs, Waiting } from "../parts";
@@ -9,14 +9,14 @@ import { type Column, Table } from "../table";
 import { Reward } from "./rollouts";
 import { Tree } from "./tree";
 
-type Member = GroupView["members"][number];
+type Member = CreditView["members"][number];
 
 export function Group({ groupId }: { groupId: string }) {
   const tree = place.value.path[2] === "tree";
   const path = `dashboard/groups/${encodeURIComponent(groupId)}`;
-  const loaded = useGet<GroupView>(path, (happened) => happened.kind === "reset" || happened.group_id === groupId);
+  const loaded = useGet<CreditView>(path, (happened) => happened.kind === "reset" || happened.group_id === groupId);
   const grown = useGet<PrefixTree>(tree ? `${path}/tree` : undefined);
-  const run = loaded.data?.group.run_id;
+  const run = loaded.data?.group?.run_id;
   useKeys({
     1: () => go(href(["groups", groupId])),
     2: () => go(href(["groups", groupId, "tree"])),
@@ -55,7 +55,7 @@ export function Group({ groupId }: { groupId: string }) {
   );
 }
 
-function Members({ view }: { view: GroupView }) {
+function Members({ view }: { view: CreditView }) {
   if (view.members.length === 0) return <Empty>This group has no rollouts yet.</Empty>;
   const rewards = view.members.flatMap(({ row }) => (row.reward === null ? [] : [row.reward]));
   const mean = rewards.reduce((sum, one) => sum + one, 0) / rewards.length;
@@ -84,7 +84,7 @@ function Members({ view }: { view: GroupView }) {
   );
 }
 
-function columns(view: GroupView): Column<Member>[] {
+function columns(view: CreditView): Column<Member>[] {
   const most = Math.max(1e-9, ...view.members.map((member) => Math.abs(member.advantage ?? 0)));
   return [
     { name: "#", width: "44px", cell: ({ row }) => String(row.rollout.group_index ?? "") || "·" },

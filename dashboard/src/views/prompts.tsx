@@ -1,5 +1,5 @@
 // Prompts that were searched for: who came of whom, what changed, and how each scored.
-import type { Candidate, Prompts as Read, Score } from "../api";
+import type { TriedPrompt, Prompts as Read, PromptScore } from "../api";
 import { number, plural, time } from "../format";
 import { Code, Empty, Facts, Foreign, Tag, Waiting } from "../parts";
 import { query, useGet } from "../request";
@@ -22,7 +22,7 @@ export function Prompts() {
 }
 
 function OneRun({ runId }: { runId: string }) {
-  const path = `dashboard/prompts${query({ run: runId })}`;
+  const path = `dashboard/prompts${query({ run_id: runId })}`;
   const loaded = useGet<Read>(path, (happened) => happened.kind === "reset" || happened.run_id === runId);
   return <Waiting loaded={loaded}>{(read) => <Lineage read={read} />}</Waiting>;
 }
@@ -61,27 +61,27 @@ function Lineage({ read }: { read: Read }) {
 }
 
 /** Children under their parents, the older first. */
-function lineage(candidates: Candidate[]): { one: Candidate; depth: number }[] {
+function lineage(candidates: TriedPrompt[]): { one: TriedPrompt; depth: number }[] {
   const names = new Set(candidates.map((one) => one.name));
-  const below = (parent: string | null, depth: number): { one: Candidate; depth: number }[] =>
+  const below = (parent: string | null, depth: number): { one: TriedPrompt; depth: number }[] =>
     candidates
       .filter((one) => (one.parent !== null && names.has(one.parent) ? one.parent : null) === parent)
       .flatMap((one) => [{ one, depth }, ...below(one.name, depth + 1)]);
   return below(null, 0);
 }
 
-function OneCandidate({ one, read }: { one: Candidate; read: Read }) {
-  const scored = read.rounds.flatMap((round): [number, Score][] => {
+function OneCandidate({ one, read }: { one: TriedPrompt; read: Read }) {
+  const scored = read.rounds.flatMap((round): [number, PromptScore][] => {
     const score = round.scores[one.name];
     return score ? [[round.number, score]] : [];
   });
   const rejected = read.rounds.map((round) => round.rejected[one.name]).find(Boolean);
   return (
-    <article class="candidate" aria-label={`Candidate ${one.name}`}>
+    <article class="candidate" aria-label={`TriedPrompt ${one.name}`}>
       <h2>{one.name}</h2>
       <Facts
         facts={[
-          ["Score", number(one.score?.mean)],
+          ["PromptScore", number(one.score?.mean)],
           ["Tasks", one.score && plural(one.score.tasks, "task")],
           ["Failed", one.score?.failed ? String(one.score.failed) : null],
           ["Parent", one.parent],

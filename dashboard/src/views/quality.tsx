@@ -8,7 +8,7 @@ import { href } from "../route";
 import { SERIES } from "../theme";
 import { OfRun } from "./pick_run";
 
-const COUNTS: [key: keyof Read["counts"], title: string, meaning: string][] = [
+const COUNTS: [key: string, title: string, meaning: string][] = [
   ["outcomes", "Outcomes", "How rollouts ended, as training counts them"],
   ["excluded", "Calls excluded", "Why calls were not trained"],
   ["kept", "Calls kept, marked", "What was noted of calls that were trained"],
@@ -26,7 +26,7 @@ export function Quality() {
 }
 
 function OneRun({ runId }: { runId: string }) {
-  const path = `dashboard/quality${query({ run: runId })}`;
+  const path = `dashboard/quality${query({ run_id: runId })}`;
   const loaded = useGet<Read>(path, (happened) => happened.kind === "reset" || happened.run_id === runId);
   return (
     <Waiting loaded={loaded}>
@@ -36,7 +36,6 @@ function OneRun({ runId }: { runId: string }) {
             facts={[
               ["Rollouts", <a href={href(["rollouts"], { run: runId })}>{count(read.rollouts)}</a>],
               ["Calls", count(read.calls)],
-              ["Taken from", read.measured ? "every step of the run" : "its newest 200 rollouts"],
             ]}
           />
           <div class="grid">
@@ -53,7 +52,7 @@ function OneRun({ runId }: { runId: string }) {
           </div>
           <div class="counts">
             {COUNTS.map(([key, title, meaning]) => (
-              <Counts key={key} title={title} meaning={meaning} counts={read.counts[key]} read={read} />
+              <Counts key={key} title={title} meaning={meaning} counts={read.counts[key] ?? {}} read={read} />
             ))}
           </div>
         </>

@@ -1,5 +1,5 @@
 // Every version of what agents receive: prompts and the models they call.
-import type { Resource, ResourcesUpdate } from "../api";
+import type { LLM, PromptTemplate, ResourcesUpdate } from "../api";
 import { ago, oneLine, plural, time } from "../format";
 import { Code, Empty, Facts, Head, Json, Waiting } from "../parts";
 import { useGet } from "../request";
@@ -77,7 +77,7 @@ function One({ version }: { version: ResourcesUpdate }) {
   );
 }
 
-function OneResource({ name, resource }: { name: string; resource: Resource }) {
+function OneResource({ name, resource }: { name: string; resource: LLM | PromptTemplate }) {
   if (resource.resource_type === "prompt_template") {
     return (
       <>

@@ -120,7 +120,7 @@ function Summary({ view, reload }: { view: RolloutView; reload: () => void }) {
               </a>
             ),
           ],
-          ["Tags", rollout.metadata.tags?.map((tag) => <Tag key={tag}>{tag}</Tag>)],
+          ["Tags", rollout.metadata.tags?.map((tag: string) => <Tag key={tag}>{tag}</Tag>)],
         ]}
       />
     </>

@@ -8,7 +8,6 @@ import { Empty, Failed, Head, Status, Tag } from "../parts";
 import { Refused, request } from "../request";
 import { ask, href, place } from "../route";
 import { type Column, Table } from "../table";
-import { Export } from "./export";
 
 const PAGE = 100;
 
@@ -30,7 +29,7 @@ const COLUMNS: Column<RolloutRow>[] = [
       <>
         {error && <span class="error">{oneLine(error, 60)} </span>}
         {attempts > 1 && <Tag title="attempts">{plural(attempts, "attempt")}</Tag>}
-        {(rollout.metadata.tags ?? []).map((tag) => (
+        {(rollout.metadata.tags ?? []).map((tag: string) => (
           <Tag key={tag}>{tag}</Tag>
         ))}
         <span class="muted">{agents.map((agent) => oneLine(agent, 30)).join(", ")}</span>
@@ -67,10 +66,6 @@ export function Rollouts() {
             Show what is new
           </button>
         )}
-        <Export
-          filter={filterOf(query)}
-          rolloutIds={query.get("agent") ? pages.rows.map((row) => row.rollout.rollout_id) : undefined}
-        />
       </Head>
       <Filters />
       {pages.error ? (
@@ -127,7 +122,6 @@ function Filters() {
       <input type="number" step="any" {...field("above", "Reward from")} />
       <input type="number" step="any" {...field("below", "Reward to")} />
       <input {...field("tag", "Tag")} />
-      <input {...field("agent", "Agent")} />
       <label class="check">
         <input
           type="checkbox"
@@ -179,7 +173,6 @@ function usePages(query: URLSearchParams) {
       const mine = (under.current = new AbortController());
       const body = {
         where: filterOf(query),
-        agent: query.get("agent") || undefined,
         order: [{ field: "number", descending: true }],
         limit: PAGE,
         cursor: fresh ? undefined : cursor.current,
@@ -187,16 +180,10 @@ function usePages(query: URLSearchParams) {
       };
       try {
         const page = await request<RolloutList>("POST", "dashboard/rollouts", body, mine.signal);
-        const total = page.total;
-        // Looking for an agent, the server answers with what it found so far, which may be nothing.
-        while (page.items.length === 0 && page.next_cursor !== null) {
-          const next = { ...body, cursor: page.next_cursor, with_total: false };
-          Object.assign(page, await request<RolloutList>("POST", "dashboard/rollouts", next, mine.signal));
-        }
         cursor.current = page.next_cursor ?? undefined;
         setPages((before) => ({
           rows: fresh ? page.items : [...before.rows, ...page.items],
-          total: fresh ? total : before.total,
+          total: fresh ? page.total : before.total,
           done: page.next_cursor === null,
           error: null,
         }));

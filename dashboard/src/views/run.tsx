@@ -1,6 +1,6 @@
 // One run: how it is going, what it was started with, and a hand on its calls.
 import { useState } from "preact/hooks";
-import type { Model, Run, RunRow } from "../api";
+import type { ModelDescription, Run, RunRow } from "../api";
 import { count, duration, number, plural, time } from "../format";
 import { Facts, Head, Json, Status } from "../parts";
 import { Refused, request, useGet } from "../request";
@@ -56,7 +56,7 @@ function Manifest({ runId }: { runId: string }) {
 function Hold({ run }: { run: RunRow }) {
   const [problem, setProblem] = useState("");
   const able = may("admin") && run.models.length > 0 && run.status === "running";
-  const models = useGet<Model[]>(able ? "models" : undefined);
+  const models = useGet<ModelDescription[]>(able ? "models" : undefined);
   if (!able) return null;
   const own = models.data?.filter((model) => run.models.includes(model.name)) ?? [];
   const held = own.some((model) => model.held);

@@ -5,7 +5,7 @@ import { Chart } from "../chart";
 import { AXES, type Axis, colors, label, lines, type Prices, SECTIONS } from "../compare";
 import { ago, count, duration, number, plural } from "../format";
 import { Choice, Empty, Failed, Head, Status, Waiting } from "../parts";
-import { useGet } from "../request";
+import { type Loaded, request, useGet, useLoaded } from "../request";
 import { ask, href, place } from "../route";
 import { type Column, Table } from "../table";
 import { RunDetails } from "./run";
@@ -136,11 +136,11 @@ export function Charts({ rows }: { rows: RunRow[] }) {
   const spread = query.get("seeds") === "together";
   const prices: Prices = { read: Number(query.get("read") ?? 0.15), written: Number(query.get("written") ?? 0.6) };
   const ids = rows.map((row) => row.run_id);
-  const known = useGet<RunSeries[]>(ids.length ? asked(ids, []) : undefined, measured);
+  const known = useSeries(ids, []);
   const names = [...new Set((known.data ?? []).flatMap((one) => one.names))].sort();
   const sections = chosenSections(names, search);
   const wanted = sections.flatMap(([, inside]) => inside);
-  const series = useGet<RunSeries[]>(wanted.length ? asked(ids, wanted) : undefined, measured);
+  const series = useSeries(wanted.length ? ids : [], wanted);
   return (
     <div class="compare">
       <div class="toolbar">
@@ -226,11 +226,13 @@ function PriceFields({ prices }: { prices: Prices }) {
   );
 }
 
-const measured = (happened: { kind: string }) => ["reset", "metrics"].includes(happened.kind);
-
-function asked(ids: string[], names: string[]): string {
-  const pairs = [...ids.map((id) => ["run", id]), ...names.map((name) => ["name", name]), ["points", "400"]];
-  return `dashboard/series?${new URLSearchParams(pairs)}`;
+function useSeries(run_ids: string[], names: string[]): Loaded<RunSeries[]> {
+  const body = { run_ids, names };
+  return useLoaded(
+    run_ids.length ? JSON.stringify(body) : undefined,
+    (signal) => request<RunSeries[]>("POST", "dashboard/series", body, signal),
+    (happened) => ["reset", "metrics"].includes(happened.kind),
+  );
 }
 
 function chosenSections(names: string[], search: string): [string, string[]][] {

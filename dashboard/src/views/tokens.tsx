@@ -3,7 +3,7 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import type { ExplainedBreak, TokenView } from "../api";
 import { count, number, oneLine, signed, visible } from "../format";
 import { useKeys } from "../keys";
-import { Choice, Empty, Facts, Tag, Waiting } from "../parts";
+import { Choice, Empty, Facts, Waiting } from "../parts";
 import { query, useGet } from "../request";
 import { ask, place } from "../route";
 
@@ -43,7 +43,6 @@ function Call({ view }: { view: TokenView }) {
           </select>
         </label>
         <Choice label="Colour by" options={SHADES} value={shade} choose={(color) => ask({ color })} />
-        {view.left_out && <Tag>not trained: {view.left_out}</Tag>}
         {!view.tokenizer && <span class="note">No tokenizer is known for this model: ids are shown.</span>}
       </div>
       {view.break && <Broken found={view.break} />}

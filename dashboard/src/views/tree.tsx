@@ -1,10 +1,10 @@
 // The prompts and answers of a group over their tokens: what several share is there once, where they part it branches.
-import type { GroupView, PrefixTree, TreeNode } from "../api";
+import type { CreditView, PrefixTree, TreeNode } from "../api";
 import { count, number, oneLine, percent, plural } from "../format";
 import { Empty, Facts } from "../parts";
 import { href } from "../route";
 
-export function Tree({ tree, members }: { tree: PrefixTree; members: GroupView["members"] }) {
+export function Tree({ tree, members }: { tree: PrefixTree; members: CreditView["members"] }) {
   if (tree.nodes.length === 0) return <Empty>No call of this group has token ids.</Empty>;
   const places = new Map(members.map(({ row }) => [row.rollout.rollout_id, row.rollout.group_index]));
   const values = tree.nodes.flatMap((node) => (node.value === null ? [] : [node.value]));

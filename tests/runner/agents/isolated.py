@@ -13,8 +13,6 @@ import sys
 import threading
 import time
 
-import anyio.to_thread
-
 import agentlightning as agl
 
 _FOREVER = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
@@ -34,13 +32,6 @@ async def acts_async(task: dict) -> float:
     try:
         if task["do"] == "hang":
             await asyncio.Event().wait()
-        if task["do"] == "use pools":
-            await anyio.to_thread.run_sync(os.getpid)
-            await asyncio.to_thread(os.getpid)
-        if task["do"] == "leave task":
-            acts_async.left = asyncio.create_task(asyncio.sleep(600), name="left")
-        if task["do"] == "fork" and os.fork() == 0:
-            return 0.0  # the child goes on as if it were the agent
     finally:
         agl.emit_message("cleaned up")
     return float(os.getpid())
@@ -79,8 +70,6 @@ def _do(task: dict) -> None:
             os.abort()
         case "raise":
             raise LookupError("nothing there")
-        case "raise a flood":
-            raise LookupError("begin" + "x" * 20_000_000 + "end")
         case "close descriptors":
             os.closerange(3, 256)
         case "hang":  # with a child that will not go by itself, as deaf as its parent cannot be
@@ -96,10 +85,6 @@ def _do(task: dict) -> None:
         case "log":
             logging.getLogger("agent").warning("be warned")
             os.write(1, b"past sys.stdout\xff")
-        case "replace stdout":
-            sys.stdout = None
-        case "wait":  # until the other process has begun
-            time.sleep(0.7)
         case "leave thread":
             threading.Thread(target=time.sleep, args=(600,), daemon=True, name="left").start()
         case "leave process":

@@ -1,10 +1,9 @@
-"""A server of the run's own: when it is said not to come, and that nothing of it is left."""
+"""A server of the run's own: its part of the GPUs, when it is said not to come, and that nothing of it is left."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,7 +13,8 @@ import pytest
 
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.backends.connection import Connection
-from agentlightning.learner.started import StartedServer, listens
+from agentlightning.learner.memory import GIB, MemoryEstimate
+from agentlightning.learner.servers import Share, StartedServer, other_gpus, part_of_gpu
 
 pytestmark = pytest.mark.anyio
 
@@ -28,7 +28,7 @@ def program(directory: Path, script: str) -> str:
 
 def start(directory: Path, script: str, *flags: str) -> StartedServer:
     log = directory / "vllm.log"
-    return StartedServer("vllm", program(directory, script), "a-model", flags, environment={"SAID": "hello"}, log=log)
+    return StartedServer(program(directory, script), "a-model", flags, environment={"SAID": "hello"}, log=log)
 
 
 def gone(process: int) -> bool:
@@ -47,16 +47,7 @@ def wait_until_gone(processes: list[int]) -> None:
 
 def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no program 'no-such-vllm'.*or give the URL"):
-        StartedServer("vllm", "no-such-vllm", "m", [], environment={}, log=tmp_path / "log")
-    with pytest.raises(ConfigError, match=r"has no package sglang: install SGLang"):
-        StartedServer("sglang", sys.executable, "m", [], environment={}, log=tmp_path / "log")
-
-
-def test_a_port_is_this_users_while_a_process_of_theirs_listens_there() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        assert listens(port)
-    assert not listens(port)
+        StartedServer("no-such-vllm", "m", [], environment={}, log=tmp_path / "log")
 
 
 async def test_one_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:
@@ -68,26 +59,12 @@ async def test_one_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None
     await connection.close()
 
 
-async def test_what_an_earlier_one_said_is_not_told(tmp_path: Path) -> None:
-    server = start(tmp_path, "echo a flag that is gone; exit 2")
-    connection = Connection(server.url)
-    with pytest.raises(ConfigError, match="a flag that is gone"):
-        await server.ready(connection)
-    server.stop()
-    again = start(tmp_path, "exit 3")
-    with pytest.raises(ConfigError, match=r"exit code 3, and nothing in .*log"):
-        await again.ready(connection)
-    again.stop()
-    await connection.close()
-
-
 def test_nothing_of_it_is_left_when_the_run_ends(tmp_path: Path) -> None:
     server = start(tmp_path, f"trap '' TERM; sleep 600 & echo $$ $! > {tmp_path}/ids; wait; sleep 600")
     while not (tmp_path / "ids").is_file() or not (tmp_path / "ids").read_text().strip():
         time.sleep(0.01)
     processes = [int(one) for one in (tmp_path / "ids").read_text().split()]
     server.end_seconds = 0.2
-    assert server.socket is not None
     directory = Path(server.socket).parent
     assert directory.stat().st_mode & 0o077 == 0  # nobody else can enter it
     server.stop()
@@ -98,8 +75,8 @@ def test_nothing_of_it_is_left_when_the_run_ends(tmp_path: Path) -> None:
 def test_nor_when_the_trainer_is_killed(tmp_path: Path) -> None:
     script = program(tmp_path, f"sleep 600 & echo $$ $! > {tmp_path}/ids; wait")
     code = (
-        "import time; from pathlib import Path; from agentlightning.learner.started import StartedServer\n"
-        f"StartedServer('vllm', {script!r}, 'm', [], environment={{}}, log=Path({str(tmp_path / 'log')!r}))\n"
+        "import time; from pathlib import Path; from agentlightning.learner.servers import StartedServer\n"
+        f"StartedServer({script!r}, 'm', [], environment={{}}, log=Path({str(tmp_path / 'log')!r}))\n"
         "print('started', flush=True); time.sleep(600)"
     )
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
@@ -110,3 +87,26 @@ def test_nor_when_the_trainer_is_killed(tmp_path: Path) -> None:
     os.kill(trainer.pid, signal.SIGKILL)
     trainer.communicate()
     wait_until_gone(processes)
+
+
+def test_what_a_step_takes_is_the_servers_while_it_samples() -> None:
+    parts = {"weights": 8, "gradients": 4, "optimizer": 24, "activations": 10, "logits": 2}
+    estimate = MemoryEstimate(**{name: size * GIB for name, size in parts.items()})
+    gpu = {"weights": 8 * GIB, "free": 70 * GIB, "total": 80 * GIB}
+    asleep = ("--gpu-memory-utilization", "0.550", "--enable-sleep-mode")
+    assert part_of_gpu(estimate, False, **gpu) == Share(asleep, sleeps=True)
+    assert part_of_gpu(estimate, True, **gpu).flags == ("--gpu-memory-utilization", "0.350")
+    assert part_of_gpu(None, False, **gpu).flags[1] == "0.850"
+    with pytest.raises(ConfigError, match=r"34.0 GiB free, training keeps 24.0 .* 8.0 for the weights.*lora: \{\}"):
+        part_of_gpu(estimate, False, **gpu | {"free": 34 * GIB})
+
+
+def test_gpus_that_the_learner_leaves_are_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert other_gpus(None, devices=1) is None
+    assert other_gpus(None, devices=2) == Share(environment={"CUDA_VISIBLE_DEVICES": "1"})
+    assert other_gpus(None, devices=3, first=1) == Share(environment={"CUDA_VISIBLE_DEVICES": "0,2"})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert other_gpus(2, devices=4) == Share(environment={"CUDA_VISIBLE_DEVICES": "6,7"})
+    with pytest.raises(ConfigError, match=r"4 processes leave none of the 4 GPUs"):
+        other_gpus(4, devices=4)

@@ -1,4 +1,4 @@
-"""`agl eval`: how good an agent is, how sure that is, and which of two is better.
+"""`agl eval`: how good an agent is, how sure that is, and which of two is better; with `--show`, what it does.
 
 It runs the agent on held-out tasks (`Baseline`), or reads what runs have stored. What is computed of rollouts is the
 business of `agentlightning.algorithm.measures`.
@@ -7,7 +7,9 @@ business of `agentlightning.algorithm.measures`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,37 +19,48 @@ import click
 import msgspec
 from rich.console import Console
 
-from agentlightning.cli.config import TrainConfig, load_config
-from agentlightning.cli.options import Numbers, json_option, print_json
+from agentlightning.cli.config import TrainConfig, key_flags, load_config
+from agentlightning.cli.options import Numbers, json_option, make_table, print_json, print_table
 from agentlightning.cli.place import Place
-from agentlightning.cli.training import INTERRUPTED, answering, answering_options, fit, running_flags
+from agentlightning.cli.training import INTERRUPTED, fit
 from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning.tracing.tree import printable, rollout_tree
 from agentlightning.types import LLM, Mode, PromptTemplate, Rollout
 
 if TYPE_CHECKING:
-    from agentlightning.algorithm.measures import Comparison, Measured, Measures, Summary
+    from agentlightning.algorithm.evaluation import EvaluatedTask
+    from agentlightning.algorithm.measures import Comparison, Difference, Estimate, Measured, Measures, Summary
     from agentlightning.store.base import LightningStore
 
-_READING: Final = {"rollouts", "mode", "compare", "ks", "threshold", "confidence", "by", "as_json"}  # of stored ones
+_READING: Final = {"rollouts", "mode", "compare", "ks", "threshold", "by", "as_json"}  # of stored ones
 _PLACE: Final = {"store", "server", "api_key"}
+_SHOWN: Final = 5  # tasks, if nobody says how many
+_ALL: Final = "all tasks"
 
 
 @click.command("eval")
 @click.argument("agent", metavar="[FILE.py:NAME|RUN.yaml]", required=False)
-@click.option("--dataset", metavar="DATA", help="Tasks: a file, or file.py:name; default the val_dataset of RUN.yaml.")
-@answering_options
+@click.argument("dataset", metavar="[DATA]", required=False)
+@click.option("--dataset", "named", hidden=True, help="Another way to name DATA.")
+@click.option("--model", metavar="ID|DIR|FILE.py:NAME", help="The model that answers: id, directory or maker.")
+@click.option(
+    "--endpoint", metavar="URL", help="OpenAI-compatible URL that answers instead, by --model, its name there."
+)
+@click.option("--endpoint-model", hidden=True, help="Another way to name the --model of an --endpoint.")
+@click.option("--endpoint-key", metavar="KEY", envvar="OPENAI_API_KEY", show_envvar=True, help="Its key.")
+@click.option("--show", is_flag=True, help="Print what the agent did on each task, call by call.")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N tasks; with --show 5.")
 @click.option("--samples", type=click.IntRange(min=1), default=1, show_default=True, help="Attempts at each task.")
 @click.option("--rollouts", multiple=True, metavar="RUN[@N]", help="Measure what this run has stored. Repeatable.")
 @click.option(
     "--mode", type=click.Choice(["train", "val", "test"]), help="Of rollouts; default test, or what is stored."
 )
-@click.option("--compare", nargs=2, metavar="A B", help="Two models, prompts (NAME=FILE) or versions (RUN@N); or runs.")
+@click.option("--compare", nargs=2, metavar="A B", help="Two models or prompts (NAME=FILE); or stored runs, RUN@N.")
 @click.option("-k", "ks", type=Numbers(), metavar="1,4,8", help="Which pass@k; default 1 and --samples.")
 @click.option("--threshold", type=float, default=1.0, show_default=True, help="The least reward that passes.")
-@click.option("--confidence", type=float, default=0.95, show_default=True, help="Of the intervals.")
 @click.option("--by", multiple=True, metavar="FIELD", help="Break down by this field of tasks; default tags and kind.")
 @json_option
-@running_flags
+@key_flags("agent", "environment", "model", "model_name", "train_dataset", "val_dataset", "algorithm", "time_limit")
 @click.pass_context
 def eval(
     ctx: click.Context,
@@ -57,24 +70,26 @@ def eval(
     compare: tuple[str, str] | None,
     ks: tuple[int, ...] | None,
     threshold: float,
-    confidence: float,
     by: tuple[str, ...],
+    show: bool,
     as_json: bool,
     **running: Any,
 ) -> int:
-    """Measure an agent on held-out tasks: mean reward, pass@k, confidence intervals, the same by tag; or compare two.
+    """Measure an agent on held-out tasks, DATA or those of RUN.yaml: mean reward, pass@k, confidence intervals, the
+    same by tag; or compare two.
 
     Without an agent nothing is run: what runs have stored is measured.
 
     \b
-    agl eval agent.py:agent --dataset heldout.jsonl --model runs/…/checkpoints/… --samples 8 -k 1,4,8
+    agl eval agent.py:agent heldout.jsonl --model Qwen/Qwen3-0.6B --show
+    agl eval agent.py:agent heldout.jsonl --model runs/…/checkpoints/… --samples 8 -k 1,4,8
     agl eval run.yaml --compare prompt=old.txt prompt=new.txt
     agl eval --rollouts runs/grpo-…
     agl eval --compare runs/grpo-…@0 runs/grpo-…@40"""
     from agentlightning.algorithm.base import Stopped
     from agentlightning.algorithm.measures import TAG_FIELDS, Measures
 
-    measures = Measures(ks and tuple(sorted({*ks})), threshold, confidence)
+    measures = Measures(ks and tuple(sorted({*ks})), threshold)
     console = Console(stderr=as_json, highlight=False)
     fields = by or TAG_FIELDS
     _check(ctx, agent, rollouts, compare)
@@ -85,8 +100,10 @@ def eval(
         names = [", ".join(side) for side in sides]
     else:
         names = list(compare or (agent,))
+        limit = running.pop("limit") or (_SHOWN if show else None)
         try:
-            groups = _run(_config(agent, mode or "test", ks, running), compare, console, fields)
+            with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):  # what the agent prints
+                groups = _run(_config(agent, mode or "test", ks, running), compare, console, fields, show, limit)
         except Stopped as stopped:
             console.print(f"{stopped}; what has finished is kept: go on with --resume", markup=False)
             return INTERRUPTED
@@ -96,7 +113,7 @@ def eval(
 def _check(ctx: click.Context, agent: str | None, rollouts: tuple[str, ...], compare: tuple[str, str] | None) -> None:
     """UsageError for options that have no effect on what is asked for."""
     if agent is None and bool(rollouts) == bool(compare):
-        raise click.UsageError("say what to measure: an agent and its --dataset, stored --rollouts, or --compare A B")
+        raise click.UsageError("say what to measure: an agent and its DATA, stored --rollouts, or --compare A B")
     given = {name for name in ctx.params if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE}
     idle = given - _READING - _PLACE if agent is None else given & {"rollouts"}
     if idle:
@@ -110,75 +127,86 @@ def _check(ctx: click.Context, agent: str | None, rollouts: tuple[str, ...], com
 
 def _config(agent: str, mode: Mode, ks: tuple[int, ...] | None, running: dict[str, Any]) -> TrainConfig:
     """What the run file and the flags say, as a run that trains nothing."""
-    told = {name: running.pop(name) for name in ("model", "endpoint", "endpoint_model", "endpoint_key")}
-    model, resources = answering(**told)
-    samples, dataset = running.pop("samples"), running.pop("dataset")
+    model, endpoint = running.pop("model"), running.pop("endpoint")
+    name, key = running.pop("endpoint_model"), running.pop("endpoint_key")
+    if endpoint is None and name is not None:
+        raise click.UsageError("--endpoint-model is the model's name at an --endpoint, which is missing")
+    if endpoint is not None and (model is None) == (name is None):
+        raise click.UsageError("--endpoint needs --model, the model's name there")
+    samples, named = running.pop("samples"), running.pop("named")
+    dataset = running.pop("dataset") or named
     if ks is not None and (most := max(ks)) > samples:
         raise click.UsageError(f"pass@{most} needs {most} attempts at each task: --samples {most}")
     run_file = Path(agent) if agent.endswith((".yaml", ".yml")) else None
     flags = {**running, "agent": None if run_file else agent, "val_dataset": dataset, "train_dataset": []}
     config = load_config(run_file, (), flags)
     if config.val_dataset is None and config.environment is None:
-        raise click.UsageError("--dataset is missing: the held-out tasks to measure the agent on")
+        raise click.UsageError("DATA is missing: the held-out tasks to measure the agent on")
     limits = {key: value for key, value in config.algorithm.items() if key == "rollout"}
-    config = msgspec.structs.replace(
-        config,
-        algorithm={"name": "baseline", "mode": mode, "samples": samples, **limits},
-        train_dataset=config.val_dataset,
-        optimizer={},
-        lora=None,
-        time_limit=None,
-    )
-    if model is not None:
-        config = msgspec.structs.replace(config, model=model)
-    elif resources:
-        config = msgspec.structs.replace(
-            config, model=None, initial_resources={**config.initial_resources, **resources}
-        )
-    return config
+    changed: dict[str, Any] = {"algorithm": {"name": "baseline", "mode": mode, "samples": samples, **limits}}
+    changed |= {"train_dataset": config.val_dataset, "optimizer": {}, "lora": None, "time_limit": None}
+    if endpoint is not None:
+        llm = LLM(endpoint=endpoint, model=model or name or "", api_key=key)
+        changed |= {"model": None, "initial_resources": {**config.initial_resources, "llm": llm}}
+    elif model is not None:
+        changed["model"] = model
+    return msgspec.structs.replace(config, **changed)
 
 
 def _run(
-    config: TrainConfig, compare: tuple[str, str] | None, console: Console, fields: Sequence[str]
+    config: TrainConfig,
+    compare: tuple[str, str] | None,
+    console: Console,
+    fields: Sequence[str],
+    show: bool,
+    limit: int | None,
 ) -> list[list[Measured]]:
     """The rollouts of one evaluation, or of two, whose runs are side by side in one directory."""
-    if compare is None:
-        return [_run_once(config, console, fields)]
-    if config.resume and config.run_dir is None:
-        raise click.UsageError("--resume needs --run-dir, the directory of the comparison")
     from agentlightning.algorithm.directory import MARK
+    from agentlightning.algorithm.measures import measured
 
-    variants = [_variant(config, name) for name in compare]
-    directory = Path(config.run_dir or f"runs/eval-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+    configs = [config]
+    if compare is not None:
+        if config.resume and config.run_dir is None:
+            raise click.UsageError("--resume needs --run-dir, the directory of the comparison")
+        directory = Path(config.run_dir or f"runs/eval-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+        configs = [
+            msgspec.structs.replace(
+                _variant(config, name),
+                run_dir=str(directory / side),
+                resume=config.resume and (directory / side / MARK).is_file(),
+            )
+            for name, side in zip(compare, ("a", "b"), strict=True)
+        ]
     groups: list[list[Measured]] = []
-    for variant, side in zip(variants, ("a", "b"), strict=True):
-        own = directory / side
-        resume = config.resume and (own / MARK).is_file()
-        variant = msgspec.structs.replace(variant, run_dir=str(own), resume=resume)
-        groups.append(_run_once(variant, console, fields))
+    for one in configs:
+        if one.model is None and not isinstance(one.initial_resources.get("llm"), LLM):
+            raise click.UsageError("say what answers the agent: --model, or --endpoint and --model")
+        result = fit(one, console, limit)
+        tasks = result.evaluations[0].tasks
+        if show:
+            _show_tasks(console, tasks)
+        console.print(f"Run: {result.directory}", markup=False, soft_wrap=True)
+        groups.append([measured(task.traced, task.spans, fields) for task in tasks])
     return groups
 
 
-def _run_once(config: TrainConfig, console: Console, fields: Sequence[str]) -> list[Measured]:
-    from agentlightning.algorithm.measures import measured
-
-    if config.model is None and not isinstance(config.initial_resources.get("llm"), LLM):
-        raise click.UsageError("say what answers the agent: --model, or --endpoint and --endpoint-model")
-    result = fit(config, console)
-    console.print(f"Run: {result.directory}", markup=False, soft_wrap=True)
-    return [measured(task.traced, task.spans, fields) for task in result.evaluations[0].tasks]
+def _show_tasks(console: Console, tasks: Sequence[EvaluatedTask]) -> None:
+    for task in tasks:
+        console.print(rollout_tree(task.rollout, task.spans))
+        if task.traced.excluded:
+            console.print(f"calls not trainable: {dict(task.traced.excluded)}", markup=False)
 
 
 def _variant(config: TrainConfig, name: str) -> TrainConfig:
-    """The same with another prompt (`NAME=FILE`), the prompts of a version (`RUN@N`), or another model."""
-    changed: Mapping[str, Any] = {}
+    """The same with another prompt (`NAME=FILE`) or another model."""
+    template, is_prompt, file = name.partition("=")
     llm = config.initial_resources.get("llm")
-    if Path(name).exists() or not ("=" in name or "@" in name):
+    if not is_prompt or Path(name).exists():
         if config.model is not None or not isinstance(llm, LLM):
             return msgspec.structs.replace(config, model=name)
-        changed = {"llm": msgspec.structs.replace(llm, model=name)}
-    elif "=" in name:
-        template, _, file = name.partition("=")
+        changed: dict[str, LLM | PromptTemplate] = {"llm": msgspec.structs.replace(llm, model=name)}
+    else:
         try:
             text = Path(file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -186,25 +214,7 @@ def _variant(config: TrainConfig, name: str) -> TrainConfig:
         present = config.initial_resources.get(template)
         engine = present.engine if isinstance(present, PromptTemplate) else "f-string"
         changed = {template: PromptTemplate(template=text, engine=engine)}
-    else:
-        changed = asyncio.run(_prompts(name, config))
     return msgspec.structs.replace(config, initial_resources={**config.initial_resources, **changed})
-
-
-async def _prompts(name: str, config: TrainConfig) -> dict[str, PromptTemplate]:
-    from agentlightning.cli.runs import open_run
-
-    run_name, _, wanted = name.rpartition("@")
-    async with open_run(run_name, Place(config.store, config.server, config.api_key)) as (store, _):
-        versions = await store.query_resources()
-    version = next((one for one in versions if wanted in (str(one.version), one.resources_id)), None)
-    if version is None:
-        known = ", ".join(str(one.version) for one in versions)
-        raise NotFoundError(f"{run_name} has no version {wanted} of its resources; it has {known or 'none'}")
-    prompts = {key: one for key, one in version.resources.items() if isinstance(one, PromptTemplate)}
-    if not prompts:
-        raise ConfigError(f"version {wanted} of {run_name} has no prompts; compare weights by their checkpoints")
-    return prompts
 
 
 # --- reading what is stored --------------------------------------------------------------------------------------
@@ -269,18 +279,62 @@ def _tell(
 ) -> int:
     """Print it. The exit code: 1 where not one rollout was rewarded."""
     from agentlightning.algorithm.measures import compare, summarise
-    from agentlightning.cli.estimates import show_comparison, show_summary
 
     told: Summary | Comparison
     if len(groups) == 2:
         told = compare(groups[0], groups[1], measures)
-        show_comparison(console, names, told, measures.confidence)
+        _show_comparison(console, names, told, measures.confidence)
         summaries = [told.first, told.second]
     else:
         told = summarise(groups[0], measures)
-        show_summary(console, told, measures.confidence)
+        _show_summary(console, told, measures.confidence)
         summaries = [told]
     if as_json:
         asked = {"names": names, "threshold": measures.threshold, "confidence": measures.confidence}
         print_json(asked | msgspec.to_builtins(told))
     return 0 if all(summary.ended.get("rewarded") for summary in summaries) else 1
+
+
+def _show_summary(console: Console, summary: Summary, confidence: float) -> None:
+    """How the rollouts ended; then a row for each thing measured, of all tasks and of each tag."""
+    _show_rollouts(console, "", summary)
+    rows: list[tuple[object, ...]] = []
+    for tag, estimates in [(_ALL, summary.estimates), *summary.tags.items()]:
+        for name, estimate in estimates.items():
+            rows.append((tag, name, str(estimate.tasks), f"{estimate.value:.3f}", _interval(estimate)))
+            tag = ""
+    print_table(make_table(("", "", "tasks", "value", f"{confidence:.0%} interval"), rows), console)
+    if summary.tasks == 1:
+        console.print("One task says nothing of others: there is no interval.")
+
+
+def _show_comparison(console: Console, sides: Sequence[str], comparison: Comparison, confidence: float) -> None:
+    """The same of two, with what the second has over the first."""
+    for letter, name, summary in zip("AB", sides, (comparison.first, comparison.second), strict=True):
+        console.print(f"{letter}: {printable(name)}", markup=False, soft_wrap=True)
+        _show_rollouts(console, "   ", summary)
+    if comparison.unpaired:
+        console.print(f"Tasks of one of them alone, left out: {comparison.unpaired}")
+    first, second = comparison.first, comparison.second
+    rows = {_ALL: (first.estimates, second.estimates, comparison.differences)} | {
+        tag: (first.tags[tag], second.tags.get(tag, {}), differences) for tag, differences in comparison.tags.items()
+    }
+    lines: list[tuple[object, ...]] = []
+    for tag, (ours, theirs, differences) in rows.items():
+        for name, one in differences.items():
+            values = [f"{side[name].value:.3f}" if name in side else "" for side in (ours, theirs)]
+            values += [f"{one.value:+.3f}", _interval(one, "+"), "<0.001" if one.p < 0.001 else f"{one.p:.3f}"]
+            lines.append((tag, name, str(one.tasks), *values))
+            tag = ""
+    names = ("", "", "tasks", "A", "B", "B − A", f"{confidence:.0%} interval", "p")
+    print_table(make_table(names, lines), console)
+
+
+def _show_rollouts(console: Console, indent: str, summary: Summary) -> None:
+    console.print(f"{indent}{summary}", markup=False, soft_wrap=True)
+    if summary.problem:
+        console.print(f"{indent}first failure: {printable(summary.problem)}", markup=False, soft_wrap=True)
+
+
+def _interval(estimate: Estimate | Difference, sign: str = "") -> str:
+    return "" if estimate.interval is None else " … ".join(f"{bound:{sign}.3f}" for bound in estimate.interval)

@@ -4,49 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
+from agentlightning.algorithm.rl.alarms import Earnings
 from agentlightning.algorithm.rl.groups import GroupsState
+from agentlightning.algorithm.rl.policies import Policies
 from agentlightning.errors import ConfigError
 
 STATE_FILE = "loop.json"
-
-
-@dataclass
-class Earnings:
-    """How many groups a run has seen, and how many earned something: before its latest steps without any that did
-    (`flat_steps`), and in those."""
-
-    groups: int = 0
-    earned: int = 0
-    flat_steps: int = 0
-    flat_groups: int = 0
-
-    def add(self, groups: Sequence[bool]) -> int:
-        """Count the groups of a step, of which these earned something. How many steps in a row none did, if that is no
-        chance: if groups as those before would give it less than once in a million runs.
-
-        Where rewards were 0 from the start, or are rare, there is nothing yet that they fell from. Groups count, not
-        rollouts: those of one task are alike."""
-        if any(groups):
-            self.groups += self.flat_groups + len(groups)
-            self.earned += sum(groups)
-            self.flat_steps = self.flat_groups = 0
-            return 0
-        self.flat_steps += 1
-        self.flat_groups += len(groups)
-        return self.flat_steps if (1 - self.share) ** self.flat_groups < 1e-6 else 0
-
-    @property
-    def share(self) -> float:
-        """Of groups that earned something, before the latest steps."""
-        return self.earned / max(1, self.groups)
 
 
 @dataclass
@@ -65,13 +35,6 @@ class LoopState:
     earnings: Earnings = field(default_factory=Earnings)
 
 
-class Saved(Protocol):
-    """What holds weights and optimisers: a learner, or several."""
-
-    def save(self, directory: Path, resumable: bool = True) -> None: ...
-    def load(self, directory: Path) -> None: ...
-
-
 class Checkpoints:
     """`step-000010/`, `step-000020/` … in one directory; the newest `keep` are kept, and the one whose training reward
     was highest. `best/` beside them has weights alone."""
@@ -80,7 +43,7 @@ class Checkpoints:
         self.directory = directory
         self.keep = keep
 
-    def save(self, weights: Saved, state: LoopState) -> Path:
+    def save(self, weights: Policies, state: LoopState) -> Path:
         """Write a checkpoint. A kill at any moment leaves the earlier ones whole."""
         path = self.directory / f"step-{state.step:06d}"
         if (path / STATE_FILE).is_file():  # this step's weights are saved already
@@ -88,14 +51,14 @@ class Checkpoints:
                 _write_state(path, state)
             return path
         self._write(weights, state, path.name)
-        for old in {*self._steps()[: -self.keep]} - {self._highest(self._steps())}:
+        for old in {*self._steps()[: -self.keep]} - {_highest(self._steps())}:
             shutil.rmtree(old)
         return path
 
-    def save_best(self, weights: Saved, state: LoopState) -> Path:
+    def save_best(self, weights: Policies, state: LoopState) -> Path:
         return self._write(weights, state, "best", resumable=False)
 
-    def save_candidate(self, weights: Saved, state: LoopState) -> Path:
+    def save_candidate(self, weights: Policies, state: LoopState) -> Path:
         """Keep weights that are being evaluated while training goes on."""
         return self._write(weights, state, "candidate", resumable=False)
 
@@ -116,16 +79,9 @@ class Checkpoints:
     def best(self) -> Path | None:
         """The weights that did best, on held-out tasks or, if that is more, in training."""
         best = self.directory / "best"
-        return self._highest([best] if (best / STATE_FILE).is_file() else [], self._steps())
+        return _highest([*([best] if (best / STATE_FILE).is_file() else []), *self._steps()])
 
-    def _highest(self, *places: Sequence[Path]) -> Path | None:
-        """Where the reward was highest that its state tells of."""
-        states = {path: _read_state(path) for some in places for path in some}
-        rewards = {path: one.best_reward if path.name == "best" else one.recent_reward for path, one in states.items()}
-        known = {path: reward for path, reward in rewards.items() if reward is not None}
-        return max(known, key=known.__getitem__, default=None)
-
-    def restore(self, weights: Saved) -> LoopState | None:
+    def restore(self, weights: Policies) -> LoopState | None:
         """Load the newest checkpoint into what holds the weights, or None where there is none."""
         for replaced in self.directory.glob(".*.replaced"):  # the process was killed between two renames
             target = self.directory / replaced.name[1 : -len(".replaced")]
@@ -144,7 +100,7 @@ class Checkpoints:
     def _steps(self) -> list[Path]:
         return sorted(path for path in self.directory.glob("step-*") if (path / STATE_FILE).is_file())
 
-    def _write(self, weights: Saved, state: LoopState, name: str, resumable: bool = True) -> Path:
+    def _write(self, weights: Policies, state: LoopState, name: str, resumable: bool = True) -> Path:
         """Into a hidden directory first, then renamed: what bears a checkpoint's name is complete."""
         target, partial = self.directory / name, self.directory / f".{name}.partial"
         with explained("checkpoint", target):
@@ -166,6 +122,14 @@ class Checkpoints:
             os.replace(target, replaced)
         os.replace(source, target)
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _highest(places: list[Path]) -> Path | None:
+    """Where the reward was highest that its state tells of."""
+    states = {path: _read_state(path) for path in places}
+    rewards = {path: one.best_reward if path.name == "best" else one.recent_reward for path, one in states.items()}
+    known = {path: reward for path, reward in rewards.items() if reward is not None}
+    return max(known, key=known.__getitem__, default=None)
 
 
 def _read_state(checkpoint: Path) -> LoopState:

@@ -1,4 +1,4 @@
-"""`agl run -- COMMAND`: one run of a program as it is, recorded and shown as a tree."""
+"""`agl record -- COMMAND`: one run of a program as it is, recorded and shown as a tree."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import shlex
 import signal
 import sys
 import tempfile
-import threading
-import tty
 from collections import Counter
 from collections.abc import AsyncGenerator, Generator, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +22,8 @@ import click
 import msgspec
 
 from agentlightning.cli.backends import Upstream, backend_of_environment, with_backend
-from agentlightning.cli.options import instrument_agents, instrument_option, price_option, print_json, read_prices
-from agentlightning.cli.place import NEW_STORE, SERVER_STORE, Place, with_place
+from agentlightning.cli.options import instrument_agents, instrument_option, print_json
+from agentlightning.cli.place import NEW, Place, with_place
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.runner.agent import LitAgent
 from agentlightning.semconv import CALL_ENDPOINT, CALL_REFUSED, HTTP_STATUS
@@ -35,10 +33,7 @@ from agentlightning.types import LLM, AttemptedRollout, NamedResources, Rollout,
 if TYPE_CHECKING:
     from agentlightning.runner.harnesses import Preset
     from agentlightning.store.base import LightningStore
-    from agentlightning.tracing.logs import Excerpt
-    from agentlightning.tracing.tree import Prices
 
-_OUTPUT_SECONDS: Final = 1.0  # how long what the program left running may hold its output open
 _REASONS: Final = 10  # that are printed
 _NO_CALLS: Final = (
     "no call of a language model was recorded; the program must find its API by OPENAI_BASE_URL, ANTHROPIC_BASE_URL "
@@ -56,9 +51,8 @@ _ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "GEMINI_MODEL", "AG
 @click.option("--model", metavar="NAME", help="What OPENAI_MODEL, ANTHROPIC_MODEL and AGL_MODEL name; for a --harness.")
 @instrument_option
 @click.option("--task", metavar="JSON", help="What to store as the rollout's input instead of the command.")
-@price_option
-@with_place(NEW_STORE, lambda: str(SERVER_STORE))
-def run(
+@with_place(NEW)
+def record(
     command: tuple[str, ...],
     backend: Upstream | None,
     place: Place,
@@ -66,7 +60,6 @@ def run(
     model: str | None,
     instrument: str | None,
     task: str | None,
-    price: tuple[str, ...],
     as_json: bool,
 ) -> int:
     """Run a program as it is and record its calls of language models, and what else it tells.
@@ -77,18 +70,17 @@ def run(
     With --harness it has a home of its own, set up for that program: yours is neither read nor changed.
 
     \b
-    agl run -- python my_agent.py
-    agl run --instrument --price gpt-4o=2.5,10 -- python my_agent.py
-    agl run --harness claude-code --model claude-sonnet-5 -- -p "fix the test\""""
+    agl record -- python my_agent.py
+    agl record --instrument -- python my_agent.py
+    agl record --harness claude-code --model claude-sonnet-5 -- -p "fix the test\""""
     from rich.console import Console
 
     from agentlightning.tracing.tree import rollout_tree
 
-    prices = read_prices(price)
     instrument_agents(instrument, here=False)
     preset = None if harness is None else _preset(harness, model)
     command = command if preset is None else (preset.program, *command)
-    program = Program(command, sys.stderr if as_json else sys.stdout, preset, model or "")
+    program = Program(command, sys.stderr if as_json else None, preset, model or "")
     given = shlex.join(command) if task is None else _task(task)
 
     async def work() -> int:
@@ -98,7 +90,7 @@ def run(
                 rollout = await program.run(store, url, given)
             spans = await store.query_spans(rollout.rollout_id, "latest")
             ended = await store.get_rollout_by_id(rollout.rollout_id)
-        Console(stderr=True, highlight=False).print(rollout_tree(ended or rollout, spans, prices=prices))
+        Console(stderr=True, highlight=False).print(rollout_tree(ended or rollout, spans))
         unanswered = _unanswered(spans)
         for why, times in unanswered.most_common(_REASONS):
             click.echo(f"not answered{f' ({times} times)' * (times > 1)}: {why}", err=True)
@@ -113,7 +105,7 @@ def run(
         served = server.rstrip("/") + page if server else f"http://127.0.0.1:8123{page} while `agl server {where}` runs"
         click.echo(f"dashboard: {served}", err=True)
         if as_json:
-            told = _told(ended or rollout, spans, prices)
+            told = _told(ended or rollout, spans)
             print_json(told | {"not_answered": unanswered, "exit_code": program.exit_code})
         return program.exit_code
 
@@ -148,13 +140,13 @@ def _unanswered(spans: Sequence[Span]) -> Counter[str]:
     return found
 
 
-def _told(rollout: Rollout, spans: Sequence[Span], prices: Prices) -> dict[str, Any]:
+def _told(rollout: Rollout, spans: Sequence[Span]) -> dict[str, Any]:
     """What `--json` prints of it."""
     from agentlightning.tracing.rewards import find_final_reward
     from agentlightning.tracing.steps import read_steps
     from agentlightning.tracing.tree import totals
 
-    took = totals(read_steps(spans), prices)
+    took = totals(read_steps(spans))
     told = {"rollout_id": rollout.rollout_id, "status": rollout.status, "reward": find_final_reward(spans)}
     return told | dataclasses.asdict(took)
 
@@ -187,11 +179,11 @@ class ProgramFailed(AgentLightningError):
 
 @dataclass
 class Program(LitAgent[Any]):
-    """A command as an agent that is run once; what it prints goes to `output`. `exit_code` is as a shell says it: 128
-    and the signal's number for one that was killed. ConfigError for one that cannot be started."""
+    """A command as an agent that is run once; what it prints goes to `output`, or where ours goes. `exit_code` is as a
+    shell says it: 128 and the signal's number for a program that was killed."""
 
     command: Sequence[str]
-    output: TextIO
+    output: TextIO | None = None
     preset: Preset | None = None
     model: str = ""
     exit_code: int = 0
@@ -213,20 +205,14 @@ class Program(LitAgent[Any]):
 
     async def rollout_async(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> None:
         from agentlightning.runner.environment import inherited_environment
-        from agentlightning.tracing.context import require_binding
-        from agentlightning.tracing.logs import record_log
 
         self._rollout = rollout
-        tracer = require_binding("agl run").tracer
         variables = self._variables(rollout)
         if self.preset is None:
-            streams = await self._executed(inherited_environment() | variables)
+            await self._execute(inherited_environment() | variables)
         else:
-            with tempfile.TemporaryDirectory(prefix="agl-run-", ignore_cleanup_errors=True) as home:
-                streams = await self._executed(self.preset.environment(variables, Path(home)))
-        for name, excerpt in streams.items():
-            if text := excerpt.text():
-                record_log(tracer, name, text)  # pyright: ignore[reportArgumentType]
+            with tempfile.TemporaryDirectory(prefix="agl-record-", ignore_cleanup_errors=True) as home:
+                await self._execute(self.preset.environment(variables, Path(home)))
         if self.exit_code:
             raise ProgramFailed(f"exit code {self.exit_code}")
 
@@ -243,64 +229,15 @@ class Program(LitAgent[Any]):
             variables[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
         return variables | instrumenting()
 
-    async def _executed(self, environment: dict[str, str]) -> dict[str, Excerpt]:
-        """Run the process to its end; what it wrote."""
-        passing = {name: Passing(own) for name, own in (("stdout", self.output), ("stderr", sys.stderr))}
+    async def _execute(self, environment: dict[str, str]) -> None:
+        """Run the process to its end."""
         try:
-            process = await asyncio.create_subprocess_exec(
-                *self.command, env=environment, stdout=passing["stdout"].theirs, stderr=passing["stderr"].theirs
-            )
+            process = await asyncio.create_subprocess_exec(*self.command, env=environment, stdout=self.output)
         except OSError as error:
             raise ConfigError(f"{self.command[0]!r} cannot be started: {error.strerror or error}") from None
-        finally:
-            for stream in passing.values():
-                os.close(stream.theirs)
         with _signals_to(process):
             code = await process.wait()
         self.exit_code = code if code >= 0 else 128 - code
-        await asyncio.gather(*(asyncio.to_thread(stream.thread.join, _OUTPUT_SECONDS) for stream in passing.values()))
-        return {name: stream.excerpt for name, stream in passing.items()}
-
-
-class Passing:
-    """What a process writes, passed on to a stream of our own as it comes, and an excerpt of it kept.
-
-    Where ours is a terminal the process has one too, so that it writes as it would without us. `theirs` is for the
-    process, and closed here once it has it."""
-
-    def __init__(self, own: Any) -> None:
-        from agentlightning.tracing.logs import Excerpt
-
-        self.excerpt = Excerpt()
-        self._own = own.fileno()
-        self._source, self.theirs = _terminal(self._own) if os.isatty(self._own) else os.pipe()
-        self.thread = threading.Thread(target=self._pass, daemon=True, name="agl run output")
-        self.thread.start()
-
-    def _pass(self) -> None:
-        while data := self._read():
-            self.excerpt.write(data)
-            with contextlib.suppress(OSError):  # our reader may have left (`agl run … | head`)
-                while data:
-                    data = data[os.write(self._own, data) :]
-        os.close(self._source)
-
-    def _read(self) -> bytes:
-        try:
-            return os.read(self._source, 65536)
-        except OSError:  # a terminal's way to say that nobody writes to it any more
-            return b""
-
-
-def _terminal(like: int) -> tuple[int, int]:
-    """(our end, the process's end) of a new terminal as wide as `like`, which changes nothing that is written."""
-    import fcntl
-    import termios
-
-    ours, theirs = os.openpty()
-    tty.setraw(theirs)
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, fcntl.ioctl(like, termios.TIOCGWINSZ, bytes(8)))
-    return ours, theirs
 
 
 @contextlib.contextmanager

@@ -1,14 +1,13 @@
 """Attempts in processes of their own: each process runs one at a time, and many one after the other.
 
 A process is replaced after a crash, a kill, or enough attempts. It has a worker id and a key that stands for whatever
-attempt that worker holds, so that a client which the agent's module makes once belongs to every attempt in turn. This
-module knows processes and how an attempt is executed. Hooks run on this side, with the runner.
+attempt that worker holds, so that a client which the agent's module makes once belongs to every attempt in turn. Hooks
+run on this side, with the runner.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import socket
@@ -22,17 +21,14 @@ import msgspec
 from agentlightning.errors import AgentLightningError, ConfigError, nearest
 from agentlightning.runner import channel
 from agentlightning.runner.agent import LitAgent
-from agentlightning.runner.command import CommandAgent
+from agentlightning.runner.channel import FAREWELL_SECONDS
+from agentlightning.runner.command import CommandAgent, Executable, Output
 from agentlightning.runner.environment import agent_environment, current_server, inherited_environment
-from agentlightning.runner.executable import Executable, Output
-from agentlightning.runner.worker import FAREWELL_SECONDS
 from agentlightning.semconv import EXCEPTION_MESSAGE, EXCEPTION_STACKTRACE, EXCEPTION_TYPE
 from agentlightning.tracing.choice import TracerKind
 from agentlightning.tracing.context import AttemptTracer
 from agentlightning.tracing.logs import record_log
 from agentlightning.types import LLM, AttemptedRollout, Attributes, NamedResources, Span
-
-logger = logging.getLogger(__name__)
 
 CANCEL_SECONDS: Final = 3.0  # for an agent that was cancelled; with those below less than a runner waits
 TERMINATE_SECONDS: Final = 0.5  # between SIGTERM and SIGKILL
@@ -96,7 +92,6 @@ class AgentProcess:
     names: Iterator[str]
     key_of: Callable[[str], Awaitable[str]]
     most: int | None
-    _warned: bool = False
     _worn: bool = False
     _live: _Live | None = None
 
@@ -117,10 +112,7 @@ class AgentProcess:
             raise
         finally:
             live.record_output(tracer)
-        if ended.left is not None and not self._warned:
-            self._warned = True
-            logger.warning("an attempt left %s running; processes of which this is true serve no other", ended.left)
-        self._worn = ended.left is not None or live.attempts == self.most
+        self._worn = ended.left or live.attempts == self.most
         if ended.failure is not None:
             raise _raised(ended.failure)
         return ended.result

@@ -1,4 +1,4 @@
-"""`agl data export`: what a store holds, as a dataset in a file."""
+"""`agl export`: what a store holds, as a dataset in a file."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def add(
 
 
 def export(*options: str) -> list[Any]:
-    assert run(["data", "export", "--out", "out.jsonl", "--force", *options]) == 0
+    assert run(["export", "out.jsonl", "--force", *options]) == 0
     return [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
 
 
@@ -95,7 +95,7 @@ def test_rows_of_every_rollout_that_has_ended() -> None:
     table = parquet.read_table("out.parquet").to_pydict()
     assert sorted(table["mode"]) == ["train", "train", "train", "train", "val"]
     assert sorted(table["status"]) == ["failed", *["succeeded"] * 4]
-    assert run(["data", "export", "--format", "parquet", "--out", "few.parquet", "--min-reward", "1"]) == 0
+    assert run(["export", "few.parquet", "--format", "parquet", "--min-reward", "1"]) == 0
     assert parquet.read_table("few.parquet").num_rows == 3  # one that failed has no reward
 
 
@@ -108,7 +108,7 @@ def test_rows_of_every_rollout_that_has_ended() -> None:
         ),
         (["--format", "sft", "--run", "nobody's"], "no rollout in agentlightning.sqlite matches"),
         (["--format", "sft", "--agents", "("], "agents is '('"),
-        (["agentlightning.sqlite", "--format", "sft", "--server", "http://127.0.0.1:1"], "say which store"),
+        (["--store", "agentlightning.sqlite", "--format", "sft", "--server", "http://127.0.0.1:1"], "say which store"),
         (["--format", "dpo", "--best-of-group"], "--best-of-group goes with --format sft"),
         (["--format", "sft", "--pairs", "all"], "--pairs goes with --format dpo"),
     ],
@@ -116,14 +116,14 @@ def test_rows_of_every_rollout_that_has_ended() -> None:
 def test_where_nothing_can_be_written_there_is_no_file(
     options: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["data", "export", "--out", "out.jsonl", *options]) != 0
+    assert run(["export", "out.jsonl", *options]) != 0
     assert told in capsys.readouterr().err
     assert not list(Path().glob("out*"))
 
 
 def test_a_file_is_not_overwritten_unasked(capsys: pytest.CaptureFixture[str]) -> None:
     Path("out.jsonl").write_text("mine")
-    assert run(["data", "export", "--format", "sft", "--out", "out.jsonl"]) == 1
+    assert run(["export", "out.jsonl", "--format", "sft"]) == 1
     assert "--force" in capsys.readouterr().err and Path("out.jsonl").read_text() == "mine"
 
 
@@ -134,6 +134,6 @@ def test_frozen_models_teach_where_they_are_named(capsys: pytest.CaptureFixture[
         await store.close()
 
     asyncio.run(fill())
-    assert run(["data", "export", "hosted.sqlite", "--format", "sft", "--out", "out.jsonl"]) == 1
+    assert run(["export", "out.jsonl", "--format", "sft", "--store", "hosted.sqlite"]) == 1
     assert "Name a model with --model" in capsys.readouterr().err
-    assert answers(export("hosted.sqlite", "--format", "sft", "--model", "policy")) == ["hi"]
+    assert answers(export("--store", "hosted.sqlite", "--format", "sft", "--model", "policy")) == ["hi"]

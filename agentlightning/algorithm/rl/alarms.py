@@ -1,0 +1,125 @@
+"""When training comes apart: gradients that explode, rewards that collapse, a sampler with other weights."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from agentlightning.algorithm.rl.settings import RLSettings
+from agentlightning.errors import TrainingError
+
+FAR: Final = 100.0  # tolerances: above that the weights are others
+FAR_KL: Final = 0.1  # nats a token: where the learner's probabilities are the lower ones, no ratio is far from 1
+EXPLOSION: Final = 20.0  # a gradient so many times as large as usual; from batch to batch it varies a few times
+USUAL: Final = 20  # the norms whose median is what is usual
+FEWEST: Final = 5  # before so many nothing is usual yet
+TOLD: Final = 3  # steps without any reward before that is worth a note
+
+
+class GradientNorms:
+    """What gradient norms are usual. The loss says nothing here: that of a policy gradient is about 0 at any scale."""
+
+    def __init__(self) -> None:
+        self._usual: deque[float] = deque(maxlen=USUAL)
+        self._row = 0
+
+    def add(self, norm: float) -> int:
+        """How many steps in a row, up to this one, had more than `EXPLOSION` times the median norm of those before; of
+        a step that trained nothing (0) none. After `[1.0] * 5`, 30.0 gives 1 and 40.0 gives 2."""
+        if norm == 0:
+            return 0
+        if len(self._usual) >= FEWEST and norm > EXPLOSION * statistics.median(self._usual):
+            self._row += 1
+        else:
+            self._row = 0
+            self._usual.append(norm)
+        return self._row
+
+
+@dataclass
+class Earnings:
+    """How many groups a run has seen, and how many earned something: before its latest steps without any that did
+    (`flat_steps`), and in those."""
+
+    groups: int = 0
+    earned: int = 0
+    flat_steps: int = 0
+    flat_groups: int = 0
+
+    def add(self, groups: Sequence[bool]) -> int:
+        """Count the groups of a step, of which these earned something. How many steps in a row none did, if that is no
+        chance: if groups as those before would give it less than once in a million runs.
+
+        Where rewards were 0 from the start, or are rare, there is nothing yet that they fell from. Groups count, not
+        rollouts: those of one task are alike."""
+        if any(groups):
+            self.groups += self.flat_groups + len(groups)
+            self.earned += sum(groups)
+            self.flat_steps = self.flat_groups = 0
+            return 0
+        self.flat_steps += 1
+        self.flat_groups += len(groups)
+        return self.flat_steps if (1 - self.share) ** self.flat_groups < 1e-6 else 0
+
+    @property
+    def share(self) -> float:
+        """Of groups that earned something, before the latest steps."""
+        return self.earned / max(1, self.groups)
+
+
+class Alarms:
+    """Notes what is odd, and raises TrainingError where the algorithm's settings say that it ends the run."""
+
+    def __init__(self, algorithm: RLSettings, note: Callable[[str], None], gradients: Iterable[str]) -> None:
+        self._algorithm = algorithm
+        self._note = note
+        self._norms = {name: GradientNorms() for name in gradients}
+        self._collapse_noted = False
+
+    def remember(self, history: Iterable[Mapping[str, float]]) -> None:
+        """The metrics of the steps before a resumption."""
+        for metrics in history:
+            for name, norms in self._norms.items():
+                norms.add(metrics.get(name, 0.0))
+
+    def check_explosion(self, step: int, metrics: Mapping[str, float], how_to_replay: str) -> None:
+        for name, norms in self._norms.items():
+            row = norms.add(norm := metrics.get(name, 0.0))
+            allowed = self._algorithm.stop_on_explosion
+            told = f"step {step}: {name} is {norm:.3g}, over {EXPLOSION:.0f} times what was usual"
+            if allowed and row >= allowed:
+                raise TrainingError(f"{told}, for {row} steps in a row. {how_to_replay}")
+            if row == 1:
+                self._note(told)
+
+    def check_collapse(self, step: int, row: int, earnings: Earnings, best: Callable[[], Path | None]) -> None:
+        """After `row` steps in which nothing was earned any more; `best` finds the best weights that were saved."""
+        ends = 0 < self._algorithm.stop_on_collapse <= row
+        if not ends and (row < TOLD or self._collapse_noted):
+            return
+        place = best()
+        told = (
+            f"step {step}: the policy has collapsed: no rollout of the last {row} steps earned anything, and in "
+            f"{earnings.share:.0%} of the groups before one did. "
+            f"{f'The best weights are in {place}' if place else 'No better weights were saved'}"
+        )
+        if ends:
+            raise TrainingError(f"{told}. Try a lower learning_rate; stop_on_collapse=0 goes on")
+        self._collapse_noted = True
+        self._note(told)
+
+    def check_mismatch(self, step: int, metrics: Mapping[str, float], tolerance: float) -> None:
+        """Of what these very weights sampled, learner and sampler differ by rounding alone."""
+        mismatch, kl = metrics.get("inference_mismatch", 0.0), metrics.get("inference_kl", 0.0)
+        told = (
+            f"step {step}: sampler and learner differ by {mismatch:.2g} in the probability of a token (expected at "
+            f"most {tolerance:.2g}): what is trained is not what was sampled"
+        )
+        if mismatch > FAR * tolerance or kl > FAR_KL:
+            raise TrainingError(f"{told}, with a KL of {kl:.2g}. Does the sampler have the learner's weights?")
+        if mismatch > tolerance:
+            self._note(f"{told}. Try float32")

@@ -1,0 +1,116 @@
+"""The evaluations of a training job: at its start, every so many steps, at its end; and the best weights."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+
+from agentlightning.algorithm.base import Stopped
+from agentlightning.algorithm.evaluation import Evaluation, evaluate, why_unrewarded
+from agentlightning.algorithm.rl.job import Job
+from agentlightning.data.rewards import RewardSpec
+from agentlightning.data.transitions import tool_success
+
+
+class HeldOut:
+    """Measures the weights of `job` on its held-out tasks; `evaluations` are the finished ones."""
+
+    def __init__(self, job: Job) -> None:
+        self.evaluations: list[Evaluation] = []
+        self._job = job
+        self._running: asyncio.Task[None] | None = None
+
+    async def first(self) -> None:
+        """Evaluate the weights that training starts from, and set aside the time to do so once more at the end. In a
+        resumed run the answer is in the store already, and what it took is known."""
+        job = self._job
+        if not job.context.val_tasks:
+            return
+        started = time.perf_counter()
+        first = await self._evaluation(0, job.state.first_version)
+        if first.unrewarded == len(first.tasks) and job.algorithm.unrewarded == "exclude":
+            raise await why_unrewarded(job.context.store, [task.rollout for task in first.tasks])
+        await self._keep(first)
+        job.state.evaluation_seconds = max(job.state.evaluation_seconds, time.perf_counter() - started)
+        if job.context.deadline is not None:
+            job.context.deadline -= 1.5 * job.state.evaluation_seconds
+
+    async def when_due(self) -> None:
+        """Measure the present weights every so many steps: before training goes on, or, where that overlaps with
+        rollouts anyway, beside it; one that is still going on then is not begun again."""
+        job = self._job
+        every, step = job.algorithm.evaluate_every, job.state.step
+        if not every or step % every or self._last == step:
+            return
+        if not job.overlaps:
+            await self._evaluate()
+        elif not self._beside:
+            await self.finished()
+            await job.written(job.checkpoints.save_candidate)
+            self._running = asyncio.create_task(self._evaluate())
+
+    async def finished(self) -> None:
+        """The evaluation that goes on beside training has ended, and what went wrong in it is raised."""
+        if self._running is not None:
+            await self._running
+
+    async def cancel(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+
+    async def last(self) -> str | None:
+        """Evaluate the weights that training ends with; why that was stopped."""
+        context = self._job.context
+        if context.stop.is_set() or self._last in (None, self._job.state.step):
+            return None
+        context.deadline = None  # the time for it was set aside at the start
+        try:
+            await self._evaluate()
+        except Stopped as stopped:
+            return str(stopped)
+        return None
+
+    @property
+    def _last(self) -> int | None:
+        return self.evaluations[-1].step if self.evaluations else None
+
+    @property
+    def _beside(self) -> bool:
+        """Whether an evaluation goes on beside training."""
+        return self._running is not None and not self._running.done()
+
+    async def _evaluate(self) -> None:
+        if self._job.context.val_tasks:
+            await self._keep(await self._evaluation(self._job.state.step, self._job.state.policy_version))
+
+    async def _evaluation(self, step: int, version: int) -> Evaluation:
+        algorithm, context = self._job.algorithm, self._job.context
+        return await evaluate(
+            context,
+            context.val_tasks,
+            step=step,
+            version=version,
+            mode="val",
+            config=algorithm.rollout,
+            reward=RewardSpec(base=algorithm.reward.base, failed_tool=algorithm.reward.failed_tool),
+            beside=self._beside,
+        )
+
+    async def _keep(self, evaluation: Evaluation) -> None:
+        job = self._job
+        self.evaluations.append(evaluation)
+        worked = tool_success(task.traced for task in evaluation.tasks)
+        values = evaluation.metrics | ({} if worked is None else {"val_tool_success": worked})
+        await job.context.tracking.record(evaluation.step, values)
+        best = job.state.best_reward
+        if best is not None and evaluation.reward <= best:
+            return
+        if self._beside:  # the learner may be changing the weights this very moment
+            promote = partial(job.checkpoints.promote_candidate, evaluation.step, evaluation.reward)
+            if await job.policies.in_thread(promote):
+                job.state.best_reward = evaluation.reward
+        elif evaluation.step == job.state.step:
+            job.state.best_reward = evaluation.reward
+            await job.written(job.checkpoints.save_best)

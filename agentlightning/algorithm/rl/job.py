@@ -1,0 +1,69 @@
+"""What the steps, evaluations and resumption of one training job share: its parts, where it stands, and how that is
+saved."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from agentlightning.algorithm.base import RunContext
+from agentlightning.algorithm.rl.checkpoints import Checkpoints, LoopState
+from agentlightning.algorithm.rl.groups import Groups
+from agentlightning.algorithm.rl.policies import Policies
+from agentlightning.algorithm.rl.settings import RLSettings
+
+
+@dataclass
+class Job:
+    algorithm: RLSettings
+    context: RunContext
+    groups: Groups
+    policies: Policies
+    checkpoints: Checkpoints
+    state: LoopState = field(default_factory=LoopState)
+
+    @property
+    def run_id(self) -> str:
+        return self.context.run.run_id
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether rollouts go on while the learner learns."""
+        return self.algorithm.max_staleness > 0
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncGenerator[None]:
+        """Inside, the learner has the weights and the cores for itself, unless rollouts are to go on beside it."""
+        if self.overlaps:
+            yield
+        else:
+            async with self.context.calls_held(), self.policies.alone():
+                yield
+
+    def recent_rewards(self) -> list[float]:
+        """The mean training rewards of the latest three steps."""
+        history = self.context.tracking.history
+        return [history[step]["reward"] for step in sorted(history)[-3:] if "reward" in history[step]]
+
+    async def save(self) -> None:
+        """Write a checkpoint that the run can be resumed from."""
+        self.state.groups = self.groups.state
+        rewards = self.recent_rewards()
+        self.state.recent_reward = sum(rewards) / len(rewards) if rewards else None
+        await self.written(self.checkpoints.save)
+
+    async def written(self, save: Callable[[Policies, LoopState], object]) -> None:
+        """Write the present weights and state, which goes on to change meanwhile."""
+        await self.policies.in_thread(partial(save, self.policies, copy.deepcopy(self.state)))
+
+    async def renew_version(self) -> None:
+        """Publish the present weights once more, as another version: finished rollouts are never run again, and a
+        resumed run, its agent fixed, must not meet those that ended this one."""
+        self.state.policy_version = await self.context.store.next_policy_version(self.run_id)
+        if self.state.step == 0:
+            self.state.first_version = self.state.policy_version
+        self.groups.begin_again(self.state.policy_version)
+        await self.policies.publish(self.state.policy_version)

@@ -1,0 +1,137 @@
+"""What a step measures: of its rollouts, its credit, its optimiser steps and its speed (`docs/tracking.md`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from agentlightning.algorithm.rl.groups import CompleteGroup, Dropped
+from agentlightning.data.sequences import CreditedTransition
+from agentlightning.data.transitions import tool_success
+
+_EXTREMES: Final[dict[str, Callable[[list[float]], float]]] = {
+    "ratio_min": min,
+    "ratio_max": max,
+    "max_ratio_error": max,
+}
+
+
+def rollout_metrics(groups: Sequence[CompleteGroup], dropped: Dropped | None = None) -> dict[str, float]:
+    """What the rollouts of a step came to, how old they are, and what was dropped. The mean rewards are over those of
+    useless groups too, which these replaced: a policy that is always right would seem to earn nothing."""
+    dropped = dropped or Dropped()
+    rollouts = [traced for group in groups for traced in group.rollouts]
+    measured = [*groups, *dropped.useless]
+    rewards = [reward for group in measured for reward in group.rewarded.rewards]
+    terms = [traced.reward_terms for group in measured for traced in group.rollouts if traced.reward_terms]
+    calls = [transition for traced in rollouts for transition in traced.transitions]
+    breaks = [found for traced in rollouts for found in traced.breaks]
+    worked = tool_success(rollouts)
+    return {
+        "reward": _mean(rewards),
+        **{f"reward/{name}": _mean([one[name] for one in terms]) for name in (terms[0] if terms else ())},
+        "rollouts": float(len(rollouts)),
+        "unrewarded": float(sum(traced.reward is None for traced in rollouts)),
+        "calls": float(len(calls)),
+        "sampled_tokens": float(sum(len(call.response_ids) for call in calls)),
+        **_lengths("prompt_tokens", [len(call.prompt_ids) for call in calls]),
+        **_lengths("response_tokens", [len(call.response_ids) for call in calls]),
+        "calls_excluded": float(sum(traced.excluded.total() for traced in rollouts)),
+        "clock_skew_seconds": max((traced.clock_skew or 0.0 for traced in rollouts), key=abs, default=0.0),
+        "unmerged/rollouts": _mean([bool(traced.breaks) for traced in rollouts]),
+        "groups_dropped": float(len(dropped.groups)),
+        **({} if worked is None else {"tool_success": worked}),
+        **_counted("rollouts", (traced.outcome for traced in rollouts)),
+        **_counted("excluded", *(traced.excluded.elements() for traced in rollouts)),
+        **_counted("kept", *(traced.kept.elements() for traced in rollouts)),
+        **_counted("rewards_lost", *(traced.rewards_lost.elements() for traced in rollouts)),
+        **_counted(
+            "unmerged", (one.kind for one in breaks), (f"{one.agent}/{one.kind}" for one in breaks if one.agent)
+        ),
+        **_counted("staleness", sorted(str(age) for group in groups for age in group.staleness)),
+        **_counted("groups_dropped", dropped.reasons.elements()),
+        **_counted("rollouts_dropped", dropped.rollouts.elements()),
+    }
+
+
+def credit_metrics(groups: Sequence[Sequence[Sequence[CreditedTransition]]]) -> dict[str, float]:
+    """Advantages of all sampled tokens that were credited, those of groups that teach nothing too; what a critic said
+    of them before the step, and how much of the targets' variance that explains."""
+    items = [item for group in groups for transitions in group for item in transitions]
+    values = np.concatenate([np.zeros(0), *(item.advantages for item in items)], dtype=np.float64)
+    if not len(values):
+        return {}
+    metrics = {
+        "advantage_mean": float(values.mean()),
+        "advantage_std": float(values.std()),
+        "advantage_min": float(values.min()),
+        "advantage_max": float(values.max()),
+        "advantage_zero": float((values == 0).mean()),
+    }
+    pairs = [(i.values, i.value_targets) for i in items if i.values is not None and i.value_targets is not None]
+    if pairs:
+        said, targets = (np.concatenate(side).astype(np.float64) for side in zip(*pairs, strict=True))
+        metrics |= {"value_mean": float(said.mean()), "value_target_mean": float(targets.mean())}
+        if variance := float(targets.var()):
+            metrics["explained_variance"] = 1 - float((targets - said).var()) / variance
+    return metrics
+
+
+def over_steps(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Each metric over the optimiser steps of a batch: of tokens the sum, of extremes the extreme, else the mean."""
+    totals: dict[str, float] = {}
+    for name in {name: None for one in history for name in one}:
+        values = [one[name] for one in history if name in one]
+        if name.startswith("tokens"):
+            totals[name] = sum(values)
+        else:
+            totals[name] = _EXTREMES.get(name, _mean)(values)
+    return totals | {"tree_savings": totals["tokens_saved"] / (totals["tokens_saved"] + totals["tokens_computed"])}
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What engines have done: tokens sampled by all, and seconds in which one of them, on average, did nothing."""
+
+    generated_tokens: int
+    idle_seconds: float
+
+    def __sub__(self, before: Usage) -> Usage:
+        return Usage(self.generated_tokens - before.generated_tokens, self.idle_seconds - before.idle_seconds)
+
+
+def speed_metrics(
+    metrics: Mapping[str, float], waited: float, learned: float, engines: Usage, *, overlaps: bool
+) -> dict[str, float]:
+    """Of a step with these `metrics` that waited so many seconds for rollouts and learned for so many, at once or one
+    after the other."""
+    total = waited + learned
+    took = total if overlaps else waited
+    computed = sum(value for name, value in metrics.items() if name.rpartition("/")[2] == "tokens_computed")
+    return {
+        "rollout_seconds": waited,
+        "learn_seconds": learned,
+        "learner_idle": waited / total,
+        "engine_idle": min(1.0, engines.idle_seconds / total),
+        "rollouts_per_second": metrics["rollouts"] / took,
+        "tokens_per_second": metrics["sampled_tokens"] / took,
+        "engine_tokens_per_second": engines.generated_tokens / max(1e-9, total - engines.idle_seconds),
+        "learner_tokens_per_second": computed / learned,
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(1, len(values))
+
+
+def _lengths(name: str, lengths: Sequence[int]) -> dict[str, float]:
+    return {f"{name}_mean": _mean(lengths), f"{name}_max": float(max(lengths, default=0))}
+
+
+def _counted(what: str, *names: Iterable[str]) -> dict[str, float]:
+    counts = Counter(name for some in names for name in some)
+    return {f"{what}/{name}": float(count) for name, count in counts.items()}

@@ -1,0 +1,236 @@
+"""The settings of reinforcement learning, and an algorithm's answers: advantages and a loss.
+
+It knows groups of credited rollouts. It does not know how they are run (the loop) or how a gradient is taken (the
+learner).
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, get_args
+
+from agentlightning.algorithm.evaluation import SUPERVISED
+from agentlightning.data.call_filter import CallFilter
+from agentlightning.data.credit_table import RewardedGroup, check_credited
+from agentlightning.data.references import is_reference, load_reference
+from agentlightning.data.rewards import PLAIN, RewardSpec
+from agentlightning.data.sequences import Aggregation, CreditedTransition, Level
+from agentlightning.data.transitions import FloatArray
+from agentlightning.errors import ConfigError, check_settings
+from agentlightning.learner.base import Critic
+from agentlightning.learner.losses import KLEstimator, Loss, Old
+from agentlightning.types import RolloutConfig
+
+_LEAST: Final[dict[str, float]] = {
+    **dict.fromkeys(("steps", "tasks_per_step", "group_size", "minibatches", "epochs"), 1.0),
+    **dict.fromkeys(("checkpoint_every", "max_tokens"), 1.0),
+    **dict.fromkeys(("evaluate_every", "max_staleness"), 0.0),
+    **dict.fromkeys(("stop_on_explosion", "stop_on_collapse", "val_temperature"), 0.0),
+    "temperature": 1e-3,
+}
+
+TOO_FEW_REWARDED: Final = "too few rewarded"
+WITHOUT_VARIANCE: Final = "without variance"
+
+# Beside a group that teaches only in comparison with others; no agent's rewards have a mean of 2⁻²¹.
+_BESIDE: Final = RewardedGroup.trial(-1.5, 1.5 + 2**-20)
+
+
+class _Tried(abc.ABCMeta):
+    """Tries what an algorithm answers as soon as it is made, whatever it does when it is made."""
+
+    def __call__(cls, *args: Any, **settings: Any) -> Any:
+        if cls.__abstractmethods__:
+            raise ConfigError(f"{cls.__name__} does not define {', '.join(sorted(cls.__abstractmethods__))}")
+        made = super().__call__(*args, **settings)
+        made.try_advantages()
+        return made
+
+
+@dataclass(kw_only=True)
+class RLSettings(metaclass=_Tried):
+    """Settings every reinforcement-learning algorithm shares, and its two answers: advantages and a loss.
+
+    A step samples `tasks_per_step` tasks, runs each `group_size` times, and makes `minibatches` optimiser steps,
+    `epochs` times over.
+    `reference` keeps a copy of the starting weights; straying from it costs `kl_coefficient` (0.04 by default).
+    `reward` says what R is made of, `loss` how an advantage becomes a loss: a name of `learner/losses.py`, or a
+    function (or `file.py:function`) as `Loss` describes it; `old` is what its importance ratio is against, and
+    `truncation` bounds the correction that `old="proximal"` makes besides (`Loss`).
+    `unrewarded` says what a rollout without a reward counts for: left out of its group, or a stated reward.
+    `agents` are the names of the agents to train, as in `"writer|rewriter"`; without it all are. Which of their calls
+    train is said by `keep`, `train_truncated`, `max_prompt_length` and `max_response_length` (`CallFilter`).
+    With `max_staleness` K rollouts, training and evaluation go on at once: a step trains on the first groups that are
+    complete, sampled at most K publications ago; what is older is dropped. With 0 a step trains on rollouts of the
+    very weights it changes. With K, or with `dynamic_sampling` (DAPO, arXiv:2503.14476), a group that teaches nothing
+    is replaced by another.
+    `difficulty` (low, high) leaves a task out of the next epoch whose mean reward lay outside; `curriculum` is a
+    function (or `file.py:function`) of (tasks, epoch) that gives the order of an epoch as indices.
+    Training stops after `steps`, or once the mean training reward of three steps reaches `target_reward`; and with an
+    error where a loss or gradient is not finite, or, if `stop_on_explosion` is not 0, after that many steps in a row
+    whose gradient is over 20 times as large as usual (`GradientNorms`); without, the first of them is told. It stops,
+    too, after `stop_on_collapse` steps in a row that earned nothing, where others did before and chance does not
+    explain it (`Earnings`); after three it says so, and with 0 no more."""
+
+    steps: int = 100
+    tasks_per_step: int = 16
+    group_size: int = 8
+    minibatches: int = 1
+    epochs: int = 1
+    level: Level = "trajectory"
+    reward: RewardSpec = PLAIN
+    loss: Any = "ppo_clip"  # str or function: what reads run files knows no such union
+    clip_low: float | None = None
+    clip_high: float | None = None
+    dual_clip: float | None = None
+    aggregation: Aggregation = "rollout-mean"
+    constant_length: int | None = None
+    reference: bool = False
+    kl_coefficient: float | None = None
+    kl_estimator: KLEstimator = "k3"
+    entropy_coefficient: float = 0.0
+    old: Old = "behaviour"
+    truncation: float | None = None
+    temperature: float = 1.0
+    val_temperature: float = 1.0
+    max_tokens: int | None = None
+    unrewarded: Literal["exclude"] | float = "exclude"
+    agents: str | None = None
+    keep: tuple[str, ...] = ()
+    train_truncated: bool = True
+    max_prompt_length: int | None = None
+    max_response_length: int | None = None
+    max_staleness: int = 0
+    dynamic_sampling: bool = False
+    difficulty: tuple[float, float] | None = None
+    curriculum: Any = None
+    target_reward: float | None = None
+    stop_on_explosion: int = 0
+    stop_on_collapse: int = 10
+    evaluate_every: int = 0
+    checkpoint_every: int = 10
+    rollout: RolloutConfig = SUPERVISED
+    name: str = "rl"
+
+    def __post_init__(self) -> None:
+        self.measured: dict[str, float] = {}
+        """What `advantages` has measured of the groups it was given last, for the step's metrics."""
+        check_settings(self, least=_LEAST, choices={"level": get_args(Level)})
+        if max(self.temperature, self.val_temperature) > 2:
+            raise ConfigError(
+                f"temperature is {self.temperature}, val_temperature {self.val_temperature}; 2 is the most"
+            )
+        if self.difficulty is not None and not self.difficulty[0] <= self.difficulty[1]:
+            raise ConfigError(
+                f"difficulty is {self.difficulty}; give the lowest and the highest mean reward to train on"
+            )
+        named = isinstance(self.curriculum, str)
+        self.curriculum_function = load_reference(self.curriculum) if named else self.curriculum
+        if self.curriculum is not None and not callable(self.curriculum_function):
+            raise ConfigError(
+                f"curriculum is {self.curriculum!r}; give a function of (tasks, epoch), or file.py:function"
+            )
+        if self.unrewarded != "exclude" and not math.isfinite(self.unrewarded):
+            raise ConfigError(f"unrewarded is {self.unrewarded}; give 'exclude', or a finite reward")
+        if self.kl_coefficient and not self.reference:
+            raise ConfigError("kl_coefficient pulls towards a reference policy; set reference=True to keep one")
+        self.call_filter()
+        if self.loss == "policy_gradient" and not self.imitates:
+            if self.old == "behaviour" and self.max_staleness:
+                raise ConfigError(
+                    f"loss 'policy_gradient' is right for the weights that sampled, and with max_staleness "
+                    f"{self.max_staleness} older ones may have; give old='proximal', or loss='importance_sampling'"
+                )
+            if self.minibatches * self.epochs > 1:
+                raise ConfigError(
+                    f"loss 'policy_gradient' is right for the weights that sampled, and {self.minibatches} minibatches "
+                    f"in {self.epochs} epochs move them; give 1 of each, or loss='importance_sampling'"
+                )
+        named = isinstance(self.loss, str) and is_reference(self.loss)
+        self.loss_function: Any = load_reference(self.loss) if named else self.loss
+        self.make_loss()  # refuses settings out of range now, rather than after the first rollouts
+
+    def call_filter(self, *models: str) -> CallFilter:
+        """Which calls train, of these models, or without any of all. ConfigError for settings out of range."""
+        settings = {name: getattr(self, name) for name in CallFilter.__dataclass_fields__ if name != "models"}
+        return CallFilter(models=models or None, **settings)
+
+    @property
+    def imitates(self) -> bool:
+        """Whether what is trained is right to be trained whatever weights sampled it."""
+        return False
+
+    @property
+    def refills(self) -> bool:
+        """Whether a group that teaches nothing is replaced by another."""
+        return self.dynamic_sampling or self.max_staleness > 0
+
+    def why_useless(self, group: RewardedGroup) -> str | None:
+        """Why no step learns from this group, whatever else it trains on; None if one may."""
+        if len(group.rewards) < self.fewest_rewarded:
+            return TOO_FEW_REWARDED
+        return None if self.teaches(group) or self.teaches(group, _BESIDE) else WITHOUT_VARIANCE
+
+    def teaches(self, *groups: RewardedGroup) -> bool:
+        """Whether anything is learned from the first of these groups."""
+        return any(item.teaches for rollout in self.credited(groups)[0] for item in rollout)
+
+    def try_advantages(self) -> None:
+        """ConfigError where `advantages` fails on groups that no agent made, or gives what is no advantage; and where
+        `dynamic_sampling` would never find a group to replace."""
+        rewards = [index % 2 for index in range(self.group_size)]
+        groups = [RewardedGroup.trial(*rewards), RewardedGroup.trial(*rewards[::-1])]
+        try:
+            self.credited(groups)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{type(self).__name__}.advantages fails on two groups of {self.group_size} rollouts, made to try it: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        equal = [RewardedGroup.trial(*[reward] * self.group_size) for reward in (0.0, 1.0, -1e6)]
+        if self.dynamic_sampling and not any(map(self.why_useless, equal)):
+            raise ConfigError(f"{self.name} with these settings learns from any group: leave dynamic_sampling out")
+
+    def credited(
+        self, groups: Sequence[RewardedGroup], values: Sequence[FloatArray] | None = None
+    ) -> list[list[list[CreditedTransition]]]:
+        """What `advantages` answers, or with a critic's `values` `advantages_with_values`. ConfigError where that is no
+        answer."""
+        if not groups:
+            return []
+        name = "advantages" if values is None else "advantages_with_values"
+        answer = self.advantages(groups) if values is None else self.advantages_with_values(groups, values)
+        return check_credited(f"{type(self).__name__}.{name}", groups, answer)
+
+    @property
+    def fewest_rewarded(self) -> int:
+        """How many members of a group must have a reward for it to teach anything."""
+        return min(2, self.group_size)
+
+    @abc.abstractmethod
+    def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
+        """Credit the groups of one step. The answer has, for each rollout of each group, its transitions with an
+        advantage per sampled token. It is asked in a thread, off the event loop, and may block."""
+
+    @property
+    def trained_critic(self) -> Critic | None:
+        """The critic that is trained beside the policy; None: there is none, and no value is asked for."""
+        return None
+
+    def advantages_with_values(
+        self, groups: Sequence[RewardedGroup], values: Sequence[FloatArray]
+    ) -> list[list[list[CreditedTransition]]]:
+        """As `advantages`, where there is a critic: `values` float32[T] of each transition, in order, are what it says
+        each sampled token is worth. The answer holds them, and what it should have said."""
+        raise ConfigError(f"{self.name} trains a critic, and does not say what its values are for")
+
+    def make_loss(self, step: int = 1) -> Loss:
+        """The loss of the batch of a step, from 1."""
+        own = {name: getattr(self, name) for name in Loss.__dataclass_fields__ if hasattr(self, name)}
+        own["kl_coefficient"] = self.kl_coefficient if self.kl_coefficient is not None else 0.04 * self.reference
+        return Loss(kind=self.loss_function, **own)

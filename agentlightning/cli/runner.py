@@ -1,0 +1,163 @@
+"""`agl runner`: an agent on rollouts of a server, here, or with `--ray` and `--kubernetes` on other machines."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import click
+from click.core import ParameterSource
+from yarl import URL
+
+from agentlightning.cli.config import load_config
+from agentlightning.cli.options import (
+    ISOLATION_HELP,
+    Duration,
+    instrument_agents,
+    instrument_option,
+    json_option,
+    print_json,
+)
+from agentlightning.garbage import garbage_sought_seldom
+from agentlightning.runner.agent import LitAgent, as_agent
+from agentlightning.runner.ending import on_signal, run_to_end, watched
+
+_OWN: Final = ("ray", "kubernetes", "most", "kube_api")  # options of a pool
+
+
+@click.command()
+@click.argument("agent", metavar="FILE.py:NAME|RUN.yaml")
+@click.option("--server", metavar="URL", required=True, help="The `agl server` to lease rollouts from.")
+@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
+@click.option("--endpoint", "endpoint_override", metavar="URL",
+              help="Where agents call models, if not at the URL that the trainer knows the server by.")  # fmt: skip
+@click.option("--concurrency", type=click.IntRange(min=1), help="Rollouts at once: 64, or of processes one per core.")
+@click.option("--isolation", type=click.Choice(["auto", "none", "process"]), default="auto", show_default=True,
+              help=ISOLATION_HELP)  # fmt: skip
+@click.option("--max-attempts-per-process", type=click.IntRange(min=1), metavar="N", default=100, show_default=True,
+              help="Replace such a process after so many.")  # fmt: skip
+@click.option("--drain", "drain_seconds", type=Duration(zero=True), metavar="20s", default="20s", show_default=True,
+              help="How long rollouts at hand may go on after Ctrl-C or SIGTERM.")  # fmt: skip
+@click.option("--tracer", type=click.Choice(["auto", "opentelemetry", "light"]), default="auto", show_default=True,
+              help="Collect what OpenTelemetry's SDK traces (auto: where it is installed), or not.")  # fmt: skip
+@instrument_option
+@click.option("--idle", "idle_seconds", type=Duration(), metavar="60s", default=math.inf,
+              help="End after so long without a rollout (a pool's runners: 60s).")  # fmt: skip
+@click.option("--ray", type=click.IntRange(min=1), metavar="N",
+              help="Be a pool: up to N of these as actors of Ray, as many as the queue needs.")  # fmt: skip
+@click.option("--kubernetes", type=click.Path(dir_okay=False, exists=True, path_type=Path), metavar="JOB.yaml",
+              help="Be a pool: up to --max of these as Jobs, made from this manifest.")  # fmt: skip
+@click.option("--max", "most", type=click.IntRange(min=1), metavar="N", help="At most so many Jobs.")
+@click.option("--kube-api", type=URL, metavar="URL",
+              help="The Kubernetes API that `kubectl proxy` serves, if not that of the pod's own cluster.")  # fmt: skip
+@json_option
+def runner(agent: str, server: str, key: str | None, instrument: str | None, **options: Any) -> int | None:
+    """Lease rollouts from a server and run an agent on them, in Python or of a run file, until stopped.
+
+    After Ctrl-C or SIGTERM it leases nothing more, and rollouts at hand may finish: exit code 0. Those that --drain
+    ends, or a second signal, are handed back to be retried: exit code 130."""
+    from agentlightning.runner.isolation import place_of
+
+    pool = {name: options.pop(name) for name in _OWN}
+    given = {name for name, value in pool.items() if value is not None}
+    if given and given not in ({"ray"}, {"kubernetes", "most"}, {"kubernetes", "most", "kube_api"}):
+        raise click.UsageError("a pool is --ray N, or --kubernetes JOB.yaml with --max N; --kube-api is for Jobs")
+    instrument_agents(instrument, here=not given)
+    loaded = _agent_of(agent, here=not given)
+    if not given:
+        options["isolation"] = place_of(loaded, options["isolation"])
+    elif pool["ray"]:
+        loaded.reads_environment()  # which imports it; for Kubernetes it may be in the image alone
+    try:
+        if given:
+            return run_to_end(_run_pool(click.get_current_context(), **pool))
+        with garbage_sought_seldom(), watched() as end_after:
+            run_to_end(_run(loaded, agent, server, key, end_after, **options))
+    except (asyncio.CancelledError, TimeoutError):
+        raise click.Abort from None
+
+
+def _agent_of(name: str, *, here: bool) -> LitAgent[Any]:
+    if name.endswith((".yaml", ".yml")) and (here or Path(name).is_file()):
+        return as_agent(load_config(Path(name)).load_agent())
+    return as_agent(name)
+
+
+async def _run(
+    agent: Any,
+    name: str,
+    url: str,
+    key: str | None,
+    end_after: Callable[[float], None],
+    drain_seconds: float,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    from agentlightning.runner.runner import Runner
+    from agentlightning.server.local_keys import local_key
+    from agentlightning.store.client import LightningStoreClient
+
+    store = LightningStoreClient(url, api_key=key or local_key(url, make=True))
+    try:
+        working = Runner(store, agent, **options)
+        task = asyncio.current_task()
+        assert task is not None
+        click.echo(f"{working.worker_id} runs {name} for {url}, up to {working.concurrency} at once", err=True)
+        if as_json:
+            told = {"worker_id": working.worker_id, "agent": name, "server": url, "concurrency": working.concurrency}
+            print_json(told)
+        async with asyncio.timeout(None) as limit:
+
+            def drain() -> None:
+                click.echo(f"leasing nothing more; rollouts at hand have {drain_seconds:g} s", err=True)
+                working.stop()
+                limit.reschedule(asyncio.get_running_loop().time() + drain_seconds)
+
+            with on_signal(drain, then=task.cancel, at_once=partial(end_after, drain_seconds + 9)):
+                await working.run()
+    finally:
+        await store.close()
+
+
+# --- pools -------------------------------------------------------------------------------------------------------
+
+
+def _arguments(context: click.Context, each: int) -> list[str]:
+    """This command line for a runner of the pool, without the key. In `--name=value` no value is an option."""
+    idle = context.params["idle_seconds"]
+    arguments = [f"--concurrency={each}", f"--idle={60 if math.isinf(idle) else idle:f}s"]
+    for option in context.command.params:
+        name, value = str(option.name), context.params[str(option.name)]
+        given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if given and name not in (*_OWN, "agent", "idle_seconds", "key", "concurrency", "as_json"):
+            seconds = isinstance(option.type, Duration)
+            arguments.append(f"{option.opts[0]}={value:f}s" if seconds else f"{option.opts[0]}={value}")
+    return [*arguments, "--", context.params["agent"]]
+
+
+async def _run_pool(context: click.Context, ray: int | None, kubernetes: Path, most: int, kube_api: URL | None) -> int:
+    """Run a pool of the runners that `context` asks for, until stopped. The exit code: 1 where some may be left."""
+    from agentlightning.runner.fleet import KubernetesJobs, Pool, RayActors, read_manifest
+    from agentlightning.server.local_keys import local_key
+    from agentlightning.store.client import LightningStoreClient
+
+    options, task = context.params, asyncio.current_task()
+    url, drain, each = options["server"], options["drain_seconds"], options["concurrency"] or 8
+    key = options["key"] or local_key(url, make=True)
+    store = LightningStoreClient(url, api_key=key, patience=5.0)
+    machines = RayActors(key, drain) if ray is not None else KubernetesJobs(read_manifest(kubernetes), kube_api, drain)
+    arguments, tell = _arguments(context, each), partial(click.echo, err=True)
+    pool = Pool(store, machines, arguments, ray or most, each, tell)
+    tell(f"a pool of up to {pool.most} runners for {url}, each of {each} rollouts at once")
+    if options["as_json"]:
+        print_json({"server": url, "runners": pool.most, "concurrency": each})
+    assert task is not None
+    try:
+        with on_signal(pool.stop, then=task.cancel):
+            return 0 if await pool.run() else 1
+    finally:
+        await store.close()

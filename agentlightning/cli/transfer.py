@@ -1,0 +1,228 @@
+"""`agl import` and `agl export`: traces and rollouts into a store, and rollouts and datasets out of it.
+
+What a line of a dataset is, is the business of `agentlightning.data`; what a file of rollouts is, of
+`agentlightning.store.transfer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+import msgspec
+
+from agentlightning.cli.options import print_json, tell
+from agentlightning.cli.place import NEW, NEWEST, Place, with_place
+from agentlightning.errors import ConfigError
+from agentlightning.types import Filter, Mode
+
+if TYPE_CHECKING:
+    from agentlightning.data.export import Wanted
+    from agentlightning.store.base import LightningStore
+    from agentlightning.store.transfer import Record
+
+_AT_ONCE: Final = 16  # rollouts that share a commit
+_UNITS: Final = {"parquet": "rows", "sft": "conversations", "dpo": "pairs"}
+
+
+# --- import ------------------------------------------------------------------------------------------------------
+
+
+@click.command("import")
+@click.argument("files", metavar="FILE…", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--by", metavar="ATTRIBUTE", help="One rollout per value of this, such as session.id; else per trace.")
+@click.option("--reward", metavar="NAME", help="The attribute, or the evaluation, whose score is the reward.")
+@click.option("--mode", type=click.Choice(["train", "val", "test"]), default="train", show_default=True,
+              help="What the rollouts are for.")  # fmt: skip
+@with_place(NEW)
+async def import_(
+    place: Place, files: tuple[Path, ...], by: str | None, reward: str | None, mode: Mode, as_json: bool
+) -> None:
+    """Store traces of other tools as finished rollouts, or what `agl export --format rollouts` wrote.
+
+    A FILE of traces is OTLP JSON: one ExportTraceServiceRequest, a list of these, or one a line. If a part of it cannot
+    be read, nothing is stored. What is stored already stays as it is."""
+    from agentlightning.data.foreign_traces import read_traces, rollouts_of
+    from agentlightning.store.transfer import import_rollouts
+
+    exported = [file for file in files if _is_export(file)]
+    spans = [span for file in files if file not in exported for span in read_traces(file)]
+    records = rollouts_of(spans, by=by, reward=reward, mode=mode) if len(exported) < len(files) else []
+    async with place.open(create=True) as store:
+        for file in exported:
+            done = await import_rollouts(store, file)
+            left = f"; {done.stored_already} were stored already" if done.stored_already else ""
+            tell(as_json, done, f"stored {done.rollouts} rollouts{left}")
+        if len(exported) < len(files):
+            await _import_traces(store, records, reward, as_json)
+
+
+def _is_export(file: Path) -> bool:
+    """Whether it begins as `agl export --format rollouts` writes it."""
+    with contextlib.suppress(OSError), (gzip.open if file.suffix == ".gz" else open)(file, "rb") as opened:
+        return opened.read(11) == b'{"rollout":'
+    return file.suffix == ".gz"
+
+
+async def _import_traces(store: LightningStore, records: Sequence[Record], reward: str | None, as_json: bool) -> None:
+    from agentlightning.tracing.rewards import find_final_reward
+
+    new: list[Record] = []
+    for first in range(0, len(records), _AT_ONCE):
+        batch = records[first : first + _AT_ONCE]
+        imports = [store.import_rollout(one.rollout, one.attempts, one.spans) for one in batch]
+        new += itertools.compress(batch, await asyncio.gather(*imports))
+    spans, stored_already = sum(len(record.spans) for record in new), len(records) - len(new)
+    words = [f"stored {_number(len(new), 'rollout')} with {_number(spans, 'span')}" if new else "stored nothing"]
+    if stored_already:
+        words.append(f"{stored_already} stored already, left as they are")
+    if reward is not None and (without := sum(find_final_reward(record.spans) is None for record in new)):
+        words.append(f"{without} without a number as {reward!r}, so without a reward")
+    tell(as_json, {"rollouts": len(new), "spans": spans, "stored_already": stored_already}, "; ".join(words))
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+# --- export ------------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path), required=False)
+@click.option("--out", hidden=True, help="Another way to name FILE; the argument is the store then.")
+@click.option("--format", "kind", type=click.Choice([*_UNITS, "rollouts"]), required=True,
+              help="parquet: transitions; sft: conversations to imitate; dpo: pairs to prefer; rollouts: all there is, "
+                   "as .jsonl or .jsonl.gz for `agl import`.")  # fmt: skip
+@click.option("--run", "run_id", metavar="ID", help="Only rollouts of this run.")
+@click.option("--mode", "modes", multiple=True, type=click.Choice(["train", "val", "test"]),
+              help="Only of this mode. Repeatable; default all, but for sft and dpo not the held-out val.")  # fmt: skip
+@click.option("--status", "statuses", multiple=True, type=click.Choice(["succeeded", "failed", "cancelled"]),
+              help="Only of this status. Repeatable; default all, for sft and dpo succeeded.")  # fmt: skip
+@click.option("--model", "models", multiple=True, metavar="NAME", help="Learn only from this model, frozen or not.")
+@click.option("--agents", metavar="PATTERN", help="Learn only from these agents: 'writer|rewriter'.")
+@click.option("--min-reward", type=float, metavar="X", help="Only rollouts of at least this reward.")
+@click.option("--best-of-group", is_flag=True, help="sft: only the best rollout of each group.")
+@click.option("--pairs", type=click.Choice(["best", "all"]), default="best", show_default=True,
+              help="dpo: of each prompt the pair that differs most in reward, or all.")  # fmt: skip
+@click.option("--force", is_flag=True, help="Overwrite FILE.")
+@with_place(NEWEST)
+async def export(
+    place: Place,
+    file: Path | None,
+    out: str | None,
+    kind: str,
+    run_id: str | None,
+    modes: tuple[str, ...],
+    statuses: tuple[str, ...],
+    models: tuple[str, ...],
+    agents: str | None,
+    min_reward: float | None,
+    best_of_group: bool,
+    pairs: str,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Write recorded rollouts that have ended to FILE, as a dataset or as they are."""
+    if out is not None:
+        place = place if file is None or place.server else Place(str(file))
+        file = Path(out)
+    if file is None:
+        raise click.UsageError("Missing argument 'FILE', where to write to")
+    if best_of_group and kind != "sft":
+        raise click.UsageError("--best-of-group goes with --format sft")
+    if pairs == "all" and kind != "dpo":
+        raise click.UsageError("--pairs goes with --format dpo")
+    from agentlightning.data.agents import agent_pattern
+    from agentlightning.data.export import Wanted
+    from agentlightning.data.recorded import ENDED, LEARNED_FROM, finished_rollouts
+
+    if agents is not None:
+        agent_pattern(agents)  # refused before any store is opened
+    wanted = Wanted(frozenset(models) or None, agents, min_reward, best_of_group, all_pairs=pairs == "all")
+    everything = kind not in ("sft", "dpo")
+    where = finished_rollouts(
+        run_id,
+        modes or (("train", "val", "test") if everything else LEARNED_FROM),
+        statuses or (ENDED if everything else ("succeeded",)),
+    )
+    async with place.open(reading=True) as store:
+        if kind == "rollouts":
+            from agentlightning.store.transfer import export_rollouts
+
+            copied = await export_rollouts(store, file, where=where, overwrite=force)
+            tell(as_json, copied, f"wrote {copied.rollouts} rollouts, {copied.attempts} attempts, {copied.spans} spans")
+            return
+        done = await _export(store, where, wanted, kind, file, force, str(place))
+    _tell(kind, done, file, as_json)
+
+
+@dataclass
+class _Exported:
+    """How many rollouts were read and lines or rows written, and what is not among these, by reason."""
+
+    rollouts: int = 0
+    written: int = 0
+    left_out: Counter[str] = field(default_factory=Counter[str])
+
+
+async def _export(
+    store: LightningStore, where: Filter, wanted: Wanted, kind: str, path: Path, force: bool, place: str
+) -> _Exported:
+    """Without a line there is no file, and a ConfigError."""
+    from agentlightning.data import export
+    from agentlightning.data.recorded import recorded_groups
+    from agentlightning.data.transition_table import TransitionFile, transition_lines
+    from agentlightning.display import counting
+    from agentlightning.store.transfer import writing
+
+    lines_of = {"sft": export.sft_lines, "dpo": export.dpo_lines}.get(kind, transition_lines)
+    done, total = _Exported(), (await store.page_rollouts(where, limit=0, with_total=True)).total
+    with writing(path, force) as file:
+        rows = TransitionFile(file) if kind == "parquet" else None
+        with contextlib.closing(rows) if rows else contextlib.nullcontext(), counting("rollouts", total) as advance:
+            async for group in recorded_groups(store, where):
+                found = lines_of(group, wanted)
+                if rows is not None:
+                    rows.write(found.lines)
+                else:
+                    file.write(msgspec.json.Encoder().encode_lines(found.lines))
+                done.written += len(found.lines)
+                done.left_out += found.left_out
+                done.rollouts += len(group)
+                advance(done.rollouts)
+        if not done.written:
+            raise ConfigError(_nothing(kind, done, place))
+    return done
+
+
+def _tell(kind: str, done: _Exported, out: Path, as_json: bool) -> None:
+    from agentlightning.data.fine_tuning import FEWEST_LINES
+
+    if as_json:
+        told = {"file": str(out), _UNITS[kind]: done.written, "rollouts": done.rollouts}
+        print_json(told | {"left_out": dict(done.left_out)})
+        return
+    print(f"wrote {done.written:,} {_UNITS[kind]} of {done.rollouts:,} rollouts to {out}")
+    for reason, count in done.left_out.most_common():
+        print(f"left out: {count:,} {reason}")
+    if kind in ("sft", "dpo") and done.written < FEWEST_LINES:
+        print(f"OpenAI and Azure take no file of fewer than {FEWEST_LINES} lines")
+
+
+def _nothing(kind: str, done: _Exported, place: str) -> str:
+    from agentlightning.data.conversations import FROZEN
+
+    if not done.rollouts:
+        return f"no rollout in {place} matches; `agl rollouts ls` shows what there is"
+    reasons = "; ".join(f"{count:,} {reason}" for reason, count in done.left_out.most_common())
+    hint = ". Name a model with --model to learn from it although it is not trained" if done.left_out[FROZEN] else ""
+    return f"nothing was written: {done.rollouts:,} rollouts give no {_UNITS[kind]}. Left out: {reasons}{hint}"

@@ -1,0 +1,230 @@
+"""The data the page shows: each view as a call with its route and its answer, and how it is read from a store."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, get_type_hints
+
+import msgspec
+
+from agentlightning.dashboard import credit, rollouts, runs, tokens
+from agentlightning.errors import NotFoundError
+from agentlightning.store.base import LightningStore
+from agentlightning.store.calls import Call
+from agentlightning.types import Filter, Order, Rollout
+
+NEWEST_FIRST: Final = (Order(field="number", descending=True),)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a view is read from: the store as its `caller` may use it, and tokenizers."""
+
+    store: LightningStore
+    tokenizers: tokens.Tokenizers
+    measured: runs.Measured
+    caller: str
+
+    async def rollout(self, rollout_id: str) -> Rollout:
+        """NotFoundError where there is no rollout of this id."""
+        rollout = await self.store.get_rollout_by_id(rollout_id)
+        if rollout is None:
+            raise NotFoundError(f"there is no rollout {rollout_id!r} here")
+        return rollout
+
+    async def row(self, rollout: Rollout) -> rollouts.RolloutRow:
+        return (await rollouts.rows_of(self.store, [rollout]))[0]
+
+    async def group(self, group_id: str) -> credit.TracedGroup:
+        """NotFoundError where there is none of this id."""
+        group = await self.store.get_group(group_id)
+        if group is None:
+            raise NotFoundError(f"there is no group {group_id!r} here")
+        return await credit.trace_group(self.store, group.rollout_ids, group)
+
+    async def compared_with(self, rollout: Rollout) -> credit.TracedGroup:
+        """The rollout's whole group; of one without a group, it alone."""
+        group = None if rollout.group_id is None else await self.store.get_group(rollout.group_id)
+        names = [rollout.rollout_id] if group is None else group.rollout_ids
+        return await credit.trace_group(self.store, names, group)
+
+
+class View(Call, frozen=True, kw_only=True):
+    scope = "read"
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.returns = get_type_hints(cls.read)["return"]
+
+    async def read(self, sources: Sources) -> Any:
+        raise NotImplementedError
+
+
+class ListRuns(View, frozen=True, kw_only=True):
+    """The newest first."""
+
+    route = "GET /dashboard/runs"
+
+    async def read(self, sources: Sources) -> list[runs.RunRow]:
+        found = reversed(await sources.store.query_runs())
+        return [
+            await asyncio.to_thread(runs.row_of, run, await sources.measured.by(sources.store, run)) for run in found
+        ]
+
+
+class ShowSeries(View, frozen=True, kw_only=True):
+    route = "POST /dashboard/series"
+    run_ids: list[str]
+    names: list[str]
+    points: Annotated[int, msgspec.Meta(ge=20, le=2000)] = 400
+
+    async def read(self, sources: Sources) -> list[runs.RunSeries]:
+        found = [await runs.find_run(sources.store, run_id) for run_id in self.run_ids]
+        measured = [await sources.measured.by(sources.store, run) for run in found]
+        return [
+            await asyncio.to_thread(runs.series, run, own, self.names, self.points)
+            for run, own in zip(found, measured, strict=True)
+        ]
+
+
+class ShowQuality(View, frozen=True, kw_only=True):
+    route = "GET /dashboard/quality"
+    run_id: str
+
+    async def read(self, sources: Sources) -> runs.Quality:
+        run = await runs.find_run(sources.store, self.run_id)
+        return await asyncio.to_thread(runs.quality, run, await sources.measured.by(sources.store, run))
+
+
+class ShowPrompts(View, frozen=True, kw_only=True):
+    route = "GET /dashboard/prompts"
+    run_id: str
+
+    async def read(self, sources: Sources) -> runs.Prompts:
+        return await runs.prompts(sources.store, await runs.find_run(sources.store, self.run_id))
+
+
+class ListRollouts(View, frozen=True, kw_only=True):
+    """`page_rollouts`, with what each rollout came to."""
+
+    route = "POST /dashboard/rollouts"
+    where: Filter | None = None
+    order: tuple[Order, ...] = NEWEST_FIRST
+    limit: Annotated[int, msgspec.Meta(ge=1, le=200)] = 50
+    cursor: str | None = None
+    with_total: bool = False
+
+    async def read(self, sources: Sources) -> rollouts.RolloutList:
+        page = await sources.store.page_rollouts(**msgspec.structs.asdict(self))
+        rows = await rollouts.rows_of(sources.store, page.items)
+        return rollouts.RolloutList(items=rows, total=page.total, next_cursor=page.next_cursor)
+
+
+class ShowRollout(View, frozen=True, kw_only=True):
+    """One of its attempts, by number; else the last."""
+
+    route = "GET /dashboard/rollouts/{rollout_id}"
+    rollout_id: str
+    attempt: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+    async def read(self, sources: Sources) -> rollouts.RolloutView:
+        rollout = await sources.rollout(self.rollout_id)
+        attempts = await sources.store.query_attempts(self.rollout_id)
+        shown = self.attempt or len(attempts)
+        if shown > len(attempts):
+            raise NotFoundError(f"rollout {self.rollout_id} has {len(attempts)} attempts; there is no {shown}")
+        spans = await sources.store.query_spans(self.rollout_id, attempts[shown - 1].attempt_id) if attempts else []
+        training = await credit.trained_by(sources.store, rollout.run_id)
+        classifier = tokens.classifier_of(await sources.tokenizers.token_bytes())
+        row = await sources.row(rollout)
+        return await asyncio.to_thread(rollouts.rollout_view, row, attempts, shown or None, spans, training, classifier)
+
+
+class ShowRequest(View, frozen=True, kw_only=True):
+    """The request of a gateway's call, whose span is `call`, as it came."""
+
+    route = "GET /dashboard/rollouts/{rollout_id}/request"
+    rollout_id: str
+    call: str
+
+    async def read(self, sources: Sources) -> rollouts.ReplayRequest:
+        return rollouts.replay_request(await sources.store.query_spans(self.rollout_id), self.call)
+
+
+class ShowTokens(View, frozen=True, kw_only=True):
+    """Of the call whose span is `call`, or the first."""
+
+    route = "GET /dashboard/rollouts/{rollout_id}/tokens"
+    rollout_id: str
+    call: str | None = None
+
+    async def read(self, sources: Sources) -> tokens.TokenView:
+        group = await sources.compared_with(await sources.rollout(self.rollout_id))
+        spans = await sources.store.query_spans(self.rollout_id, "latest")
+        traced = next(one for one in group.traced if one.rollout.rollout_id == self.rollout_id)
+        tokenizer = await asyncio.to_thread(sources.tokenizers.find)
+        return await asyncio.to_thread(tokens.token_view, traced, spans, group, self.call, tokenizer)
+
+
+class ShowCredit(View, frozen=True, kw_only=True):
+    """Of a rollout and those it is compared with."""
+
+    route = "GET /dashboard/rollouts/{rollout_id}/credit"
+    rollout_id: str
+
+    async def read(self, sources: Sources) -> credit.CreditView:
+        return await credit.credit_view(
+            sources.store, await sources.compared_with(await sources.rollout(self.rollout_id))
+        )
+
+
+class ShowGroup(View, frozen=True, kw_only=True):
+    route = "GET /dashboard/groups/{group_id}"
+    group_id: str
+
+    async def read(self, sources: Sources) -> credit.CreditView:
+        return await credit.credit_view(sources.store, await sources.group(self.group_id))
+
+
+class ShowTree(View, frozen=True, kw_only=True):
+    route = "GET /dashboard/groups/{group_id}/tree"
+    group_id: str
+
+    async def read(self, sources: Sources) -> credit.PrefixTree:
+        group = await sources.group(self.group_id)
+        return await asyncio.to_thread(credit.prefix_tree, group.traced, await sources.tokenizers.token_bytes())
+
+
+class ScoreRollout(View, frozen=True, kw_only=True):
+    """Becomes a reward span of the last attempt like any other, marked as the last word and with who gave it. Without a
+    `reward` it is only a `comment`. `name` is what the reward is called."""
+
+    route = "POST /dashboard/rollouts/{rollout_id}/score"
+    scope = "grader"
+    rollout_id: str
+    reward: float | None = None
+    comment: str | None = None
+    name: str = "human"
+
+    async def read(self, sources: Sources) -> rollouts.RolloutRow:
+        rollout = await sources.rollout(self.rollout_id)
+        given = {} if self.reward is None else {self.name: self.reward}
+        await rollouts.give_score(sources.store, rollout, given, self.comment, sources.caller)
+        return await sources.row(rollout)
+
+
+VIEWS: Final[tuple[type[View], ...]] = (
+    ListRuns,
+    ShowSeries,
+    ShowQuality,
+    ShowPrompts,
+    ListRollouts,
+    ShowRollout,
+    ShowRequest,
+    ShowTokens,
+    ShowCredit,
+    ShowGroup,
+    ShowTree,
+    ScoreRollout,
+)

@@ -1,0 +1,257 @@
+"""From what a user calls a model to one that is served and trained: a learner and a sampler, opened as a pair.
+
+The only place that knows which classes there are. It does not know algorithms, stores or gateways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from shutil import which
+from typing import Any, TypeAlias
+
+import torch
+
+from agentlightning.data.references import is_reference
+from agentlightning.errors import ConfigError
+from agentlightning.learner.base import AdamW, Critic, DType, LoRA
+from agentlightning.learner.fsdp import FsdpLearner, Settings, check_devices
+from agentlightning.learner.losses import Loss
+from agentlightning.learner.memory import GIB, MemoryEstimate, available_memory, estimate_memory
+from agentlightning.learner.places import LearnerPlace, SamplerPlace, check_together, read_learner, read_sampler
+from agentlightning.learner.policy import Policy, choose_device, empty_model, empty_policy, load_policy, open_policy
+from agentlightning.learner.remote import RemoteSampler
+from agentlightning.learner.servers import Share, StartedServer, find_program, other_gpus, part_of_gpu
+from agentlightning.learner.serving import EmbeddedSampler, choose_threads, engine_size, serve_policy
+from agentlightning.learner.tinker import TinkerLearner, TinkerSampler, check_training, open_tinker, tinker_sdk
+from agentlightning.learner.torch import TorchLearner
+
+Source: TypeAlias = "str | Path | Policy"
+Pair: TypeAlias = "tuple[EmbeddedSampler | RemoteSampler | TinkerSampler, TorchLearner | FsdpLearner | TinkerLearner]"
+
+
+def _is_made(source: Source) -> bool:
+    """Whether a function has made it, or does."""
+    return isinstance(source, Policy) or is_reference(str(source))
+
+
+@dataclass(frozen=True)
+class PairSettings:
+    """How models are opened, by settings of `Trainer`, `serve_policy` and `TorchLearner`. Only where there is a `loss`
+    they are trained, and memory is set aside for it. With `overlaps` rollouts go on while the weights change.
+
+    What is left open is on a GPU bfloat16 and vLLM, if it is installed, for models that are loaded; one that a function
+    made stays as it is. ConfigError for what does not go together."""
+
+    models: Mapping[str, Source]
+    learner: str | Mapping[str, Any] | None = None
+    sampler: str | Mapping[str, Any] | None = None
+    optimizer: AdamW = field(default_factory=AdamW)
+    loss: Loss | None = None
+    reference: bool = False
+    critic: Critic | None = None
+    lora: LoRA | None = None
+    dtype: DType | None = None
+    device: str | None = None
+    threads: int | None = None
+    concurrency: int = 1
+    max_sequence_length: int | None = None
+    overlaps: bool = False
+    deterministic: bool = False
+    seed: int = 0
+    directory: Path = Path()
+    place: LearnerPlace = field(init=False)
+    sampling: SamplerPlace | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        place, sampler, dtype = read_learner(self.learner), self.sampler, self.dtype
+        if not place.remote and not any(map(_is_made, self.models.values())) and self._on_gpu:
+            dtype = dtype or "bfloat16"
+            room = place.fsdp is None or torch.cuda.device_count() > place.fsdp
+            if sampler is None and len(self.models) == 1 and not self.deterministic and room and which("vllm"):
+                sampler = "vllm"
+        sampling = read_sampler(sampler)
+        check_together(
+            place,
+            sampling,
+            models=len(self.models),
+            loss=self.loss and self.loss.kind,
+            lora=self.lora,
+            reference=self.reference,
+            deterministic=self.deterministic,
+            max_staleness=self.overlaps,
+            dtype=self.dtype,
+            device=self.device,
+            threads=self.threads,
+            gradient_checkpointing=self.optimizer.gradient_checkpointing,
+            **{"a critic": self.critic},
+        )
+        if place.remote and self.loss is not None:
+            check_training(place, self.loss, self.lora)
+        for name, value in (("place", place), ("sampling", sampling), ("dtype", dtype)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def _on_gpu(self) -> bool:
+        return torch.device(choose_device(self.device)).type == "cuda"
+
+    @property
+    def _processes(self) -> int | None:
+        """Of a learner that is spread over several, if one trains."""
+        return self.place.fsdp if self.loss is not None else None
+
+    def check(self) -> None:
+        """ConfigError where what it needs is not on this machine."""
+        if self.place.remote:
+            if any(map(_is_made, self.models.values())):
+                raise ConfigError("learner: a Tinker server trains a model of its own: give its name for it as `model`")
+            tinker_sdk()
+        else:
+            choose_device(self.device)
+        if self.sampling is not None and self.sampling.starts:
+            find_program(self.sampling.program)
+            self._other_gpus()
+        if self._processes is not None:
+            check_devices(choose_device(self.device), self._processes)
+
+    def _other_gpus(self) -> Share | None:
+        """What a server that is started gets beside the learner's GPUs; None where it shares the only one."""
+        assert self.sampling is not None
+        told = "CUDA_VISIBLE_DEVICES" in self.sampling.environment
+        if told or not self._on_gpu:
+            return Share()
+        first = torch.device(choose_device(self.device)).index or 0
+        return other_gpus(self.place.fsdp, devices=torch.cuda.device_count(), first=first)
+
+    @contextmanager
+    def open(self, source: Source, phase: Callable[[str], None]) -> Generator[Pair]:
+        """Inside, the model is served and ready to be trained; `phase` is told what is going on. A given `Policy` may
+        be opened again afterwards: it has the weights it was trained to, but no adapter that it did not come with; with
+        a learner in processes of its own it is what it was.
+
+        ConfigError where it cannot be had, or would not fit into the memory there is."""
+        with ExitStack() as stack:
+            if self.place.remote:
+                phase("reach the Tinker server")
+                more: dict[str, Any] = {"lora": self.lora, "seed": self.seed}
+                more["max_sequence_length"] = self.max_sequence_length
+                yield stack.enter_context(open_tinker(self.place, str(source), self.optimizer, **more))
+                return
+            made, device = _is_made(source), self.device
+            if made:
+                phase("make the model")
+                if self._processes is not None:
+                    device = None if isinstance(source, Policy) else "cpu"
+                source = open_policy(source, seed=self.seed, device=device, dtype=self.dtype)
+            estimate, told = self._check_memory(source) if self.loss is not None else (None, "")
+            if self.sampling is None and self._on_gpu:
+                told += ", sampled by the embedded engine, which is made for laptops: see Samplers in the docs for vLLM"
+            phase(f"{'serve' if made else 'load'} the model{told}")
+            if self._processes is not None:
+                place = self._written(source, "model") if isinstance(source, Policy) else str(source)
+                yield self._spread(stack, place, self._processes, estimate)
+                return
+            policy = open_policy(source, seed=self.seed, device=self.device, dtype=self.dtype, lora=self.lora)
+            if policy.adapter is not None and policy is not source:
+                stack.callback(policy.adapter.unload)
+            sampler = self._sampler(stack, policy, None if made else str(source), estimate)
+            learner = TorchLearner(policy, self.optimizer, reference=self.reference, critic=self.critic)
+            stack.callback(learner.close)
+            yield sampler, learner
+
+    def _spread(self, stack: ExitStack, source: str, processes: int, estimate: MemoryEstimate | None) -> Pair:
+        """With a learner in processes of its own; this one has the weights of an embedded sampler at most."""
+        device, dtype = choose_device(self.device), self.dtype or "float32"
+        if self.sampling is None:
+            policy = load_policy(source, device=device, dtype=dtype)
+        else:
+            policy = empty_policy(source, dtype=dtype)
+        settings = Settings(source, self.optimizer, self.reference, device, dtype, self.threads)
+        learner = FsdpLearner(policy, settings, processes, self.directory / "fsdp.log")
+        stack.callback(learner.close)
+        sampler = self._sampler(stack, policy, source, estimate)
+        return replace(sampler, takes="whole") if isinstance(sampler, EmbeddedSampler) else sampler, learner
+
+    def _sampler(
+        self, stack: ExitStack, policy: Policy, place: str | None, estimate: MemoryEstimate | None
+    ) -> EmbeddedSampler | RemoteSampler:
+        if self.sampling is None:
+            sampler = serve_policy(
+                policy,
+                concurrency=self.concurrency,
+                max_sequence_length=self.max_sequence_length,
+                threads=self.threads,
+                seed=self.seed,
+                own_weights=self.overlaps and self.place.fsdp is None,
+                deterministic=self.deterministic,
+            )
+            stack.callback(sampler.service.close)
+            return sampler
+        choose_threads(policy.model, self.threads)
+        if not self.sampling.starts:
+            return RemoteSampler(self.sampling, policy, max_sequence_length=self.max_sequence_length)
+        share = self._other_gpus()
+        if share is None:
+            weights = sum(one.numel() * one.itemsize for one in policy.model.parameters())
+            free, total = torch.cuda.mem_get_info(choose_device(self.device))
+            share = part_of_gpu(estimate, self.overlaps, weights=weights, free=free, total=total)
+        started = self._start(policy, place, self.sampling, share)
+        stack.callback(started.stop)
+        return RemoteSampler(self.sampling, policy, started, sleeps=share.sleeps)
+
+    def _start(self, policy: Policy, place: str | None, sampling: SamplerPlace, share: Share) -> StartedServer:
+        """A server for the policy, which was loaded from `place`, or is saved for it."""
+        if place is None:
+            place = self._written(policy, "vllm-model", merged=False)  # it is given the adapter too
+        _, length = engine_size(policy.model, 1, self.max_sequence_length)
+        dtype = str(policy.model.dtype).removeprefix("torch.")
+        flags = ["--dtype", dtype, "--max-model-len", str(length), *share.flags]
+        if policy.adapter is not None:  # it takes certain ranks, of which these are some
+            rank = max(8, 1 << (policy.adapter.config.rank - 1).bit_length())
+            flags += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", str(rank)]
+        return StartedServer(
+            sampling.program,
+            place,
+            [*flags, *sampling.flags],
+            environment={**share.environment, **sampling.environment},
+            log=self.directory / "vllm.log",
+        )
+
+    def _written(self, policy: Policy, name: str, *, merged: bool = True) -> str:
+        """A directory that holds the model, an adapter `merged` into it or left out."""
+        model, adapter = policy.model, policy.adapter
+        if adapter is not None:
+            model = adapter.publish() if merged else adapter.base()
+        place = self.directory / name
+        place.mkdir(parents=True, exist_ok=True)
+        replace(policy, model=model, adapter=None).save(place)
+        return str(place)
+
+    def _check_memory(self, source: Source) -> tuple[MemoryEstimate, str]:
+        if isinstance(source, Policy):
+            model = source.adapter.merged if source.adapter is not None else source.model
+            device = model.device
+        else:
+            model, device = empty_model(source, dtype=self.dtype or "float32"), torch.device(choose_device(self.device))
+        available = available_memory(device)  # before anything is measured there
+        slots, length = engine_size(model, self.concurrency, self.max_sequence_length)
+        estimate = estimate_memory(
+            model,
+            self.optimizer,
+            lora=self.lora,
+            reference=self.reference,
+            critic=self.critic,
+            own_weights=self.overlaps or self._processes is not None,
+            slots=0 if self.sampling else slots,
+            max_sequence_length=length,
+            device=device,
+        )
+        if self._processes is not None:
+            estimate = estimate.over(self._processes, one_memory=device.type == "cpu")
+        told = f" (training takes up to {estimate.total / GIB:.1f} GiB"
+        if available is None:
+            return estimate, f"{told})"
+        estimate.check(available, loaded=isinstance(source, Policy) and self._processes is None)
+        return estimate, f"{told}, {available / GIB:.1f} are there)"

@@ -1,0 +1,180 @@
+"""Where a run's policy is trained and where it is sampled, as users write it in `learner` and `sampler`.
+
+Imports no torch: what cannot be is refused before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping
+from typing import Any, Final, Literal, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from agentlightning.errors import ConfigError, nearest
+
+HOSTED: Final = "hosted"
+START: Final = "start"
+
+_ONE_PROCESS: Final = ("several models, or none", "deterministic", "lora", "a critic")
+_ON_A_SERVER: Final = {
+    "sampler": "the server that learns samples too",
+    "a critic": "it trains no values",
+    "reference": "it tells log-probabilities of the adapter that is trained",
+    "deterministic": "it puts calls into batches as they come",
+    "max_staleness": "some servers sample with the very weights that they train",
+    "dtype": "the server chooses it",
+    "device": "the server chooses it",
+    "threads": "next to nothing is computed here",
+    "gradient_checkpointing": "it chooses that itself",
+}
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class LearnerPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where gradient steps are made: in the trainer's process, unless one of the first three is given.
+
+    `fsdp` is a number of processes; `tinker` the base URL of a server, or `hosted`; `verl` that of verl's Tinker
+    server, which trains all weights of the one model it has. `tokenizer` is the name or directory of the tokenizer,
+    where it is not the model's. `reduction` says what a server's losses are divided by: nothing (`sum`), or, as SkyRL's
+    JAX backend does, a sequence's length and the number of sequences (`mean`)."""
+
+    fsdp: int | None = None
+    tinker: str | None = None
+    verl: str | None = None
+    tokenizer: str | None = None
+    reduction: Literal["sum", "mean"] | None = None
+
+    @property
+    def remote(self) -> bool:
+        """Whether a Tinker server learns, and samples too."""
+        return self.tinker is not None or self.verl is not None
+
+    @property
+    def url(self) -> str:
+        return (self.verl or self.tinker or "").rstrip("/")
+
+
+class SamplerPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a policy is sampled: the base URL of a `vllm` or of an `sglang` server, or those of several that answer
+    alike. `model` is the server's name for it, where it serves several; `api_key` its key.
+
+    With `start` in place of a URL vLLM is started with the run and ended with it: `program` is its command, `flags` and
+    `environment` are added to what it is given."""
+
+    vllm: str | list[str] | None = None
+    sglang: str | list[str] | None = None
+    model: str | None = None
+    api_key: str | None = None
+    program: str | None = None
+    flags: list[str] = []
+    environment: dict[str, str] = {}
+
+    @property
+    def kind(self) -> Literal["vllm", "sglang"]:
+        return "vllm" if self.vllm else "sglang"
+
+    @property
+    def starts(self) -> bool:
+        return self.vllm == START
+
+    @property
+    def urls(self) -> list[str]:
+        given = self.vllm or self.sglang or []
+        return [given] if isinstance(given, str) else given
+
+
+_LEARNERS: Final = "write torch, {fsdp: 2} for a learner in two processes, tinker, {tinker: URL} or {verl: URL}"
+_SAMPLERS: Final = "write embedded, vllm, {vllm: http://host:8000/v1} or {sglang: http://host:30000/v1}"
+
+
+def read_learner(given: str | Mapping[str, Any] | None) -> LearnerPlace:
+    """ConfigError for what is none."""
+    words = {"torch": {}, "tinker": {"tinker": HOSTED}}
+    place = _read("learner", given, words, LearnerPlace, _LEARNERS)
+    named = [name for name in ("fsdp", "tinker", "verl") if getattr(place, name) is not None]
+    if len(named) > 1 or (given and not isinstance(given, str) and not named):
+        raise ConfigError(f"learner names {', '.join(named) or 'no place'}; {_LEARNERS}")
+    if place.fsdp is not None and place.fsdp < 1:
+        raise ConfigError(f"learner: fsdp is {place.fsdp}; {_LEARNERS}")
+    if place.remote and place.url != HOSTED and not _is_url(place.url):
+        raise ConfigError(f"learner: {place.url!r} is no address of a Tinker server: write http://host:port, or hosted")
+    if place.reduction and place.tinker is None:
+        raise ConfigError("learner: reduction is of a Tinker server; verl's sums its losses")
+    return place
+
+
+def read_sampler(given: str | Mapping[str, Any] | None) -> SamplerPlace | None:
+    """None for the engine in the trainer's process. ConfigError for what is neither."""
+    if given in (None, "embedded"):
+        return None
+    place = _read("sampler", given, {"vllm": {"vllm": START}}, SamplerPlace, _SAMPLERS)
+    if len([kind for kind in (place.vllm, place.sglang) if kind]) != 1:
+        raise ConfigError(f"sampler names both or neither of vllm and sglang; {_SAMPLERS}")
+    if not place.starts and not all(map(_is_url, place.urls)):
+        raise ConfigError(f"sampler: {', '.join(place.urls)} is no address of a server; {_SAMPLERS}")
+    if not place.starts and (place.flags or place.environment or place.program):
+        raise ConfigError("sampler: program, flags and environment are of a server that is started: {vllm: start, …}")
+    if (place.starts or place.sglang) and place.model:
+        raise ConfigError("sampler: this server has one model: leave `model` out")
+    return place
+
+
+def _read(name: str, given: Any, words: Mapping[str, Any], kind: type[T], forms: str) -> T:
+    for key in given if isinstance(given, Mapping) else ():
+        if key not in kind.__struct_fields__:
+            raise ConfigError(f"{name}: unknown key {key!r}; {nearest(str(key), kind.__struct_fields__)}")
+    if isinstance(given, str) and given not in words:
+        raise ConfigError(f"{name} is {given!r}; {forms}")
+    try:
+        return msgspec.convert(words[given] if isinstance(given, str) else given or {}, kind)
+    except msgspec.ValidationError as error:  # which holds no value: one is a key
+        raise ConfigError(f"{name}: {error}; {forms}") from None
+
+
+def _is_url(text: str) -> bool:
+    return urlsplit(text).scheme in ("http", "https")
+
+
+def check_together(learner: LearnerPlace, sampler: SamplerPlace | None, **settings: Any) -> None:
+    """ConfigError for settings of a run that do not go with its places. They have names as users know them; those that
+    are None, False or 0 are not set, and `models` is a number."""
+    several = settings.pop("models", 1) != 1
+    given = {name for name, value in settings.items() if value}
+
+    def refuse(what: str, reasons: Mapping[str, str]) -> None:
+        for name, reason in reasons.items():
+            if name in given or (name == "several models, or none" and several):
+                raise ConfigError(f"{what} goes without {name}: {reason}")
+
+    if sampler is not None:
+        alone = "it serves the one model that is trained"
+        batches = "servers put calls into batches as they come; the embedded sampler does not"
+        refuse("a sampler by URL", {"several models, or none": alone, "deterministic": batches})
+        if sampler.sglang:
+            refuse("SGLang", {"max_staleness": "it cannot pause calls for new weights, as vLLM does"})
+    if learner.fsdp is not None:
+        refuse("learner: fsdp", dict.fromkeys(_ONE_PROCESS, "it trains all weights of one model: use learner: torch"))
+        _check_importable(settings.get("loss"))
+    if learner.remote:
+        if sampler is not None:
+            given.add("sampler")
+        refuse("learner: a Tinker server", _ON_A_SERVER)
+        if learner.url == HOSTED and not os.environ.get("TINKER_API_KEY"):
+            raise ConfigError("learner: the hosted Tinker service needs a key in the variable TINKER_API_KEY")
+
+
+def _check_importable(loss: Any) -> None:
+    try:
+        pickle.dumps(loss)
+        at_home = getattr(loss, "__module__", None) == "__main__"
+    except (pickle.PicklingError, AttributeError, TypeError):
+        at_home = True
+    if at_home:
+        raise ConfigError(
+            f"the loss {loss!r} cannot be imported by the processes of the learner: define it at the top level of a "
+            "module, or name it: 'file.py:function'"
+        )

@@ -1,0 +1,341 @@
+"""Runners on many machines, as many as the queue needs: one loop starts them and replaces what died.
+
+Each is an `agl runner` that leaves once it is idle: it alone knows that it has not just leased a rollout. Where they
+run is `Machines`: actors of Ray, or Kubernetes Jobs made from a manifest of the user's, to which arguments are added as
+data. What is listed there is the truth: an answer that was lost starts no runner twice.
+"""
+# ruff: noqa: UP013 - a line each
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import importlib
+import math
+import os
+import secrets
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NotRequired, Protocol, TypedDict
+
+import aiohttp
+import msgspec
+import yaml
+from yarl import URL
+
+from agentlightning.errors import AgentLightningError, ConfigError, ForbiddenError, NotFoundError, UnavailableError
+from agentlightning.runner.patience import patiently
+from agentlightning.store.base import LightningStore
+from agentlightning.types import Condition
+
+UNFINISHED: Final = Condition("status", "in", ["queuing", "preparing", "running", "requeuing"])
+PERIOD_SECONDS: Final = 2.0
+PATIENCE_SECONDS: Final = 300.0  # with a server or machines that do not answer; runners go on meanwhile
+HEALTHY_SECONDS: Final = 60.0  # a runner that lived so long did not fail at its start
+TURNS_TO_FAIL: Final = 6  # one after the other; the pauses between them add up to half a minute
+CLEAN_UP_SECONDS: Final = 20.0
+LEAVING_SECONDS: Final = 15  # beyond its drain a runner takes nine
+RUNNING: Final = "running"
+ENDED: Final = "ended"  # or drains
+
+
+class Machines(Protocol):
+    """Where runners are started, under names; UnavailableError for what may pass, after which there may be one all the
+    same. `runners` tells RUNNING, ENDED or why one failed; `close` waits for those that would end with this process."""
+
+    async def start(self, name: str, arguments: Sequence[str]) -> None: ...
+    async def runners(self) -> Mapping[str, str]: ...
+    async def drain(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+@dataclass(eq=False)
+class Pool:
+    """Keeps runners on `machines` until `stop` is called: one for each `each` rollouts, at most `most`. `tell` is given
+    lines for people."""
+
+    store: LightningStore
+    machines: Machines
+    arguments: Sequence[str]
+    most: int
+    each: int
+    tell: Callable[[str], object]
+    _stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    _since: dict[str, float] = field(default_factory=dict[str, float])
+    _ended: set[str] | None = None
+    _failures: int = 0
+    _not_before: float = 0.0
+
+    def wanted(self, rollouts: int) -> int:
+        """With up to 4 of 8 rollouts each: 0 → 0, 1 → 1, 9 → 2, 100 → 4."""
+        return min(math.ceil(rollouts / self.each), self.most)
+
+    def stop(self) -> None:
+        """End; runners drain."""
+        self._stopping.set()
+
+    async def run(self) -> bool:
+        """AgentLightningError when runners fail again and again. Whatever ends the pool, they are told to drain; False
+        where they could not be told."""
+        told = True
+        try:
+            await self._keep()
+        finally:
+            try:
+                if self._ended is not None:  # else nothing was reached, and nothing started
+                    await patiently(self.machines.drain, CLEAN_UP_SECONDS)
+            except AgentLightningError as error:  # which must not hide why the pool ends
+                self.tell(f"runners could not be told to drain; they leave when they are idle: {error}")
+                told = False
+            finally:
+                await self.machines.close()
+        return told
+
+    async def _keep(self) -> None:
+        reached, stopping = time.monotonic(), asyncio.ensure_future(self._stopping.wait())
+        try:
+            while not stopping.done():
+                try:
+                    await self._reconcile()
+                    reached = time.monotonic()
+                except UnavailableError as error:
+                    if self._ended is None or time.monotonic() - reached > PATIENCE_SECONDS:
+                        raise
+                    self.tell(f"tried again: {error}")
+                await asyncio.wait({stopping}, timeout=PERIOD_SECONDS)
+        finally:
+            stopping.cancel()
+
+    async def _reconcile(self) -> None:
+        """Make what runs what is wanted, as far as that can be done now."""
+        rollouts = await patiently(self._rollouts, PERIOD_SECONDS)
+        running = self._mind(await self.machines.runners())
+        missing = self.wanted(rollouts) - len(running)
+        if missing <= 0 or time.monotonic() < self._not_before:
+            return
+        self.tell(f"{rollouts} rollouts, {len(running)} runners: starting {missing}")
+        for _ in range(missing):
+            if not self._stopping.is_set():
+                await self.machines.start(f"runner-{secrets.token_hex(4)}", self.arguments)
+
+    async def _rollouts(self) -> int:
+        page = await self.store.page_rollouts(UNFINISHED, limit=1, with_total=True)
+        return page.total or 0
+
+    def _mind(self, seen: Mapping[str, str]) -> list[str]:
+        """Which run. Those that failed since the last time put off the next start."""
+        running, now = [name for name, state in seen.items() if state == RUNNING], time.monotonic()
+        self._since = {name: self._since.get(name, now) for name in running}
+        ended = seen.keys() - running
+        fresh = set[str]() if self._ended is None else ended - self._ended  # old failures are not this pool's
+        self._ended = ended
+        failed = sorted(name for name in fresh if seen[name] != ENDED)
+        if left := len(fresh) - len(failed):
+            self.tell(f"{left} runners have left, {len(running)} run")
+        if left or any(now - since > HEALTHY_SECONDS for since in self._since.values()):
+            self._failures = 0
+        if failed:
+            what = "; ".join(f"{name} failed: {seen[name]}" for name in failed[:3])
+            self._not_before, self._failures = now + 2.0**self._failures, self._failures + 1
+            if self._failures == TURNS_TO_FAIL:
+                raise AgentLightningError(f"runners fail again and again ({what}); their logs say why")
+            self.tell(what)
+        return running
+
+
+# --- Ray ---------------------------------------------------------------------------------------------------------
+
+_MAIN: Final = """import os, signal, threading
+def follow():
+    os.read(0, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+threading.Thread(target=follow, daemon=True).start()
+from agentlightning.cli.main import main; main()"""
+
+
+class Keeper:
+    """An actor. The key is in its process's environment alone. That has a session of its own, so that neither Ray nor a
+    Ctrl-C before a terminal ends it in the middle of a rollout."""
+
+    def __init__(self, arguments: Sequence[str], key: str | None, directory: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _MAIN, "runner", *arguments],
+            env={**os.environ, "AGL_KEY": key or ""},
+            cwd=directory if os.path.isdir(directory) else None,  # on another machine: that of Ray's working_dir
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def wait(self) -> int:
+        return self._process.wait()
+
+    def drain(self) -> None:
+        self._process.terminate()
+
+
+class RayActors:
+    """`Machines` of the cluster at RAY_ADDRESS, or this machine alone."""
+
+    def __init__(self, key: str | None, drain: float) -> None:
+        self._ray: Any = importlib.import_module("ray")
+        try:
+            self._ray.init(logging_level="WARNING")
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(f"no Ray cluster can be joined (RAY_ADDRESS): {error}") from None
+        self._keeper = self._ray.remote(num_cpus=1, max_concurrency=2, scheduling_strategy="SPREAD")(Keeper)
+        self._key, self._drain = key, drain
+        self._actors: dict[str, tuple[Any, asyncio.Task[str]]] = {}
+
+    async def start(self, name: str, arguments: Sequence[str]) -> None:
+        actor = self._keeper.remote(arguments, self._key, os.getcwd())
+        self._actors[name] = actor, asyncio.create_task(self._outcome(actor))
+
+    async def _outcome(self, actor: Any) -> str:
+        try:
+            code: int = await actor.wait.remote()
+        except self._ray.exceptions.RayError as error:
+            return str(error).partition("\n")[0]
+        finally:
+            self._ray.kill(actor)  # and gives its core back
+        return ENDED if code in (0, 130) else f"exit code {code}"
+
+    async def runners(self) -> Mapping[str, str]:
+        return {name: task.result() if task.done() else RUNNING for name, (_, task) in self._actors.items()}
+
+    async def drain(self) -> None:
+        for actor, _ in self._actors.values():
+            actor.drain.remote()
+
+    async def close(self) -> None:
+        try:
+            if outcomes := [task for _, task in self._actors.values()]:
+                await asyncio.wait(outcomes, timeout=self._drain + LEAVING_SECONDS)
+        finally:
+            self._ray.shutdown()
+
+
+# --- Kubernetes --------------------------------------------------------------------------------------------------
+
+POOL_LABEL: Final = "agentlightning/pool"
+ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # in a pod
+_ANSWER_SECONDS: Final = 30.0
+_KEPT_SECONDS: Final = 600  # of a Job that has ended, with its log
+_LIFETIME_SECONDS: Final = 12 * 3600  # then Kubernetes lets it drain, pool or not
+_DELETE: Final = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Background"}
+# What is read here of a manifest; the rest passes. With what is added a name has 63 characters.
+_Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]([-a-z0-9]{0,30}[a-z0-9])?\Z")]
+_Named = TypedDict("_Named", {"name": _Name, "namespace": NotRequired[_Name], "labels": NotRequired[dict[str, str]]})
+_Env = TypedDict("_Env", {"env": list[dict[str, Any]], "envFrom": list[Any], "args": None}, total=False)
+_Pod = TypedDict("_Pod", {"containers": Annotated[list[_Env], msgspec.Meta(min_length=1)]})
+_Template = TypedDict("_Template", {"spec": _Pod})
+_Spec = TypedDict("_Spec", {"template": _Template})
+_Job = TypedDict("_Job", {"apiVersion": Literal["batch/v1"], "kind": Literal["Job"], "metadata": _Named, "spec": _Spec})
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """A Job in a YAML or JSON file. ConfigError where it is none, sets `args`, or names no Secret for the key."""
+    try:
+        manifest = yaml.safe_load(path.read_text(encoding="utf-8"))
+        runner = msgspec.convert(manifest, _Job)["spec"]["template"]["spec"]["containers"][0]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{path} is no manifest of a Job for runners: {error}") from None
+    keys = [one for one in runner.get("env", []) if one.get("name") == "AGL_KEY"]
+    if any("valueFrom" not in one for one in keys) or not (keys or "envFrom" in runner):
+        needed = "env: [{name: AGL_KEY, valueFrom: {secretKeyRef: {name: agl, key: AGL_KEY}}}]"
+        raise ConfigError(f"{path}: the first container needs the server's key from a Secret: {needed}")
+    return manifest
+
+
+def job_of(manifest: dict[str, Any], name: str, arguments: Sequence[str], drain: float) -> Any:
+    """The Job of one runner."""
+    job = copy.deepcopy(manifest)
+    metadata, spec, pod = job["metadata"], job["spec"], job["spec"]["template"]["spec"]
+    metadata |= {"name": name, "labels": metadata.get("labels", {}) | {POOL_LABEL: metadata["name"]}}
+    spec |= {"backoffLimit": 0, "completions": 1, "parallelism": 1}
+    spec.setdefault("activeDeadlineSeconds", _LIFETIME_SECONDS)
+    spec.setdefault("ttlSecondsAfterFinished", _KEPT_SECONDS)
+    pod["restartPolicy"] = "Never"
+    pod.setdefault("terminationGracePeriodSeconds", int(drain) + LEAVING_SECONDS)
+    pod["containers"][0].setdefault("command", ["agl"])
+    # Kubernetes replaces $(NAME) in arguments by the variable, keys included; $$ is how it writes a $.
+    pod["containers"][0]["args"] = [argument.replace("$", "$$") for argument in ("runner", *arguments)]
+    return job
+
+
+class KubernetesJobs:
+    """`Machines` of the cluster whose API is at `api`, which asks for no token (`kubectl proxy`), or of the one whose
+    pod this is, as its service account. What cannot be reached, or is over a quota, is an UnavailableError."""
+
+    def __init__(self, manifest: dict[str, Any], api: URL | None, drain: float) -> None:
+        self._manifest, self._drain = manifest, drain
+        self._pool: str = manifest["metadata"]["name"]
+        self._token: Path | None = None  # read for each request: it may change
+        namespace, trust = "default", True
+        if api is None:
+            host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+            self._token = ACCOUNT / "token"
+            if not host or not self._token.is_file():
+                raise ConfigError("no pod with a service account: run `kubectl proxy`, with --kube-api its URL")
+            api = URL.build(scheme="https", host=host, port=int(port))
+            namespace = (ACCOUNT / "namespace").read_text().strip()
+            trust = ssl.create_default_context(cafile=ACCOUNT / "ca.crt")
+        self._jobs = api / "apis/batch/v1/namespaces" / manifest["metadata"].get("namespace", namespace) / "jobs"
+        limit = aiohttp.ClientTimeout(total=_ANSWER_SECONDS)
+        self._session = aiohttp.ClientSession(timeout=limit, connector=aiohttp.TCPConnector(ssl=trust))
+
+    async def start(self, name: str, arguments: Sequence[str]) -> None:
+        await self._ask("POST", self._jobs, job_of(self._manifest, f"{self._pool}-{name}", arguments, self._drain))
+
+    async def runners(self) -> Mapping[str, str]:
+        listed = await self._ask("GET", self._jobs.with_query(labelSelector=f"{POOL_LABEL}={self._pool}"))
+        try:
+            return {job["metadata"]["name"]: _seen(job) for job in msgspec.json.decode(listed)["items"]}
+        except (msgspec.DecodeError, LookupError, TypeError, AttributeError):
+            raise ConfigError(f"what answers at {self._jobs} is not the Kubernetes API") from None
+
+    async def drain(self) -> None:
+        for name, state in (await self.runners()).items():
+            with contextlib.suppress(NotFoundError):
+                if state == RUNNING:  # its pod is told to end, and drains
+                    await self._ask("DELETE", self._jobs / name, _DELETE)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def _ask(self, method: str, url: URL, body: Any = None) -> bytes:
+        try:
+            headers = {} if self._token is None else {"Authorization": f"Bearer {self._token.read_text().strip()}"}
+            request = self._session.request(method, url, json=body, headers=headers, allow_redirects=False)
+            async with request as response:
+                said = await response.read()
+        except (aiohttp.ClientError, OSError) as error:  # TimeoutError is one
+            what = str(error) or type(error).__name__
+            raise UnavailableError(f"no answer of the Kubernetes API at {self._jobs}: {what}") from None
+        if response.status >= 300:
+            raise _refusal(response.status, f"the Kubernetes API answered {response.status} to {method}", said)
+        return said
+
+
+def _refusal(status: int, what: str, said: bytes) -> AgentLightningError:
+    what += f": {said[:2000].decode(errors='replace')}"  # a Status, with a message
+    if status in (408, 409, 410, 429) or status >= 500 or "exceeded quota" in what:
+        return UnavailableError(what)
+    if status in (401, 403):
+        return ForbiddenError(f"{what}. The service account must create, list and delete jobs (group batch)")
+    return (NotFoundError if status == 404 else ConfigError)(what)
+
+
+def _seen(job: Any) -> str:
+    if job["metadata"].get("deletionTimestamp") is not None:
+        return ENDED
+    for one in job.get("status", {}).get("conditions") or []:
+        if one["status"] == "True" and one["type"] in ("Complete", "Failed"):
+            failed = one["type"] == "Failed" and one.get("reason") != "DeadlineExceeded"
+            return f"{one.get('reason')}: {one.get('message')}" if failed else ENDED
+    return RUNNING

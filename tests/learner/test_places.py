@@ -1,0 +1,109 @@
+"""What a run says of its learner and sampler: what is none, and what does not go together, before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import agentlightning as agl
+from agentlightning.algorithm.grpo import GRPO
+from agentlightning.errors import ConfigError
+from agentlightning.learner.base import AdamW, LoRA
+from agentlightning.learner.places import HOSTED, LearnerPlace, SamplerPlace, read_learner, read_sampler
+from tests import agents
+from tests.test_trainer import TASKS, policy, trainer
+
+NOWHERE = "http://127.0.0.1:9"
+TINKER, VERL, VLLM = {"tinker": NOWHERE}, {"verl": NOWHERE}, {"vllm": NOWHERE}
+ONE = GRPO(steps=1)
+
+
+def own_loss(logprobs: Any, old: Any, advantages: Any, transitions: Any) -> Any:
+    return -advantages * (logprobs - old)
+
+
+def test_words_stand_for_places() -> None:
+    assert read_learner(None) == read_learner("torch") == LearnerPlace()
+    assert read_learner("tinker") == LearnerPlace(tinker=HOSTED)
+    assert read_learner({"fsdp": 2}).fsdp == 2
+    assert read_sampler(None) is read_sampler("embedded") is None
+    assert read_sampler("vllm") == SamplerPlace(vllm="start")
+    assert read_sampler({"sglang": ["http://a", "http://b"]}) == SamplerPlace(sglang=["http://a", "http://b"])
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("fsdp", r"write torch, \{fsdp: 2\}"),
+        ({"fdsp": 2}, "did you mean 'fsdp'"),
+        ({"fsdp": 0}, "write torch"),
+        ({"fsdp": True}, "write torch"),
+        ({"verl": 5}, r"\{verl: URL\}"),
+        ({"verl": NOWHERE, "reduction": "sum"}, "reduction"),
+        ({"tinker": NOWHERE, "reduction": "max"}, "reduction"),
+        (VERL | TINKER, "names tinker, verl"),
+        ({"tinker": "gpu-1:8000"}, "no address of a Tinker server"),
+    ],
+)
+def test_what_is_no_learner_is_refused(given: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        read_learner(given)
+    with pytest.raises(ConfigError):
+        agl.Trainer(learner=given)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("tpu", "write embedded"),
+        ({"vllm": "http://a/v1", "sglang": "http://b"}, "write embedded"),
+        ({"url": "http://a/v1"}, "unknown key 'url'"),
+        ({"vllm": "start", "flag": ["--x"]}, "did you mean 'flags'"),
+        ({"vllm": "http://a", "flags": ["--x"]}, "of a server that is started"),
+        ({"sglang": "start"}, "no address of a server"),
+        ({"vllm": "start", "model": "m"}, "leave `model` out"),
+        ({"sglang": "http://a", "model": "m"}, "has one model"),
+    ],
+)
+def test_what_is_no_sampler_is_refused(given: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        read_sampler(given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"sampler": VLLM, "model": {"a": policy(), "b": policy()}}, "goes without several models"),
+        ({"sampler": VLLM, "deterministic": True}, "goes without deterministic"),
+        ({"sampler": {"sglang": NOWHERE}, "algorithm": GRPO(steps=1, max_staleness=1)}, "as vLLM does"),
+        ({"learner": {"fsdp": 2}, "lora": LoRA()}, "goes without lora"),
+        ({"learner": {"fsdp": 2}, "algorithm": agl.PPO(steps=1)}, "goes without a critic"),
+        ({"learner": {"fsdp": 2}, "deterministic": True}, "goes without deterministic"),
+        ({"learner": {"fsdp": 2}, "model": {"a": policy(), "b": policy()}}, "goes without several models"),
+        ({"learner": {"fsdp": 2}, "algorithm": GRPO(loss=lambda a, b, c, d: -a * c)}, "cannot be imported by"),
+        ({"learner": {"fsdp": 2}, "device": "mps"}, r"device 'mps'|device is 'mps'"),
+        ({"learner": VERL}, "all weights and no adapter: leave lora out"),
+        ({"learner": VERL, "lora": None, "sampler": VLLM}, "goes without sampler: the server that learns samples too"),
+        ({"learner": VERL, "lora": None}, "trains a model of its own"),  # the model is one that was made here
+        ({"learner": "tinker"}, "TINKER_API_KEY"),
+        ({"learner": TINKER, "dtype": "bfloat16"}, "goes without dtype"),
+        ({"learner": TINKER, "optimizer": AdamW(gradient_checkpointing=True)}, "goes without gradient_checkpointing"),
+        ({"learner": TINKER, "algorithm": GRPO(steps=1, reference=True)}, "goes without reference"),
+        ({"learner": TINKER, "algorithm": GRPO(steps=1, temperature=0.7)}, "log-probabilities of temperature 1, not 0"),
+        ({"learner": TINKER, "algorithm": GRPO(steps=1, entropy_coefficient=0.01)}, "entropy_coefficient is 0"),
+        ({"learner": TINKER, "lora": None}, r"give lora: \{rank: 16\}"),
+        ({"learner": TINKER, "lora": LoRA(alpha=16)}, "alpha 32"),
+        ({"learner": TINKER, "lora": LoRA(targets=("q_proj",))}, "all layers"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], why: str
+) -> None:
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+    remote = changes.get("learner") in (TINKER, VERL, "tinker")
+    settings: dict[str, Any] = {"algorithm": ONE, "lora": LoRA(8) if remote else None, "run_dir": tmp_path / "run"}
+    with pytest.raises(ConfigError, match=why):
+        trainer(tmp_path, **settings | changes).fit(agents.vowels, TASKS)
+    assert not (tmp_path / "run").exists()
