@@ -9,23 +9,19 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from rich.columns import Columns
 from rich.console import Console
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from agentlightning.algorithm.base import Progress
 from agentlightning.algorithm.directory import MARK, START, read_mark
-from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
-from agentlightning.data.conversations import conversation, first_tool, render_message
+from agentlightning.algorithm.evaluation import Evaluation
+from agentlightning.data.conversations import first_tool
 from agentlightning.errors import ConfigError, TrainingError
-from agentlightning.tracing.tree import printable
 from agentlightning.trainer import FitResult, Trainer
 
 if TYPE_CHECKING:
@@ -147,7 +143,7 @@ class QuickstartReport:
     """What changed. Shares and rewards are over the held-out tasks, sampled at temperature 1.
 
     `first_tools[kind][tool]` is the share of tasks of that kind whose first call was `tool` ("none" for no call),
-    `right[kind]` the right one; `examples` is one cancelled-flight conversation before and after."""
+    `right[kind]` the right one."""
 
     result: FitResult
     seed: int
@@ -155,7 +151,6 @@ class QuickstartReport:
     steps: int
     first_tools: dict[str, dict[str, Pair]]
     right: dict[str, str]
-    examples: list[list[dict[str, Any]]]
 
     @property
     def stopped_because(self) -> str:
@@ -181,7 +176,7 @@ class QuickstartReport:
         }
 
     def show(self, console: Console) -> None:
-        """Print it; wide terminals show the two conversations side by side."""
+        """Print it, and what to try next."""
         console.print(self._table())
         before, after = self.reward
         console.print(
@@ -191,11 +186,6 @@ class QuickstartReport:
                 f"   {self.steps} steps in {self.seconds:.0f} s, seed {self.seed} ({self.stopped_because})",
             )
         )
-        panels = [
-            Panel(_conversation(messages), title=title, title_align="left", width=min(60, console.width))
-            for messages, title in zip(self.examples, ("before", "after"), strict=True)
-        ]
-        console.print(Columns(panels))
         checkpoint, directory = self.result.checkpoint, self.result.directory
         values = {"checkpoint": checkpoint, "directory": directory}
         values |= {"more_steps": self.steps + 20, "next_seed": self.seed + 1}
@@ -238,25 +228,12 @@ def _report(result: FitResult, example: FlightExample, seed: int, seconds: float
             kind: {tool: (_share(before, kind, tool), _share(after, kind, tool)) for tool in tools} for kind in right
         },
         right=right,
-        examples=_examples(before.tasks, after.tasks),
     )
 
 
 def _share(evaluation: Evaluation, kind: str, tool: str) -> float:
     firsts = [first_tool(task.spans) or "none" for task in evaluation.tasks if task.rollout.input["kind"] == kind]
     return sum(first == tool for first in firsts) / max(1, len(firsts))
-
-
-def _examples(before: Sequence[EvaluatedTask], after: Sequence[EvaluatedTask]) -> list[list[dict[str, Any]]]:
-    """The same cancelled-flight task before and after: one that went wrong first and right later, if there is one."""
-    pairs = [(one, two) for one, two in zip(before, after, strict=True) if one.rollout.input["kind"] == "cancelled"]
-    best = max(pairs, key=lambda pair: (pair[1].reward or 0.0) - (pair[0].reward or 0.0))
-    return [conversation(task.spans) for task in best]
-
-
-def _conversation(messages: list[dict[str, Any]]) -> Text:
-    lines = [render_message(message) for message in messages if message.get("role") != "system"]
-    return Text(printable("\n".join(lines)) if lines else "no call was made")
 
 
 def _rounded(pair: Pair) -> dict[str, float]:

@@ -114,7 +114,7 @@ class Trainer:
         threads: torch threads; default 1 for models below 10M parameters, where more only slow it down.
         deterministic: the same seed gives the same weights, to the last bit, through kill and resume, if the agent does
             the same with the same answers. Slower: sequences are sampled one by one.
-        run_file: what `agl train --from` is to repeat the run by: agent, model and datasets by name."""
+        run_file: written to the run's directory, as `run.yaml`, for `agl train` to repeat the run by."""
 
     def __init__(
         self,
@@ -327,6 +327,8 @@ class Trainer:
             llm = msgspec.structs.replace(llms[entries[0].name], sampling_parameters=asked)
             resources = {**resources, **(llms if len(llms) > 1 else {}), "llm": llm}
         stored = await store.add_resources(resources, metadata={"run_id": directory.mark.run_id})
+        if self.run_file is not None:
+            directory.keep(self.run_file)
         manifest = make_manifest(self._config(), self.seed, train_tasks, val_tasks)
         if directory.resumed:
             await check_data(store, directory.mark.run_id, manifest)
@@ -456,7 +458,7 @@ class Trainer:
         settings = dataclasses.asdict(algorithm) if dataclasses.is_dataclass(algorithm) else {}
         sampler = self.sampler if isinstance(self.sampler, Mapping) else {self.sampler or "embedded": "start"}
         models = self.models.items()
-        as_given = ("dtype", "max_sequence_length", "device", "threads", "deterministic", "time_limit", "run_file")
+        as_given = ("dtype", "max_sequence_length", "device", "threads", "deterministic", "time_limit")
         return {
             "models": {name: str(one) if isinstance(one, str | Path) else type(one).__name__ for name, one in models},
             "frozen": {name: one.model or name for name, one in self.frozen.items()},

@@ -30,7 +30,7 @@ from typing import Any, Final
 from aiohttp import web
 
 import agentlightning as agl
-from agentlightning.algorithm.apo.racing import Standing, going_on, rungs
+from agentlightning.algorithm.apo.race import Standing, going_on, rungs
 from agentlightning.store.base import LightningStore
 from agentlightning.types import PromptTemplate
 

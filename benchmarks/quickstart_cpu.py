@@ -23,9 +23,8 @@ from pathlib import Path
 RATE = 100  # samples per second
 # Part → paths of its frames. The innermost frame that is listed decides.
 PARTS = {
-    "warm start": ("agentlightning/learner/warm_start.py", "agentlightning/learner/tiny.py"),
     "demonstrations": ("flight/demonstrations.py",),
-    "learner": ("agentlightning/learner/torch.py", "agentlightning/learner/losses.py"),
+    "learner and warm start": ("agentlightning/learner/",),
     "engine": ("agentlightning/engine/",),
     "gateway": ("agentlightning/gateway/",),
     "store": ("agentlightning/store/",),

@@ -51,7 +51,7 @@ def declared(name: str, schema: dict[str, Any]) -> str:
 
 def written() -> str:
     vars(continuity).setdefault("BreakKind", str)  # which exists for type checkers alone
-    kinds = [kind.returns() for kind in VIEWS] + [Session, Run, Attempt, ResourcesUpdate, Worker, ModelDescription]
+    kinds = [kind.returns for kind in VIEWS] + [Session, Run, Attempt, ResourcesUpdate, Worker, ModelDescription]
     _, components = msgspec.json.schema_components(kinds, ref_template="#/{name}")
     return "\n\n".join([HEAD.strip(), *(declared(name, one) for name, one in sorted(components.items()))]) + "\n"
 

@@ -163,11 +163,6 @@ def test_a_run_records_what_is_needed_to_repeat_it(tmp_path: Path) -> None:
     assert traced.reward is not None
 
 
-def test_an_agent_that_always_raises_ends_the_run_in_its_own_words(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="RuntimeError: the tool server is gone"):
-        trainer(tmp_path).fit(agents.raises, TASKS)
-
-
 def test_rollouts_that_fail_are_left_out_and_counted(tmp_path: Path) -> None:
     result = trainer(tmp_path, algorithm=algorithm(steps=1, tasks_per_step=8)).fit(agents.raises_on_odd, TASKS)
     values = result.metrics[-1].values
@@ -406,14 +401,6 @@ def test_a_run_that_could_not_begin_leaves_its_directory_free(tmp_path: Path) ->
     with pytest.raises(ConfigError, match="does not exist"):
         trainer(tmp_path, model=tmp_path / "nowhere").fit(agents.vowels, TASKS)
     assert trainer(tmp_path, algorithm=algorithm(steps=1)).fit(agents.vowels, TASKS).stopped_because == "all steps done"
-
-
-@pytest.mark.anyio
-async def test_inside_an_event_loop_the_async_form_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="fit_async"):
-        trainer(tmp_path).fit(agents.vowels, TASKS)
-    result = await trainer(tmp_path, algorithm=algorithm(steps=1)).fit_async(agents.vowels, TASKS)
-    assert result.metrics[-1].step == 1
 
 
 @agl.rollout

@@ -1,5 +1,5 @@
-"""A run's directory: `run.json`, the store, checkpoints and pictures of one run, held by one process at a time;
-and its manifest: everything needed to repeat it, gathered when it starts, and compared when it goes on."""
+"""A run's directory: `run.json`, the run file that repeats it, store, checkpoints and pictures of one run, held by one
+process at a time; and its manifest, gathered when it starts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import yaml
 
 from agentlightning.errors import ConfigError, InUseError
 from agentlightning.store.base import LightningStore
 from agentlightning.store.redaction import settings_without_secrets
 
 MARK = "run.json"
+RUN_FILE = "run.yaml"
 START = "start"  # folder of the policy that training starts from, where the run made it itself
 
 
@@ -42,6 +44,11 @@ class RunDirectory:
     path: Path
     mark: RunMark
     resumed: bool
+
+    def keep(self, run_file: Mapping[str, Any]) -> None:
+        """Write the run file by which this run can be repeated, if it is not there yet."""
+        if not (self.path / RUN_FILE).exists():
+            (self.path / RUN_FILE).write_text(yaml.safe_dump(dict(run_file), sort_keys=False), encoding="utf-8")
 
     def forget(self) -> None:
         """The run did not come to begin: leave the directory to the next one."""
@@ -127,38 +134,6 @@ def make_manifest(
     """Config and command without secrets, code commit, package versions, hashes of the data, seed, hardware."""
     return {
         "config": settings_without_secrets(msgspec.to_builtins(config, enc_hook=str, str_keys=True)),
-        **_surroundings(),
-        "seed": seed,
-        "command": settings_without_secrets(sys.argv),
-        "data": {"train": fingerprint(train_tasks), "val": fingerprint(val_tasks)},
-    }
-
-
-def differences(manifest: Mapping[str, Any]) -> list[str]:
-    """What a run of this manifest would meet otherwise here and now: code, packages, machine. One line each."""
-    told: list[str] = []
-    for what, now in _surroundings().items():
-        before = manifest.get(what)
-        if not (isinstance(before, dict) and isinstance(now, dict)):
-            before, now, prefix = {what: before}, {what: now}, ""
-        else:
-            prefix = f"{what}: "
-        told += [
-            f"{prefix}{name} was {before.get(name)}, is {now.get(name)}"
-            for name in {**before, **now}
-            if before.get(name) != now.get(name)
-        ]
-    return told
-
-
-def fingerprint(tasks: Sequence[Any]) -> dict[str, Any]:
-    """How many tasks, and a hash of them all."""
-    encoded = msgspec.json.encode(msgspec.to_builtins(tasks, enc_hook=str, str_keys=True), order="sorted")
-    return {"tasks": len(tasks), "sha256": hashlib.sha256(encoded).hexdigest()}
-
-
-def _surroundings() -> dict[str, Any]:
-    return {
         "commit": _commit(),
         "packages": dict(_versions()),
         "hardware": {
@@ -167,7 +142,16 @@ def _surroundings() -> dict[str, Any]:
             "system": platform.platform(),
             "python": platform.python_version(),
         },
+        "seed": seed,
+        "command": settings_without_secrets(sys.argv),
+        "data": {"train": fingerprint(train_tasks), "val": fingerprint(val_tasks)},
     }
+
+
+def fingerprint(tasks: Sequence[Any]) -> dict[str, Any]:
+    """How many tasks, and a hash of them all."""
+    encoded = msgspec.json.encode(msgspec.to_builtins(tasks, enc_hook=str, str_keys=True), order="sorted")
+    return {"tasks": len(tasks), "sha256": hashlib.sha256(encoded).hexdigest()}
 
 
 def _versions() -> Generator[tuple[str, str]]:

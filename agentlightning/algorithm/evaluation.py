@@ -126,11 +126,9 @@ async def refuse_uncalled(context: RunContext, rollouts: Sequence[TracedRollout]
     if not any(isinstance(one, LLM) and one.gateway for one in (await context.resources()).resources.values()):
         return
     raise TrainingError(
-        f"none of {len(succeeded)} rollouts that succeeded called the model that is served: they measured another. A "
-        "client that is made from the environment (`client = OpenAI()` at module level, or in a program that the agent "
-        "starts) calls the API that the environment names. Make it from `llm`, or run the agent with --isolation "
-        "process, where the environment names this model. An agent that calls no model is measured without one, by "
-        "agl.Trainer(algorithm=agl.Baseline())"
+        f"none of {len(succeeded)} rollouts that succeeded called the model that is served: they measured another. "
+        "Make the agent's client from `llm`, or run it with --isolation process, where the environment names this "
+        "model. An agent that calls no model is measured without one, by agl.Trainer(algorithm=agl.Baseline())"
     )
 
 

@@ -1,7 +1,6 @@
 """What an evaluation comes to: rollouts → mean reward, pass@k, intervals, the same by tag, and two of them compared.
 
-Rollouts of one task are attempts at it; two tasks are the same where their inputs are. Knows nothing of how rollouts
-were made or where they are stored.
+Rollouts of one task are attempts at it; two tasks are the same where their inputs are.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ refusal names the file, the key with its path, and the nearest right one.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import re
 import typing
@@ -185,14 +184,13 @@ _Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
 
 
 def load_config(
-    source: Path | Mapping[str, Any] | None, assignments: Iterable[str] = (), flags: Mapping[str, Any] | None = None
+    source: Path | None, assignments: Iterable[str] = (), flags: Mapping[str, Any] | None = None
 ) -> TrainConfig:
-    """The run file at a path, or as the manifest of a run keeps it (`kept`), changed by `key=value` assignments (dotted
-    keys), then by `flags` that are not None.
+    """The run file at a path, changed by `key=value` assignments (dotted keys), then by `flags` that are not None.
 
     Raises ConfigError for a missing or malformed file, an unknown or repeated key, a missing one, or a wrong type.
     """
-    values = _read_run_file(source) if isinstance(source, Path) else copy.deepcopy(dict(source or {}))
+    values: dict[str, Any] = {} if source is None else _read_run_file(source)
     for assignment in assignments:
         _assign(values, assignment)
     for key, value in (flags or {}).items():
@@ -200,7 +198,7 @@ def load_config(
             values[key] = {**(values.get(key) or {}), "name": value}
         elif value is not None:
             values[key] = value
-    where = str(source) if isinstance(source, Path) else "the command line" if source is None else "the manifest"
+    where = "the command line" if source is None else str(source)
     for key in values:
         if key not in FIELDS:
             raise ConfigError(f"{where}: unknown key {key!r}; {nearest(str(key), FIELDS)}")
@@ -254,11 +252,11 @@ def _read_run_file(path: Path) -> dict[str, Any]:
 
 
 def kept(config: TrainConfig) -> dict[str, Any]:
-    """What the manifest of a run keeps to repeat it: the run file with paths that hold anywhere, without what is its
-    own (its directory) and without what is secret by its name."""
-    here = Path.cwd() / "run.yaml"
+    """The run file by which a run can be repeated: with paths that hold anywhere, without what is the run's own (its
+    directory) and without what is secret by its name."""
+    here, own = Path.cwd() / "run.yaml", ("run_dir", "resume")
     values: dict[str, Any] = settings_without_secrets(msgspec.to_builtins(config))
-    values = _seen_from(here, {key: value for key, value in values.items() if key not in ("run_dir", "resume")})
+    values = _seen_from(here, {key: one for key, one in values.items() if key not in own and one is not None})
     return values | {key: _references_from(here, values[key]) for key in ("algorithm", "trackers")}
 
 

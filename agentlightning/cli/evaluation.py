@@ -223,13 +223,14 @@ def _variant(config: TrainConfig, name: str) -> TrainConfig:
 async def _stored(name: str, mode: Mode | None, place: Place, fields: Sequence[str]) -> list[Measured]:
     """The rollouts of `RUN`, or of its evaluation after step N, or with version N of its resources: `RUN@N`."""
     from agentlightning.algorithm.measures import measured
-    from agentlightning.cli.runs import open_run
+    from agentlightning.cli.runs import choose_run
     from agentlightning.data.transitions import trace_rollout
     from agentlightning.display import counting
 
     run_name, _, wanted = name.partition("@")
-    async with open_run(run_name, place) as (store, run):
-        rollouts = await store.query_rollouts(run_id=run.run_id, mode_in=[mode] if mode else ["val", "test"])
+    run = await choose_run(run_name, place)
+    async with run.place.open(reading=True) as store:
+        rollouts = await store.query_rollouts(run_id=run.run.run_id, mode_in=[mode] if mode else ["val", "test"])
         if not rollouts:
             which = f"rollouts of mode {mode}" if mode else "held-out rollouts; --mode train takes those of training"
             raise ConfigError(f"{run_name} has no {which}")

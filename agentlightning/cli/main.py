@@ -19,8 +19,8 @@ from agentlightning.runner.ending import exit_with
 
 # Command → the module that defines it, under the same name as a click command.
 COMMANDS = {
-    "init": "projects",
-    "quickstart": "projects",
+    "init": "training",
+    "quickstart": "training",
     "train": "training",
     "eval": "evaluation",
     "serve": "serving",

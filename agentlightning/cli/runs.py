@@ -7,10 +7,9 @@ the metrics mean.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fnmatch
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -124,14 +123,6 @@ async def choose_run(name: str | None, place: Place) -> StoredRun:
             f"there is {reason} called {run_id!r}; {nearest(run_id, ids)}. A run's directory is a name too"
         )
     return alike[0]
-
-
-@contextlib.asynccontextmanager
-async def open_run(name: str, place: Place) -> AsyncGenerator[tuple[LightningStore, Run]]:
-    """The run of this name, as `choose_run` finds it, and the store that has it."""
-    one = await choose_run(name, place)
-    async with one.place.open(reading=True) as store:
-        yield store, one.run
 
 
 # --- ls ----------------------------------------------------------------------------------------------------------

@@ -134,7 +134,6 @@ async def issue(
 @on_store(reading=True)
 async def list_(store: LightningStore, as_json: bool) -> None:
     """List all keys, without their secrets."""
-
     found = await store.query_keys()
     if as_json:
         for one in found:
@@ -158,7 +157,6 @@ def _state(key: ApiKey, now: float) -> str:
 @on_store()
 async def revoke(store: LightningStore, key_id: str, as_json: bool) -> None:
     """End a key at once and for good."""
-
     ended = await store.revoke_key(key_id)
     tell(as_json, ended, f"{ended.key_id} ({ended.name}) {_state(ended, time.time())}")
 

@@ -1,10 +1,10 @@
-"""`agl train`: an agent is trained as a run file and flags say, or as an earlier run was."""
+"""`agl train`, as a run file and flags say; `agl init`, a project with such a file; `agl quickstart`, one of ours."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,14 +14,13 @@ from rich.console import Console
 
 from agentlightning.cli.config import ALGORITHMS, TrainConfig, build, kept, key_flags, load_config
 from agentlightning.cli.options import instrument_agents, json_option, print_json
-from agentlightning.cli.place import RUNS, STORE_FILE, Place
 from agentlightning.errors import ConfigError, nearest
-from agentlightning.types import Run
 
 if TYPE_CHECKING:
     from agentlightning.trainer import FitResult
 
 RUN_FILE: Final = Path("run.yaml")
+TEMPLATE: Final = Path(__file__).parents[1] / "templates" / "agent"
 INTERRUPTED: Final = 130
 _NOT_THE_TRAINERS: Final = {
     *("agent", "environment", "instrument", "train_dataset", "val_dataset", "resume"),
@@ -31,14 +30,12 @@ _NOT_THE_TRAINERS: Final = {
 
 @click.command()
 @click.argument("run_file", type=click.Path(dir_okay=False, path_type=Path), required=False, metavar="[RUN.yaml]")
-@click.option("--from", "repeat", metavar="RUN_DIR|RUN_ID", help="Repeat this run: its settings instead of RUN.yaml's.")
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Change one key: algorithm.group_size=4")
 @click.option("--steps", type=int, help="Training steps; short for --set algorithm.steps=…")
 @json_option
 @key_flags()
 def train(
     run_file: Path | None,
-    repeat: str | None,
     assignments: tuple[str, ...],
     as_json: bool,
     steps: int | None,
@@ -46,21 +43,14 @@ def train(
 ) -> int:
     """Train an agent as RUN.yaml, or flags, or both say; a flag wins over --set, and --set over the file.
 
-    Without RUN.yaml, --from, --agent and --environment it is the run.yaml of this folder, with --resume --run-dir what
-    the run in there began with."""
+    Without RUN.yaml, --agent and --environment it is the run.yaml of this folder, with --resume --run-dir that of the
+    run in there. Each run's directory has one, by which it can be repeated."""
     assignments += () if steps is None else (f"algorithm.steps={steps}",)
     console = Console(stderr=as_json)
-    named = flags["agent"] or flags["environment"]
-    if repeat is not None and run_file is not None:
-        raise click.UsageError("give RUN.yaml or --from, not both: either says what to train")
-    if repeat is None and run_file is None and named is None:
-        if flags["resume"] and (flags["run_dir"] or not RUN_FILE.is_file()) and (began := _to_resume(flags["run_dir"])):
-            repeat, flags["run_dir"] = str(began), str(began)
-        elif RUN_FILE.is_file():
-            run_file = RUN_FILE
-    config = (
-        load_config(run_file, assignments, flags) if repeat is None else _repeated(repeat, console, assignments, flags)
-    )
+    if run_file is None and flags["agent"] is None and flags["environment"] is None:
+        own = Path(flags["run_dir"]) / RUN_FILE if flags["resume"] and flags["run_dir"] else RUN_FILE
+        run_file = next((one for one in (own, RUN_FILE) if one.is_file()), None)
+    config = load_config(run_file, assignments, flags)
     result = fit(config, console)
     show_fit(console, result)
     if as_json:
@@ -145,62 +135,55 @@ def exit_code(stopped_because: str) -> int:
     return INTERRUPTED if stopped_because == STOPPED_BY_USER else 0
 
 
-# --- again -------------------------------------------------------------------------------------------------------
+# --- first steps -------------------------------------------------------------------------------------------------
 
 
-def _to_resume(run_dir: str | None) -> Path | None:
-    """The directory of the run to resume, default the newest, where its settings are stored there too."""
-    from agentlightning.algorithm.directory import MARK
-
-    marks = [Path(run_dir) / MARK] if run_dir else sorted(RUNS.glob(f"*/{MARK}"), key=lambda one: one.stat().st_mtime)
-    found = [one.parent for one in marks if one.with_name(STORE_FILE).is_file()]
-    return found[-1] if found else None
-
-
-def _repeated(name: str, console: Console, assignments: tuple[str, ...], flags: Mapping[str, Any]) -> TrainConfig:
-    from agentlightning.algorithm.directory import differences
-    from agentlightning.cli.runs import choose_run
-
-    found = asyncio.run(choose_run(name, Place(flags["store"], flags["server"], flags["api_key"])))
-    config = repeated(found.run, assignments, flags)
-    for line in differences(found.run.manifest):
-        console.print(f"not as when {found.run.run_id} ran: {line}", markup=False, highlight=False, soft_wrap=True)
-    return config
-
-
-def repeated(run: Run, assignments: Iterable[str], flags: Mapping[str, Any]) -> TrainConfig:
-    """The configuration of `run` with everything as it was then, defaults too, but for what is said otherwise.
-
-    ConfigError for a run that was started from Python, and for datasets that hold other tasks now."""
-    resolved: dict[str, Any] = run.manifest["config"]
-    written = resolved.get("run_file")
-    if written is None:
-        raise ConfigError(
-            f"run {run.run_id} was started from Python: its manifest has no names for its agent, its model and its "
-            f"datasets. Start it again by: {' '.join(run.manifest.get('command', ())) or 'the command is not known'}"
-        )
-    config = load_config(written, assignments, flags)
-    changed: dict[str, Any] = {"optimizer": {**resolved["optimizer"], **config.optimizer}}
-    if config.algorithm.get("name") == written["algorithm"].get("name"):
-        changed["algorithm"] = {**resolved["algorithm"], **config.algorithm}
-    if config.lora is not None:
-        changed["lora"] = {**(resolved["lora"] or {}), **config.lora}
-    config = msgspec.structs.replace(config, **changed)
-    if config.environment == written.get("environment"):
-        _check_tasks(run, written, config)
-    return config
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path), default=".", metavar="[FOLDER]")
+@json_option
+def init(folder: Path, as_json: bool) -> None:
+    """Make a project in FOLDER (default: here) that trains at once: an agent, tasks, a reward, a run file, tests."""
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(f"{folder.resolve()} is not an empty folder; name one that is empty or does not exist")
+        shutil.copytree(TEMPLATE, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+        (folder / "gitignore").rename(folder / ".gitignore")  # which would hide files of this package
+    except (OSError, shutil.Error) as error:
+        raise ConfigError(f"cannot make {folder}: {error}") from None
+    if as_json:
+        print_json({"folder": str(folder.resolve())})
+        return
+    click.echo(f"An agent with tasks, a reward and tests is in {folder.resolve()}. Now:\n")
+    if folder.resolve() != Path.cwd():
+        click.echo(f"  cd {folder}")
+    click.echo("  agl train              # about a minute on a laptop, nothing is downloaded")
+    click.echo("  pytest                 # the checks that come with it\n")
+    click.echo("README.md says how to make it yours.")
 
 
-def _check_tasks(run: Run, written: Mapping[str, Any], config: TrainConfig) -> None:
-    from agentlightning.algorithm.directory import fingerprint
-    from agentlightning.environments.base import tasks_of
+@click.command()
+@click.option("--seed", type=int, help="The source of all randomness; default 1, or that of the run resumed.")
+@click.option("--steps", type=click.IntRange(min=1), help="Training steps, instead of the recipe's.")
+@click.option(
+    "--time-limit", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Stop training then."
+)
+@click.option("--resume", is_flag=True, help="Continue the newest quickstart, or the one in --out.")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
+    help="Directory of this run; default a new one below runs/.",
+)  # fmt: skip
+@json_option
+def quickstart(as_json: bool, **given: Any) -> int:
+    """Train a small tool-using agent from nothing, here and now, and show what it learned."""
+    from agentlightning.display import LiveProgress, hide_library_progress
+    from agentlightning.quickstart import load_flight_example, run_quickstart
 
-    tasks = tasks_of(config.load_agent(), config.train_dataset, config.val_dataset)
-    for name, now in zip(("train", "val"), map(fingerprint, tasks), strict=True):
-        then, source = run.manifest["data"][name], getattr(config, f"{name}_dataset")
-        if then != now and source == written.get(f"{name}_dataset"):
-            raise ConfigError(
-                f"{source or 'the environment'} holds other tasks than when run {run.run_id} was started "
-                f"({then['tasks']} then, {now['tasks']} now): bring them back, or name a copy with "
-                f"--{name}-dataset to train on other tasks knowingly"
-            )
+    hide_library_progress()
+    total = load_flight_example().recipe.algorithm(given["steps"]).steps
+    console = Console(stderr=as_json)
+    with LiveProgress(console, steps=total, time_limit=given["time_limit"]) as progress:
+        report = run_quickstart(progress, **given)
+    report.show(console)
+    if as_json:
+        print_json(report.summary())
+    return exit_code(report.stopped_because)

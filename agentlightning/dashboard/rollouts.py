@@ -16,10 +16,9 @@ from agentlightning.data.conversations import Message, conversations, read_calls
 from agentlightning.data.explanation import Explanation, explain_rollout
 from agentlightning.data.recorded import Training
 from agentlightning.data.transitions import trace_rollout
-from agentlightning.errors import ConflictError, InvalidError, NotFoundError
+from agentlightning.errors import ConflictError, InvalidError
 from agentlightning.store.base import LightningStore
 from agentlightning.tracing.context import AttemptTracer
-from agentlightning.tracing.dialects import json_of, mapping, text_of
 from agentlightning.tracing.messages import finish_reasons, model_name, token_counts
 from agentlightning.tracing.rewards import (
     find_final_reward,
@@ -97,7 +96,7 @@ def summed_up(rollout: Rollout, attempt: Attempt | None, spans: Sequence[Span]) 
 
 
 class StepView(msgspec.Struct, frozen=True, kw_only=True):
-    """A step in depth-first order, shown below the one at `parent`. `replayable`: `replay_request` knows its call."""
+    """A step in depth-first order, shown below the one at `parent`."""
 
     span_id: str
     parent: int | None
@@ -117,7 +116,6 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None
     time_to_first_token: float | None
     call_index: int | None
-    replayable: bool
 
 
 class CallView(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,7 +227,6 @@ def _step(step: Step, parent: int | None, depth: int) -> StepView:
         reward=rewards[0].value if rewards else None,
         time_to_first_token=_number(call, semconv.GEN_AI_TIME_TO_FIRST_CHUNK) if call else None,
         call_index=_index(call) if call else None,
-        replayable=call is not None and semconv.CALL_ENDPOINT in call.attributes,
     )
 
 
@@ -282,32 +279,6 @@ def _reward(span: Span) -> RewardView:
         comment=None if comment is None else str(comment),
         dimensions=[reward._asdict() for reward in get_rewards_from_span(span)],
     )
-
-
-# --- asking again -------------------------------------------------------------------------------------------------
-
-_MESSAGES: Final = {"chat/completions": "messages", "messages": "messages", "responses": "input"}
-
-
-class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True):
-    path: str
-    body: dict[str, Any]
-
-
-def replay_request(spans: Sequence[Span], span_id: str) -> ReplayRequest:
-    """The request of a gateway's call, as it came. NotFoundError where it was not recorded."""
-    span = next((one for one in spans if one.span_id == span_id), None)
-    endpoint = None if span is None else text_of(span, semconv.CALL_ENDPOINT)
-    if span is None or endpoint is None:
-        raise NotFoundError(f"no call of the gateway has the span {span_id!r} here")
-    body = dict(mapping(json_of(text_of(span, semconv.CALL_REQUEST))))
-    name = _MESSAGES.get(endpoint)
-    for field, attribute in ((name, semconv.GEN_AI_INPUT_MESSAGES), ("tools", semconv.GEN_AI_TOOL_DEFINITIONS)):
-        if field is not None and (said := json_of(text_of(span, attribute))) is not None:
-            body[field] = said
-    if (prompt := text_of(span, semconv.CALL_PROMPT)) is not None:
-        body["prompt"] = prompt
-    return ReplayRequest(path=f"/v1/{endpoint}", body=body)
 
 
 # --- scores -------------------------------------------------------------------------------------------------------

@@ -141,17 +141,6 @@ class ShowRollout(View, frozen=True, kw_only=True):
         return await asyncio.to_thread(rollouts.rollout_view, row, attempts, shown or None, spans, training, classifier)
 
 
-class ShowRequest(View, frozen=True, kw_only=True):
-    """The request of a gateway's call, whose span is `call`, as it came."""
-
-    route = "GET /dashboard/rollouts/{rollout_id}/request"
-    rollout_id: str
-    call: str
-
-    async def read(self, sources: Sources) -> rollouts.ReplayRequest:
-        return rollouts.replay_request(await sources.store.query_spans(self.rollout_id), self.call)
-
-
 class ShowTokens(View, frozen=True, kw_only=True):
     """Of the call whose span is `call`, or the first."""
 
@@ -221,7 +210,6 @@ VIEWS: Final[tuple[type[View], ...]] = (
     ShowPrompts,
     ListRollouts,
     ShowRollout,
-    ShowRequest,
     ShowTokens,
     ShowCredit,
     ShowGroup,

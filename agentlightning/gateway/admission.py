@@ -22,29 +22,13 @@ _MEANT: Final = frozenset({"response_format", "structured_outputs"})
 """They constrain what is sampled, and an answer without them would be another."""
 LARGEST_GRAMMAR: Final = 64 * 1024  # bytes as JSON; a server compiles it between the tokens of others
 _UNTRAINED: Final = frozenset(
-    {
-        "allowed_token_ids",
-        "bad_words",
-        "ignore_eos",
-        "include_reasoning",
-        "min_tokens",
-        "stop_token_ids",
-        "thinking_token_budget",
-    }
+    {"allowed_token_ids", "bad_words", "ignore_eos", "include_reasoning"}
+    | {"min_tokens", "stop_token_ids", "thinking_token_budget"}
 )
 """What else a model that is not trained is sent."""
 _TEMPLATE_VARIABLES: Final = frozenset(
-    {
-        "clear_thinking",
-        "custom_instructions",
-        "date_string",
-        "enable_thinking",
-        "preserve_thinking",
-        "reasoning_effort",
-        "thinking",
-        "thinking_budget",
-        "thinking_mode",
-    }
+    {"clear_thinking", "custom_instructions", "date_string", "enable_thinking", "preserve_thinking"}
+    | {"reasoning_effort", "thinking", "thinking_budget", "thinking_mode"}
 )
 """Of `chat_template_kwargs`, which servers also hand to the function that renders."""
 _FUNCTION: Final = frozenset({"name", "description", "parameters"})

@@ -130,13 +130,10 @@ class Attributor:
     async def _caller(self, store: LightningStore, rollout_id: str, attempt_id: str) -> Caller:
         attempt = await store.get_latest_attempt(rollout_id)
         caller = self._callers.get((rollout_id, attempt_id))
-        if attempt is None or attempt.attempt_id != attempt_id:
-            known = caller or any(one.attempt_id == attempt_id for one in await store.query_attempts(rollout_id))
-            if attempt is None or not known:
-                _refuse(
-                    404, "attempt_not_found", f"rollout {rollout_id!r} has no attempt {attempt_id!r}; check the URL"
-                )
-            _refuse(403, "attempt_superseded", f"attempt {attempt_id} was replaced by a newer one; stop this agent")
+        if attempt is None:
+            _refuse(404, "attempt_not_found", f"there is no rollout {rollout_id!r} with an attempt; check the URL")
+        if attempt.attempt_id != attempt_id:
+            _refuse(403, "attempt_superseded", f"attempt {attempt_id} is not its rollout's latest; stop this agent")
         if attempt.status in _ENDED:
             _refuse(403, "attempt_ended", f"attempt {attempt_id} has ended ({attempt.status}); stop this agent")
         if caller is None or attempt.status == "unresponsive":

@@ -6,9 +6,10 @@ Knows JSON bodies and nothing else: no backends, no rollouts, no HTTP server.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from agentlightning.errors import BackendError
 from agentlightning.gateway.backend import LEFT_OPEN, ModelCall, Sampling
@@ -25,9 +26,29 @@ SHAPING_FIELDS: Final = (*NEUTRAL_PENALTIES, "logit_bias")
 
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 # Lists and fields of a request are looked at one by one, while other calls wait.
-MANY: Final = msgspec.Meta(max_length=100_000)  # messages, or parts of one
-SOME: Final = msgspec.Meta(max_length=10_000)  # tools
-OBJECT: Final = msgspec.json.Decoder(Annotated[dict[str, msgspec.Raw], msgspec.Meta(max_length=1000)])
+MANY: Final = Meta(max_length=100_000)  # messages, or parts of one
+SOME: Final = Meta(max_length=10_000)  # tools
+OBJECT: Final = msgspec.json.Decoder(Annotated[dict[str, msgspec.Raw], Meta(max_length=1000)])
+TopLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
+# The fields of sampling, by the names and with the ranges of chat completions.
+SAMPLING_TYPES: Final[dict[str, Any]] = {
+    "model": str,
+    "stream": bool,
+    "temperature": Annotated[float, Meta(ge=0, le=2)],
+    "top_p": Annotated[float, Meta(ge=0, le=1)],
+    "top_k": Annotated[int, Meta(ge=-1, lt=2**31)],
+    "max_tokens": Annotated[int, Meta(ge=1, lt=2**31)],
+    "stop": str | Annotated[list[str], Meta(max_length=100)],  # each is looked for behind each token
+    "seed": Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)],
+    "n": Annotated[int, Meta(ge=1, le=128)],
+    **dict.fromkeys(NEUTRAL_PENALTIES, float),
+    "logit_bias": dict[str, float],
+}
+# Other protocols have other names for these, and backends would take them for what they are in chat completions.
+CHAT_ONLY: Final = frozenset(
+    {"messages", "tools", "max_tokens", "max_completion_tokens", "n", "stop", "logprobs", "return_token_ids"}
+    | {"stream_options", "response_format", "reasoning_effort", "verbosity", "parallel_tool_calls"}
+)
 
 
 class CallRefused(BackendError):
@@ -45,8 +66,8 @@ class CallRequest(ModelCall, frozen=True, kw_only=True):
     `instructions` of them, which belong to this call alone; with `continuable` a later response may continue this one.
     `messages_json` and `tools_json` are the agent's own bytes where it wrote them in this form. `shaping` holds
     penalties and the like (see `SHAPING_FIELDS`). `dropped` names what nobody is sent, `relayed` are all fields as
-    they were written where the backend answers in the agent's own protocol. `original` is what the
-    endpoint's own writer needs of the request, `request_json` the body without its messages and tools, for the span."""
+    they were written where the backend answers in the agent's own protocol. `original` is what the endpoint's own
+    writer needs of the request, `request_json` the body without its messages and tools, for the span."""
 
     sampling: Sampling = LEFT_OPEN
     continues: str | None = None
@@ -64,17 +85,17 @@ class CallRequest(ModelCall, frozen=True, kw_only=True):
 
 
 class Fields:
-    """The fields of one protocol that the gateway reads: their types, and what may be said more of their shapes. All
-    others are passed on unread."""
+    """The fields of one protocol that the gateway reads, and their types. Others are passed on unread, save those
+    that are `refused`."""
 
-    def __init__(self, types: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
+    def __init__(self, types: Mapping[str, Any], refused: frozenset[str] = frozenset()) -> None:
+        self._refused = refused
         self._decoders = {name: msgspec.json.Decoder(type_) for name, type_ in types.items()}
-        self._shapes = {name: msgspec.json.Decoder(type_) for name, type_ in shapes.items()}
 
     def read(self, body: bytes, *required: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, msgspec.Raw]]:
         """(fields the gateway reads, all others, every field as it was written); nulls count as not given.
 
-        CallRefused (400) names the field that is missing, of the wrong type or out of range."""
+        CallRefused (400) names the field that is missing, of the wrong type, out of range or another protocol's."""
         try:
             raw = OBJECT.decode(body)
         except NOT_JSON as error:
@@ -87,50 +108,53 @@ class Fields:
         for name in required:
             if name not in values:
                 raise CallRefused(f"the request has no {name!r}, which is required", param=name)
+        for name in self._refused.intersection(others):
+            raise unsupported(name, "it is a field of chat completions, and has another name here, or none")
         return values, others, raw
 
     def _decoded(self, name: str, raw: msgspec.Raw) -> Any:
         try:
-            if name in self._shapes:
-                self._shapes[name].decode(raw)
             return self._decoders[name].decode(raw) if name in self._decoders else msgspec.json.decode(raw)
         except NOT_JSON as error:
             what, _, place = str(error).partition(" - at `$")
             field = name + place.removesuffix("`")
-            if "[...]" in field and name in self._shapes:
-                field = field.replace("[...]", _position(self._shapes[name], raw), 1)
             raise CallRefused(f"{field} cannot be used: {what}", param=field) from None
-
-
-def _position(decoder: msgspec.json.Decoder[Any], raw: msgspec.Raw) -> str:
-    """`[3]` for the fourth item if that is the first unusable one; `[...]` where it cannot be told."""
-    for position, item in enumerate(msgspec.json.decode(raw, type=list[msgspec.Raw])):
-        try:
-            decoder.decode(b"[" + bytes(item) + b"]")
-        except NOT_JSON:
-            return f"[{position}]"
-    return "[...]"
 
 
 def converted(where: str, raw: Any, kind: Any, *, strict: bool = True) -> Any:
     """The field `where`, as a value of another type. CallRefused (400) names what in it is of the wrong type or out of
-    range; without `strict`, numbers may be written as texts."""
+    range; without `strict`, whole numbers may be written as others or as texts."""
     try:
         return msgspec.convert(raw, kind, strict=strict)
     except msgspec.ValidationError as error:
         what, _, place = str(error).partition(" - at `$")
-        where = (where + place.removesuffix("`")).removeprefix(".")
-        raise CallRefused(f"{where or 'the request'} cannot be used: {what}", param=where) from None
+        where += place.removesuffix("`")
+        raise CallRefused(f"{where} cannot be used: {what}", param=where) from None
+
+
+def sampling_fields(values: dict[str, Any], max_tokens: int | None) -> dict[str, Any]:
+    """The fields of a `CallRequest` that are read from those of `SAMPLING_TYPES`."""
+    stop = values.get("stop") or ()
+    sampling = Sampling(
+        temperature=values.get("temperature"),
+        top_p=values.get("top_p"),
+        top_k=max(0, values["top_k"]) if "top_k" in values else None,
+        max_tokens=max_tokens,
+        stop=tuple(text for text in ((stop,) if isinstance(stop, str) else stop) if text),
+        seed=values.get("seed"),
+        n=values.get("n", 1),
+    )
+    return {
+        "model": values["model"],
+        "sampling": sampling,
+        "stream": values.get("stream", False),
+        "shaping": {name: values[name] for name in SHAPING_FIELDS if name in values},
+    }
 
 
 def given(**fields: Any) -> dict[str, Any]:
     """The fields that are not None."""
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def stop_strings(stop: Any) -> tuple[str, ...]:
-    """The `stop` field, one string or several, without empty ones."""
-    return (stop,) if isinstance(stop, str) and stop else tuple(text for text in stop or () if text)
 
 
 def rest_json(raw: Mapping[str, msgspec.Raw], *without: str) -> str:
@@ -140,6 +164,22 @@ def rest_json(raw: Mapping[str, msgspec.Raw], *without: str) -> str:
 
 def unsupported(name: str, why: str) -> CallRefused:
     return CallRefused(f"{name} is not supported: {why}", code="unsupported_parameter", param=name)
+
+
+def function(name: str, description: str | None, parameters: Any, strict: bool | None = None) -> dict[str, Any]:
+    """A tool in the form of chat completions."""
+    told = given(name=name, description=description, parameters=parameters, strict=strict)
+    return {"type": "function", "function": told}
+
+
+def function_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A tool call in the form of chat completions."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """`response_format` for answers of a schema."""
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
 
 
 def assistant_message(text: list[str], thinking: list[str], calls: list[dict[str, Any]]) -> dict[str, Any]:
@@ -152,6 +192,10 @@ def assistant_message(text: list[str], thinking: list[str], calls: list[dict[str
 def content_of(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     """A message's content: one text as a string; several parts as such, which the backend joins in its own way."""
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts or ""
+
+
+def image(url: str, detail: str | None = None) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": given(url=url, detail=detail)}
 
 
 def require_question(name: str, turns: Sequence[Any], own_role: str) -> None:

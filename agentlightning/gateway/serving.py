@@ -110,7 +110,8 @@ class Serving:
 
     async def _count(self, endpoint: Endpoint, exchange: Exchange) -> None:
         """`POST /v1/messages/count_tokens` and its like."""
-        count = await self._calls.count_tokens(endpoint, await self._body(exchange), exchange.headers, exchange.ids)
+        body = await self._body(exchange)
+        count = await self._calls.count_tokens(endpoint, body, exchange.headers, exchange.ids)
         await exchange.end(msgspec.json.encode({endpoint.counted_as: count}))
 
     async def _generate(self, endpoint: Endpoint, exchange: Exchange) -> None:

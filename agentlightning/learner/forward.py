@@ -1,4 +1,4 @@
-"""A micro-batch through a model: hidden states, forests, and of each sampled token a log-probability and an entropy.
+"""A micro-batch through a model: hidden states, forests, and of each sampled token log-probability, entropy and value.
 
 A distribution has as many numbers as the vocabulary; of all sampled tokens together they would fill the memory before
 anything else does. So hidden states are projected some at a time, and for a gradient each time again.
@@ -10,15 +10,19 @@ itself, its keys gathered along its path, without a mask over the whole.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Final, NamedTuple
+from pathlib import Path
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.utils import skip_init
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -27,9 +31,11 @@ from agentlightning.data.forest import Forest, prefix_order
 from agentlightning.data.sequences import MicroBatch, TrainingSequence
 from agentlightning.engine.weights import STATIC_ROPE
 from agentlightning.errors import ConfigError
+from agentlightning.learner.base import Critic
 from agentlightning.learner.losses import entropy
 
 LOGITS_AT_ONCE: Final = 2**26  # numbers of one [tokens, vocabulary] tensor, 256 MiB in float32; about four are held
+CRITIC_FILE: Final = "critic.safetensors"
 ATTENTION: Final = "agentlightning_forest"
 
 # Pre-norm decoders with rotary positions, in which a token is known to others by its keys and values alone.
@@ -64,6 +70,46 @@ def predicting_states(
         return States(numbers, model.base_model(input_ids=ids, use_cache=False).last_hidden_state[at])
     out = model(input_ids=ids, use_cache=False, output_hidden_states=hidden)
     return States(numbers, out.hidden_states[-1][at] if hidden else None, out.logits[at])
+
+
+class ValueModel(torch.nn.Module):
+    """A critic: what a sampled token is worth, a linear layer on the last hidden state that predicts it. `trunk` is a
+    copy of the policy's, but for weights that are not trained, which the two share; None: the policy's own. The layer
+    is float32 whatever the trunk is, and says 0 at first."""
+
+    trunk: PreTrainedModel | None
+
+    def __init__(self, model: PreTrainedModel, config: Critic) -> None:
+        super().__init__()
+        frozen: dict[int, Any] = {id(one): one for one in model.parameters() if not one.requires_grad}
+        own = cast(PreTrainedModel, model.base_model)
+        self.trunk = copy.deepcopy(own, frozen) if config.trunk == "separate" else None
+        size: int = model.config.get_text_config().hidden_size
+        self.head = skip_init(torch.nn.Linear, size, 1, device=model.device, dtype=torch.float32)
+        for parameter in self.head.parameters():
+            torch.nn.init.zeros_(parameter)
+
+    def forward(self, micro: MicroBatch, of_policy: States | None) -> Tensor:
+        """The value of each sampled token, float32[N]; `of_policy` are the policy's states where it has no own."""
+        states = of_policy if self.trunk is None else predicting_states(self.trunk, micro)
+        assert states is not None and states.hidden is not None
+        return self.head(states.hidden.float())[:, 0][states.of]
+
+    def save(self, directory: Path) -> None:
+        """Write what is trained of it into its file."""
+        save_file(dict(self._trained()), directory / CRITIC_FILE)
+
+    def load(self, directory: Path) -> None:
+        """Take what `save` wrote. OSError or SafetensorError where it cannot be read, ValueError if it does not fit."""
+        own, saved = self._trained(), load_file(directory / CRITIC_FILE)
+        if {name: one.shape for name, one in own.items()} != {name: one.shape for name, one in saved.items()}:
+            raise ValueError(f"{CRITIC_FILE} is of another critic")
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(saved[name])
+
+    def _trained(self) -> dict[str, Tensor]:
+        return {name: one.detach() for name, one in self.named_parameters() if one.requires_grad}
 
 
 class Sampled(NamedTuple):
@@ -137,20 +183,19 @@ def recomputed(model: PreTrainedModel) -> Generator[None]:
             f"{type(model).__name__} has no layers that can be computed again; leave gradient_checkpointing out"
         )
     config: Any = model.config
-    context = partial(_as_in_forward, config)
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Of a forward, which is now, and of its repetition in a backward: with the attention of now."""
+        return nullcontext(), attention_of(config, config._attn_implementation)
+
     for layer in layers:
         usual: Callable[..., Any] = layer.forward
-        layer.forward = partial(checkpoint, usual, use_reentrant=False, preserve_rng_state=False, context_fn=context)
+        layer.forward = partial(checkpoint, usual, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
     try:
         yield
     finally:
         for layer in layers:
             del layer.forward  # that of the class again
-
-
-def _as_in_forward(config: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of a forward, which is now, and of its repetition in a backward: with the attention of now."""
-    return nullcontext(), attention_of(config, config._attn_implementation)
 
 
 def unsupported(model: PreTrainedModel) -> str | None:
@@ -190,23 +235,13 @@ def branching_pair(batch: Sequence[TrainingSequence]) -> list[TrainingSequence]:
 
 
 class _Gathered:
-    """Branch by branch. `slots` int64[ΣM + L] says where the keys of each are: its path, and then itself."""
+    """Where the keys of each branch are, `slots` int64[ΣM + L]: its path, and then itself."""
 
     def __init__(self, forest: Forest, device: torch.device) -> None:
         self.sizes = [branch.stop - branch.start for branch in forest.branches]
         self.reaches = [len(branch.before) + size for branch, size in zip(forest.branches, self.sizes, strict=True)]
-        own = [torch.arange(branch.start, branch.stop) for branch in forest.branches]
-        parts = [part for branch, one in zip(forest.branches, own, strict=True)
-                 for part in (torch.from_numpy(branch.before), one)]  # fmt: skip
-        self.slots = torch.cat(parts).to(device)
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-        """query float[1, H, L, D], key and value float[1, K, L, D] → float[1, H, L, D]."""
-        heads = key.shape[1]
-        queries = query[0].unflatten(0, (heads, -1)).split(self.sizes, 2)  # [K, H / K, n, D]: keys are never repeated
-        keys, values = (side[0].index_select(1, self.slots).split(self.reaches, 1) for side in (key, value))
-        out = [_branch_attention(*one, scaling) for one in zip(queries, keys, values, strict=True)]
-        return torch.cat(out, 2).flatten(0, 1)[None]
+        parts = [(branch.before, np.arange(branch.start, branch.stop)) for branch in forest.branches]
+        self.slots = torch.from_numpy(np.concatenate([one for pair in parts for one in pair])).to(device)
 
 
 @contextmanager
@@ -230,8 +265,12 @@ def _forest_attention(
     forest: _Gathered,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """As `transformers` asks for it: query float[1, H, L, D], key and value float[1, K, L, D] → float[1, L, H, D]."""
-    return forest(query, key, value, scaling).transpose(1, 2), None
+    """As `transformers` asks for it, branch by branch: query float[1, H, L, D], key and value float[1, K, L, D] →
+    float[1, L, H, D]."""
+    queries = query[0].unflatten(0, (key.shape[1], -1)).split(forest.sizes, 2)  # [K, H / K, n, D]: no key is repeated
+    keys, values = (side[0].index_select(1, forest.slots).split(forest.reaches, 1) for side in (key, value))
+    out = [_branch_attention(*one, scaling) for one in zip(queries, keys, values, strict=True)]
+    return torch.cat(out, 2).flatten(0, 1)[None].transpose(1, 2), None
 
 
 def _branch_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:

@@ -263,20 +263,17 @@ class Totals:
         self.version = version
         self.sums: defaultdict[str, float] = defaultdict(float, loss=0.0, tokens=0.0, reference_kl=0.0)
         self.means: defaultdict[str, float] = defaultdict(float)
+        self.matched: defaultdict[str, float] = defaultdict(float)
         self.peaks: dict[str, float] = {}
-        self.matched, self.divergence = 0, 0.0
 
     @classmethod
     def of_all(cls, parts: Sequence[Totals]) -> Totals:
         """Those of several processes, of each its micro-batches, as those of one."""
         out = cls(parts[0].version)
         for part in parts:
-            out.matched += part.matched
-            out.divergence += part.divergence
-            for name, value in part.sums.items():
-                out.sums[name] += value
-            for name, value in part.means.items():
-                out.means[name] += value
+            for own, added in ((out.sums, part.sums), (out.means, part.means), (out.matched, part.matched)):
+                for name, value in added.items():
+                    own[name] += value
             for name, value in part.peaks.items():
                 out.peaks[name] = max(out.peaks.get(name, value), value)
         return out
@@ -296,8 +293,8 @@ class Totals:
     def compare(self, difference: Tensor, versions: Tensor) -> None:
         """`difference` float[N] is learner − engine, `versions` int[N] who sampled the tokens."""
         if self.version is not None and len(own := difference[versions == self.version]):
-            self.matched += len(own)
-            self.divergence += float((own.expm1() - own).sum())
+            self.matched["tokens"] += len(own)
+            self.matched["k3"] += float((own.expm1() - own).sum())
             self._peak("inference_mismatch", own.expm1().abs())
 
     def _peak(self, name: str, values: Tensor) -> None:
@@ -306,7 +303,7 @@ class Totals:
     def mismatch(self) -> dict[str, float]:
         if not self.matched:
             return {}
-        apart = self.divergence / self.matched
+        apart = self.matched["k3"] / self.matched["tokens"]
         return {"inference_kl": apart, "inference_mismatch": self.peaks["inference_mismatch"]}
 
     def metrics(self) -> dict[str, float]:

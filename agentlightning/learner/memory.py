@@ -183,9 +183,8 @@ def _kept(model: PreTrainedModel, ids: torch.Tensor) -> int:
 
 
 def _targets(model: PreTrainedModel, lora: LoRA) -> list[Any]:
-    head = model.get_output_embeddings()
-    linear = {name: one for name, one in model.named_modules() if isinstance(one, torch.nn.Linear) and one is not head}
-    if lora.targets == "all-linear":
-        return list(linear.values())
-    names = (lora.targets,) if isinstance(lora.targets, str) else lora.targets
-    return [one for name, one in linear.items() if name.rpartition(".")[2] in names]
+    head, names = model.get_output_embeddings(), (lora.targets,) if isinstance(lora.targets, str) else lora.targets
+    linear = [
+        (name, one) for name, one in model.named_modules() if isinstance(one, torch.nn.Linear) and one is not head
+    ]
+    return [one for name, one in linear if names == ("all-linear",) or name.rpartition(".")[2] in names]

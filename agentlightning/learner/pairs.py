@@ -135,8 +135,7 @@ class PairSettings:
         with ExitStack() as stack:
             if self.place.remote:
                 phase("reach the Tinker server")
-                more: dict[str, Any] = {"lora": self.lora, "seed": self.seed}
-                more["max_sequence_length"] = self.max_sequence_length
+                more: dict[str, Any] = {"lora": self.lora, "seed": self.seed, "length": self.max_sequence_length}
                 yield stack.enter_context(open_tinker(self.place, str(source), self.optimizer, **more))
                 return
             made, device = _is_made(source), self.device

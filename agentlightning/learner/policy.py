@@ -190,7 +190,7 @@ def _load_model(source: str | Path, dtype: torch.dtype) -> PreTrainedModel:
 def _check_source(source: str | Path) -> None:
     path = Path(source)
     if "://" in str(source):
-        raise ConfigError(f"{source} is an endpoint, which gives no weights; give a directory or a Hugging Face id")
+        raise ConfigError(f"{source} is the address of an endpoint, which gives no weights; give a path or a hub id")
     if path.exists() and not any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         raise ConfigError(
             f"{path} holds no model: config.json is missing. Give a directory written by save_pretrained, such as a "

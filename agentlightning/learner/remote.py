@@ -9,7 +9,6 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext, suppress
 from typing import Any, Final
@@ -39,7 +38,7 @@ PROBED_TOKENS: Final = 16
 _PATIENCE: Final = 300.0  # seconds for calls to finish, where a server cannot pause them, and for a server to come back
 _LOOK_SECONDS: Final = 1.0  # between looks for servers that are lost
 _HEALTH_SECONDS: Final = 2.0
-_ADAPTERS_KEPT: Final = 2  # on a server, beside those with which calls began that still run
+_ADAPTERS_KEPT: Final = 2  # on a server, beside the newest; a call that runs goes on with one that is unloaded
 
 
 class Activity:
@@ -103,7 +102,6 @@ class RemoteSampler:
         self._changing = asyncio.Lock()  # of the weights of any server
         self._run = f"policy-{secrets.token_hex(4)}"  # other runs may use the same server
         self._adapters: list[str] = []
-        self._calls_with: Counter[str] = Counter()  # of each adapter
         self._usable = asyncio.Event()  # calls wait for it before they begin
         self._usable.set()
         self.name, self.relays = self._replicas.name, self._replicas.relays
@@ -249,9 +247,8 @@ class RemoteSampler:
         if len(failures) == len(servers):
             raise failures[0]
         if name not in self._adapters:
-            old = [one for one in self._adapters[:-_ADAPTERS_KEPT] if not self._calls_with[one]]
-            await self._unload(self._servers, old)
-            self._adapters = [*(one for one in self._adapters if one not in old), name]
+            await self._unload(self._servers, self._adapters[:-_ADAPTERS_KEPT])
+            self._adapters = [*self._adapters[-_ADAPTERS_KEPT:], name]
 
     async def _unload(self, servers: Sequence[RemoteBackend], names: Sequence[str]) -> None:
         for server in servers:
@@ -287,8 +284,6 @@ class RemoteSampler:
         begun, repeated = False, False
         while True:
             await self._usable.wait()
-            adapter = self._adapters[-1] if self._adapters else ""
-            self._calls_with[adapter] += 1
             try:
                 with self._activity:
                     async with aclosing(self._replicas.answer(call)) as events:
@@ -302,8 +297,6 @@ class RemoteSampler:
                 if begun or repeated or self._usable.is_set():  # it may be this call that ends its servers
                     raise
                 repeated = True
-            finally:
-                self._calls_with -= Counter([adapter])
 
     def relay(self, call: RelayedCall) -> AbstractAsyncContextManager[RelayedAnswer]:
         return self._replicas.relay(call)

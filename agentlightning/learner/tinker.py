@@ -80,7 +80,7 @@ def check_loss(loss: Loss) -> None:
 
 @contextmanager
 def open_tinker(
-    place: LearnerPlace, model: str, optimizer: AdamW, *, lora: LoRA | None, seed: int, max_sequence_length: int | None
+    place: LearnerPlace, model: str, optimizer: AdamW, *, lora: LoRA | None, seed: int, length: int | None
 ) -> Generator[tuple[TinkerSampler, TinkerLearner]]:
     """Inside, the server is ready to sample from `model`, its name for it, and to train an adapter on it, or, verl's,
     its weights. ConfigError where it cannot be reached, is not ready, or has no such model."""
@@ -101,10 +101,10 @@ def open_tinker(
     if served is None:
         raise ConfigError(f"learner: {place.url} serves {', '.join(names)}, and not the model {model!r}")
     create = partial(service.create_lora_training_client, served, rank=(lora or LoRA()).rank, seed=seed)
-    chat, length = ChatTemplate.from_pretrained(tokenizer), max_sequence_length or _LENGTH
+    chat = ChatTemplate.from_pretrained(tokenizer)
     try:
         learner = TinkerLearner(sdk, service, create, tokenizer, optimizer, place)
-        yield TinkerSampler(sdk, service, served, chat, place.url, length), learner
+        yield TinkerSampler(sdk, service, served, chat, place.url, length or _LENGTH), learner
     finally:
         service.holder.close()
 

@@ -27,11 +27,11 @@ from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner import losses
 from agentlightning.learner.base import CRITIC_RATE, AdamW, Critic, Learner, WeightsForm
-from agentlightning.learner.critic import ValueModel
 from agentlightning.learner.forward import (
     LOGITS_AT_ONCE,
     Sampled,
     States,
+    ValueModel,
     branching_pair,
     has_plain_head,
     predicting_states,

@@ -10,11 +10,12 @@ import contextvars
 import inspect
 import logging
 import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from dataclasses import dataclass, field
+from typing import Any, cast
 
-from agentlightning.errors import ConfigError, InvalidError
+from agentlightning.errors import AgentLightningError, ConfigError, InvalidError
 from agentlightning.runner.agent import LitAgent, is_async
 from agentlightning.runner.clients import guard_clients
 from agentlightning.runner.environment import serves_model
@@ -65,12 +66,6 @@ class Hook:
         recorded by the gateway and are not among them)."""
 
 
-class Elsewhere(Protocol):
-    """Where an agent runs, if not in this process."""
-
-    async def run(self, rollout: AttemptedRollout, resources: NamedResources, tracer: AttemptTracer) -> Any: ...
-
-
 @dataclass(frozen=True)
 class Outcome:
     """How an attempt ended: its status, and for anything but success the reason and the exception, if one was."""
@@ -81,19 +76,35 @@ class Outcome:
 
 
 @dataclass(eq=False)
-class Execution:
-    """One attempt of one agent, from on_rollout_start to on_rollout_end; the agent in `process`, if there is one, and
-    all around it here. In this process `own_agent` makes the attempt's copy of the agent.
+class Flight:
+    """One attempt of one agent, from on_rollout_start to on_rollout_end; the agent in `process` (an `AgentProcess`), if
+    there is one, and all around it here. In this process `own_agent` makes the attempt's copy of the agent.
 
-    `stop` may be called at any time from the event loop: the agent is cancelled and `run` answers with that status."""
+    `stop` may be called at any time from the event loop: the agent is cancelled and `run` answers with that status.
+    Below `started` is what the runner keeps of it: what the store has not got yet, and what it said."""
 
     runner: Any
     agent: LitAgent[Any]
     hooks: tuple[Hook, ...]
     rollout: AttemptedRollout
     tracer: AttemptTracer
-    process: Elsewhere | None = None
+    process: Any = None
     own_agent: Callable[[], LitAgent[Any]] | None = None
+    started: float = field(default_factory=time.monotonic)
+    unsent: list[Span] = field(default_factory=list[Span])
+    sending: asyncio.Lock = field(default_factory=asyncio.Lock)
+    defects: int = 0  # how often the server has failed at what is unsent
+    refusal: AgentLightningError | None = None  # of spans that were dropped
+    ended_by_store: bool = False
+    unrun: str = "its runner was stopped"  # why it is handed back, if it is
+
+    @property
+    def ids(self) -> tuple[str, str]:
+        return self.rollout.rollout_id, self.rollout.attempt.attempt_id
+
+    @property
+    def lease_token(self) -> int | None:
+        return self.rollout.lease.token if self.rollout.lease else None
 
     def __post_init__(self) -> None:
         self._stopped: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()

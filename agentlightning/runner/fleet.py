@@ -30,7 +30,7 @@ import yaml
 from yarl import URL
 
 from agentlightning.errors import AgentLightningError, ConfigError, ForbiddenError, NotFoundError, UnavailableError
-from agentlightning.runner.patience import patiently
+from agentlightning.runner.runner import patiently
 from agentlightning.store.base import LightningStore
 from agentlightning.types import Condition
 

@@ -10,13 +10,13 @@ import asyncio
 import logging
 import math
 import os
+import random
 import socket
 import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
 from itertools import count, product
 from typing import Any, TypeVar
 
@@ -27,13 +27,13 @@ from agentlightning.errors import (
     ForbiddenError,
     InvalidError,
     NotFoundError,
+    UnavailableError,
 )
 from agentlightning.runner.agent import AnyAgent, as_agent, own_copies
 from agentlightning.runner.clients import ClientPool, current_pool
 from agentlightning.runner.environment import ResourceCache, current_server
-from agentlightning.runner.execution import Execution, Hook, Outcome
+from agentlightning.runner.execution import Flight, Hook, Outcome
 from agentlightning.runner.isolation import AgentNotLoadedError, AgentProcess, Isolation, boot_of, usual_concurrency
-from agentlightning.runner.patience import is_defect, patiently
 from agentlightning.store.base import LightningStore
 from agentlightning.store.lifecycle import TERMINAL
 from agentlightning.tracing.choice import TracerKind, choose_tracer
@@ -47,7 +47,6 @@ from agentlightning.types import (
     NamedResources,
     Rollout,
     RolloutConfig,
-    Span,
 )
 
 logger = logging.getLogger(__name__)
@@ -58,27 +57,7 @@ POLL_SECONDS = 20.0  # one long poll for work
 HEARTBEAT_SECONDS = 10.0  # until a lease was seen; then a third of the shortest lease
 GIVE_BACK_SECONDS = 5.0  # how long a cancelled runner tries to hand its attempts back
 DEFECT_TRIES = 5  # of spans at which the server fails, before they count as refused
-
-
-@dataclass(eq=False)
-class Flight(Execution):
-    """One attempt in this runner: what is executed, and what the store has not got yet."""
-
-    started: float = field(default_factory=time.monotonic)
-    unsent: list[Span] = field(default_factory=list[Span])
-    sending: asyncio.Lock = field(default_factory=asyncio.Lock)
-    defects: int = 0  # how often the server has failed at what is unsent
-    refusal: AgentLightningError | None = None  # of spans that were dropped
-    ended_by_store: bool = False
-    unrun: str = "its runner was stopped"  # why it is handed back, if it is
-
-    @property
-    def ids(self) -> tuple[str, str]:
-        return self.rollout.rollout_id, self.rollout.attempt.attempt_id
-
-    @property
-    def lease_token(self) -> int | None:
-        return self.rollout.lease.token if self.rollout.lease else None
+FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.1, 5.0  # pauses while the store is away
 
 
 class Runner:
@@ -465,3 +444,27 @@ async def _first_of(wanted: asyncio.Task[Any], stopping: asyncio.Task[Any]) -> b
 def _first_leaf(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     first = errors.exceptions[0]
     return _first_leaf(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+async def patiently(call: Callable[[], Awaitable[T]], seconds: float) -> T:
+    """Repeat a harmless-to-repeat call for so long while the store is away or has a defect; then UnavailableError."""
+    deadline = time.monotonic() + seconds
+    pause = FIRST_RETRY_SECONDS
+    while True:
+        try:
+            return await call()
+        except AgentLightningError as error:
+            if not (isinstance(error, UnavailableError) or is_defect(error)):
+                raise
+            if time.monotonic() + pause > deadline:
+                raise UnavailableError(
+                    f"it did not answer for {seconds:g} s: {error}. "
+                    "Attempts in flight are retried by whoever finds them, once it is back"
+                ) from error
+        await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+        pause = min(2 * pause, LAST_RETRY_SECONDS)
+
+
+def is_defect(error: AgentLightningError) -> bool:
+    """Whether the server failed by itself (HTTP 500), which may pass."""
+    return type(error) is AgentLightningError

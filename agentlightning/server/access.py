@@ -68,10 +68,6 @@ class Scope:
         """Whether the caller may touch everything."""
         return self.attempt is None and "admin" in self.opens
 
-    def require_admin(self) -> None:
-        if not self.is_admin:
-            raise ForbiddenError(f"this needs an admin key; {self.name} is not one")
-
     def refuses(self, span: Span) -> str | None:
         """Why the caller may not add a span with this content, or None: an attempt's key does not speak for the
         gateway, and gives rewards only if it was issued to."""

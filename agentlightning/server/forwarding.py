@@ -38,42 +38,43 @@ _SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
 _log: Final = logging.getLogger(__name__)
 
 
-class Forwarder:
+class Forwarder(SpanExporter):
     """Sends spans to the collector at `url` until `close`. `/v1/traces` is appended unless it is there.
 
-    A batch waits `linger` seconds for more spans. A full queue drops its oldest spans; a batch that the collector does
-    not take within 30 s is dropped. Token ids stay here; how many there are goes along. ConfigError for an invalid
-    `url`."""
+    A batch waits `linger` seconds for more spans. A full queue drops its oldest spans, which nothing counts; a batch
+    that the collector does not take within 30 s is `dropped`. Token ids stay here; how many there are goes along."""
 
     def __init__(self, url: URL, headers: Mapping[str, str] | None = None, *, linger: float = 1.0) -> None:
         self.url = url
-        self.taken = 0
+        self.taken = self.sent = self.dropped = 0
         session = requests.Session()
         session.max_redirects = 0  # the headers hold keys, which are for this address alone
-        exporter = OTLPSpanExporter(
-            str(self.url),
-            headers=dict(headers or {}),
-            timeout=_RETRY_SECONDS,
-            compression=Compression.Gzip,
-            session=session,
+        self._exporter = OTLPSpanExporter(
+            str(url), headers=dict(headers or {}), timeout=_RETRY_SECONDS, compression=Compression.Gzip, session=session
         )
-        self._exporter = _CountingExporter(exporter)
-        self._processor = BatchSpanProcessor(self._exporter, QUEUE_SPANS, 1000 * linger, BATCH_SPANS)
-
-    @property
-    def sent(self) -> int:
-        return self._exporter.sent
-
-    @property
-    def dropped(self) -> int:
-        """How many spans the collector did not take; those that a full queue dropped are not among them."""
-        return self._exporter.dropped
+        self._processor = BatchSpanProcessor(self, QUEUE_SPANS, 1000 * linger, BATCH_SPANS)
 
     def take(self, spans: Sequence[Span]) -> None:
         """Forward spans some time later. Returns at once."""
         self.taken += len(spans)
         for span in spans:
             self._processor.on_end(readable(span))
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Called by the processor, in its thread."""
+        result = SpanExportResult.FAILURE
+        try:
+            result = self._exporter.export(spans)
+        except requests.RequestException as error:  # such as a redirect
+            _log.warning("spans did not reach the collector: %s", error)
+        if result is SpanExportResult.SUCCESS:
+            self.sent += len(spans)
+        else:
+            self.dropped += len(spans)
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
 
     async def close(self) -> None:
         """Send what waits, for `CLOSE_SECONDS` at most; the rest is dropped."""
@@ -91,27 +92,6 @@ class Forwarder:
             Reading("agl_forward_sent_spans_total", "Spans that the collector took.", lambda: self.sent),
             Reading("agl_forward_dropped_spans_total", "Spans that it did not take.", lambda: self.dropped),
         ]
-
-
-class _CountingExporter(SpanExporter):
-    def __init__(self, exporter: SpanExporter) -> None:
-        self.sent = self.dropped = 0
-        self._exporter = exporter
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        result = SpanExportResult.FAILURE
-        try:
-            result = self._exporter.export(spans)
-        except requests.RequestException as error:  # such as a redirect
-            _log.warning("spans did not reach the collector: %s", error)
-        if result is SpanExportResult.SUCCESS:
-            self.sent += len(spans)
-        else:
-            self.dropped += len(spans)
-        return result
-
-    def shutdown(self) -> None:
-        self._exporter.shutdown()
 
 
 def traces_url(text: str) -> URL:

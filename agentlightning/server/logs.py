@@ -116,25 +116,28 @@ def _caller(scope: Scope) -> str | None:
     return name if name is not None and name.isprintable() else None
 
 
-class TextFormatter(logging.Formatter):
+class _UtcFormatter(logging.Formatter):
+    converter = time.gmtime
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
+
+
+class TextFormatter(_UtcFormatter):
     """`2026-01-31T12:00:00.123Z WARNING agentlightning.store.sql: …`, then the traceback if there is one."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
-    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
-        return _time(record)
-
     def format(self, record: logging.LogRecord) -> str:
         return text_without_secrets(super().format(record))
 
 
-class JsonFormatter(logging.Formatter):
+class JsonFormatter(_UtcFormatter):
     """One JSON object per line: time, level, logger, message, with `fields` and `traceback` of the record."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
-            "time": _time(record),
+            "time": self.formatTime(record),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
@@ -144,10 +147,6 @@ class JsonFormatter(logging.Formatter):
             line["traceback"] = self.formatException(record.exc_info)
         clean = {name: text_without_secrets(value) if isinstance(value, str) else value for name, value in line.items()}
         return msgspec.json.encode(clean).decode()
-
-
-def _time(record: logging.LogRecord) -> str:
-    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z"
 
 
 def configure_logging(form: LogFormat) -> None:

@@ -153,9 +153,6 @@ def _tls_context(certificate: Path | str | None, key: Path | str | None) -> ssl.
         return None
     if certificate is None or key is None:
         raise ConfigError("TLS needs both a certificate and its private key; give tls_cert and tls_key")
-    for file in (certificate, key):
-        if not Path(file).is_file():
-            raise ConfigError(f"there is no file {str(file)!r}; give the paths of a certificate and its key, in PEM")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         # With the empty password a key that needs one is refused, instead of asked for at the terminal.

@@ -186,11 +186,6 @@ export interface Quality {
   suggestions: Record<string, string>;
 }
 
-export interface ReplayRequest {
-  path: string;
-  body: Record<string, any>;
-}
-
 export interface ReplicaDescription {
   base_url: string;
   kind: string;
@@ -369,7 +364,6 @@ export interface StepView {
   reward: number | null;
   time_to_first_token: number | null;
   call_index: number | null;
-  replayable: boolean;
 }
 
 export interface TokenCall {

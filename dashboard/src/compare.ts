@@ -27,6 +27,11 @@ export function label(run: RunRow): string {
   return `${run.kind} ${run.seed === null ? run.run_id : `seed ${run.seed}`}`;
 }
 
+/** Seconds from its start to its end, or to now. */
+export function took(row: RunRow): number {
+  return (row.end_time ?? Date.now() / 1000) - row.start_time;
+}
+
 export function colors(chosen: RunRow[], bySeed: boolean): Map<string, string> {
   const keys = [...new Set(chosen.map((run) => (bySeed ? run.run_id : run.family)))];
   return new Map(

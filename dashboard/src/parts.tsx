@@ -147,22 +147,20 @@ async function put(text: string): Promise<void> {
   field.remove();
 }
 
-/** Copies `text`, which may have to be fetched first. */
-export function Copy(properties: { text: string | (() => Promise<string>); label: string; name?: string }) {
-  const { text, label, name = "copy" } = properties;
+function Copy({ text, label }: { text: string; label: string }) {
   const [said, setSaid] = useState("");
   const copy = async () => {
     try {
-      await put(typeof text === "string" ? text : await text());
+      await put(text);
       setSaid("copied");
     } catch {
-      setSaid("not copied"); // the browser or the server refused
+      setSaid("not copied"); // the browser refused
     }
     setTimeout(() => setSaid(""), 1500);
   };
   return (
     <button type="button" class="quiet" onClick={() => void copy()} aria-label={`Copy ${label}`}>
-      {said || name}
+      {said || "copy"}
     </button>
   );
 }

@@ -16,8 +16,8 @@ from openai import AsyncOpenAI, OpenAI
 
 import agentlightning as agl
 from agentlightning.algorithm.apo.budget import Budget, OutOfBudget
-from agentlightning.algorithm.apo.editing import placeholders
-from agentlightning.algorithm.apo.racing import Standing, going_on, rungs
+from agentlightning.algorithm.apo.edits import placeholders
+from agentlightning.algorithm.apo.race import Standing, going_on, rungs
 from agentlightning.data.references import load_reference
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.rewards import chat
@@ -194,25 +194,6 @@ async def test_a_search_finds_a_better_prompt_and_keeps_its_lineage(tmp_path: Pa
 
 
 @pytest.mark.anyio
-async def test_candidates_are_measured_at_the_same_time(tmp_path: Path) -> None:
-    together = most = 0
-
-    @agl.rollout
-    async def slow(task: dict, prompt_template: agl.PromptTemplate) -> float:
-        nonlocal together, most
-        speak("slow")
-        together += 1
-        most = max(most, together)
-        await asyncio.sleep(0.05)
-        together -= 1
-        return prompt_template.template.count("GOOD") / 10
-
-    async with optimizer() as (_, url):
-        await trainer(tmp_path, apo(url, beam_rounds=1)).fit_async(slow, TASKS, TASKS)
-    assert most >= 10  # the seed's 8 held-out tasks and the 4 for its critiques
-
-
-@pytest.mark.anyio
 async def test_several_templates_are_changed_in_turn(tmp_path: Path) -> None:
     @agl.rollout
     async def two(task: dict, resources: agl.NamedResources) -> float:
@@ -368,37 +349,6 @@ async def test_a_seed_that_earns_nothing_is_explained(tmp_path: Path) -> None:
         broken = {"prompt": PromptTemplate(template="Say {number")}
         with pytest.raises(ConfigError, match="template 'prompt' cannot be used: it is no f-string template"):
             await trainer(tmp_path / "b", apo(url), initial_resources=broken).fit_async(counts_good, TASKS, TASKS)
-
-
-OWN_CLIENT = """
-import openai, agentlightning as agl
-client = openai.AsyncOpenAI()
-@agl.rollout
-async def own(task: dict, prompt_template: agl.PromptTemplate) -> float:
-    asked = [{"role": "user", "content": prompt_template.format(number=task["number"])}]
-    await client.chat.completions.create(model="agent", messages=asked)
-    return prompt_template.template.count("GOOD") / 10
-"""
-
-
-@pytest.mark.anyio
-async def test_an_agent_with_a_client_of_its_own_is_recorded_or_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "own.py").write_text(OWN_CLIENT)
-    agent = f"{tmp_path / 'own.py'}:own"
-    async with optimizer() as (script, url):
-        monkeypatch.setenv("OPENAI_BASE_URL", f"{url}/v1")
-        monkeypatch.setenv("OPENAI_API_KEY", "sk-own")
-        small = {"beam_width": 1, "branch_factor": 1, "beam_rounds": 1, "val_batch_size": 1, "gradient_batch_size": 1}
-        with pytest.raises(TrainingError, match="no rollout has a recorded conversation"):
-            await trainer(tmp_path / "a", apo(url, **small)).fit_async(agent, TASKS[:2], TASKS[:1])
-        assert {*script.asked} == {"agent"}  # no critic
-        resources = {"prompt": PromptTemplate(template=SEED), "llm": agl.LLM(endpoint=f"{url}/v1", model="agent")}
-        job = trainer(tmp_path / "b", apo(url, **small), initial_resources=resources, n_runners=1)
-        await job.fit_async(agent, TASKS[:2], TASKS[:1])
-    critiques = [told[0]["content"] for told in script.told if "<run number" in told[0]["content"]]
-    assert critiques and all("say GOOD more often" in one for one in critiques)  # the agent's own answer
 
 
 def test_settings_that_cannot_be_are_refused(tmp_path: Path) -> None:

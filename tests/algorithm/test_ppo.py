@@ -20,7 +20,7 @@ from agentlightning.data.recorded import rewarded_group
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.errors import ConfigError
-from agentlightning.learner.critic import CRITIC_FILE
+from agentlightning.learner.forward import CRITIC_FILE
 from scripts.replay import main as replay
 from scripts.replay import weights_digest
 from tests import agents

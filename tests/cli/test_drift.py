@@ -9,44 +9,15 @@ from typing import Any
 
 import pytest
 
-from agentlightning import semconv
-from agentlightning.gateway.chat.template import ChatTemplate
-from agentlightning.learner.tiny import make_tokenizer
 from agentlightning.store.sql import SqlStore
-from agentlightning.types import EnqueueRolloutRequest, SampledChoice, Span, TokenCapture
+from agentlightning.types import EnqueueRolloutRequest
 from scripts.drift import main as run
+from tests.cli.world import CHAT, TOKENIZER, letters, sampled_call, shown_by
 
-TOKENIZER = make_tokenizer(["there", "hello", "and then?"] * 4, 300)
-CHAT = ChatTemplate.from_pretrained(TOKENIZER)
 END = "<|end|>"
 
 
-def letters(text: str) -> tuple[int, ...]:
-    return tuple(token_id for letter in text for token_id in CHAT.encode(letter))
-
-
-def span(index: int, messages: list[dict[str, Any]], sampled: tuple[int, ...], said: str, **ids: Any) -> Span:
-    choice = SampledChoice(token_ids=sampled, logprobs=(-0.1,) * len(sampled), finish_reason="stop")
-    attributes = {
-        semconv.CALL_INDEX: index,
-        semconv.GEN_AI_RESPONSE_MODEL: ids.pop("model", "policy"),
-        semconv.GEN_AI_INPUT_MESSAGES: json.dumps(messages),
-        semconv.GEN_AI_OUTPUT_MESSAGES: json.dumps([{"role": "assistant", "content": said}]),
-    }
-    return Span(
-        **ids,
-        sequence_id=index + 1,
-        trace_id="0" * 32,
-        span_id=f"{index:016x}",
-        name="chat policy",
-        start_time=float(index),
-        end_time=index + 0.5,
-        attributes=attributes,
-        tokens=TokenCapture(prompt_token_ids=CHAT.encode(CHAT.render(messages)), choices=(choice,)),
-    )
-
-
-def fill(path: Path, answers: list[tuple[tuple[int, ...], str]], **more: Any) -> None:
+def fill(path: Path, answers: list[tuple[tuple[int, ...], str]]) -> None:
     """A store with one conversation, in which the policy gave these answers."""
 
     async def work() -> None:
@@ -55,10 +26,10 @@ def fill(path: Path, answers: list[tuple[tuple[int, ...], str]], **more: Any) ->
         await store.enqueue_many_rollouts([EnqueueRolloutRequest(input="task", run_id="run-1")])
         leased = await store.dequeue_rollout()
         assert leased is not None
-        ids = {"rollout_id": leased.rollout_id, "attempt_id": leased.attempt.attempt_id, **more}
+        ids = {"rollout_id": leased.rollout_id, "attempt_id": leased.attempt.attempt_id}
         messages: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
         for index, (sampled, said) in enumerate(answers):
-            await store.add_many_spans([span(index, messages, sampled, said, **ids)])
+            await store.add_many_spans([sampled_call(ids, index, messages, sampled, said)])
             answer = {"role": "assistant", "content": said}
             messages = [*messages, answer, {"role": "user", "content": "and then?"}]
         await store.close()
@@ -84,14 +55,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def agl(capsys: pytest.CaptureFixture[str]):
-    """Runs one command; its exit code, stdout and stderr."""
-
-    def command(*arguments: object) -> tuple[int, str, str]:
-        code = run([str(argument) for argument in arguments])
-        shown = capsys.readouterr()
-        return code, shown.out, shown.err
-
-    return command
+    return shown_by(run, capsys)
 
 
 def test_a_table_by_check_and_kind_and_an_example_of_each(path: Path, tokenizer: Path, agl) -> None:

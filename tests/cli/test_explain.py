@@ -10,16 +10,13 @@ from typing import Any
 import pytest
 
 from agentlightning import semconv
-from agentlightning.gateway.chat.template import ChatTemplate
-from agentlightning.learner.tiny import make_tokenizer
 from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.context import AttemptTracer, bind
 from agentlightning.tracing.emit import emit_reward
-from agentlightning.types import EnqueueRolloutRequest, SampledChoice, Span, TokenCapture
+from agentlightning.types import EnqueueRolloutRequest, Span
 from scripts.explain import main as explain
+from tests.cli.world import CHAT, TOKENIZER, letters, sampled_call, shown_by
 
-TOKENIZER = make_tokenizer(["there", "hello", "and then?"] * 4, 300)
-CHAT = ChatTemplate.from_pretrained(TOKENIZER)
 END = CHAT.encode("<|end|>")
 SYSTEM = {"role": "system", "content": "You are the writer\x1b[2J\u202e[bold]. Be there."}
 STORE = "store.sqlite"
@@ -33,39 +30,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def agl(capsys: pytest.CaptureFixture[str]):
-    """Runs the script; its exit code, stdout and stderr."""
-
-    def command(*arguments: object) -> tuple[int, str, str]:
-        code = explain([*map(str, arguments)])
-        shown = capsys.readouterr()
-        return code, shown.out, shown.err
-
-    return command
-
-
-def span(
-    ids: dict[str, str], index: int, messages: list[dict[str, Any]], sampled: tuple[int, ...], **more: Any
-) -> Span:
-    choice = SampledChoice(
-        token_ids=sampled, logprobs=(-0.1,) * len(sampled), finish_reason="stop", versions=((3, len(sampled)),)
-    )
-    attributes = {
-        semconv.CALL_INDEX: index,
-        semconv.GEN_AI_RESPONSE_MODEL: "policy",
-        semconv.GEN_AI_INPUT_MESSAGES: json.dumps(messages),
-        semconv.GEN_AI_OUTPUT_MESSAGES: json.dumps([{"role": "assistant", "content": "there"}]),
-    }
-    return Span(
-        **ids,
-        sequence_id=index + 1,
-        trace_id="0" * 32,
-        span_id=f"{index:016x}",
-        name="chat policy",
-        start_time=float(index),
-        end_time=index + 0.5,
-        attributes=attributes | more,
-        tokens=TokenCapture(prompt_token_ids=CHAT.encode(CHAT.render(messages)), choices=(choice,)),
-    )
+    return shown_by(explain, capsys)
 
 
 def fill(manifest: dict[str, Any] | None = None) -> str:
@@ -79,16 +44,15 @@ def fill(manifest: dict[str, Any] | None = None) -> str:
         leased = await store.dequeue_rollout()
         assert leased is not None
         ids = {"rollout_id": leased.rollout_id, "attempt_id": leased.attempt.attempt_id}
-        letters = tuple(token_id for letter in "there" for token_id in CHAT.encode(letter))
         messages: list[dict[str, Any]] = [SYSTEM]
         spans: list[Span] = []
-        for index, said in enumerate((CHAT.encode("there"), letters, CHAT.encode("there"))):
+        for index, said in enumerate((CHAT.encode("there"), letters("there"), CHAT.encode("there"))):
             messages = [*messages, {"role": "user", "content": "hello"}]
-            spans.append(span(ids, index, messages, (*said, *END)))
+            spans.append(sampled_call(ids, index, messages, (*said, *END), "there"))
             messages = [*messages, {"role": "assistant", "content": "there"}]
         judge = [{"role": "user", "content": "and then?"}]
         frozen = {semconv.CALL_TRAINABLE: False, semconv.GEN_AI_RESPONSE_MODEL: "judge"}
-        spans.append(span(ids, 3, judge, END, **frozen))
+        spans.append(sampled_call(ids, 3, judge, END, "there", **frozen))
         tracer = AttemptTracer(leased.rollout_id, leased.attempt.attempt_id)
         with bind(tracer):
             emit_reward(0.5)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import random
 import re
 import signal
 import subprocess
@@ -21,8 +19,6 @@ from openai import AuthenticationError, OpenAI
 
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.tiny import chat_text, make_model, make_tokenizer
-from agentlightning.store.sql import SqlStore
-from agentlightning.types import Metrics, Rollout
 
 AGENT = """
 import asyncio
@@ -195,45 +191,3 @@ def test_server_runner_and_trainer_as_three_processes(project: Path) -> None:
         runner.send_signal(signal.SIGTERM)
         told = json.loads(finish(runner)[0])
         assert (told["agent"], told["server"], told["concurrency"]) == ("agent.py:agent", url, 8)
-
-
-@pytest.mark.soak
-def test_a_training_killed_again_and_again_still_trains_every_step_once(project: Path) -> None:
-    steps, kills = 40, 0
-    randomness = random.Random(1)
-    arguments = [
-        "train",
-        "run.yaml",
-        "--run-dir",
-        "storm",
-        "--steps",
-        str(steps),
-        "--set",
-        "algorithm.checkpoint_every=1",
-    ]
-    while True:
-        resume = ["--resume"] if (project / "storm" / "run.json").is_file() else []
-        process = start(project, *arguments, *resume)
-        try:
-            _, err = process.communicate(timeout=randomness.uniform(2, 25))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            kills += 1
-            continue
-        assert process.returncode == 0, err
-        break
-    assert kills > 0
-    history, rollouts = asyncio.run(read_store(project / "storm" / "store.sqlite"))
-    assert sorted({metrics.step for metrics in history if "reward" in metrics.values}) == list(range(1, steps + 1))
-    assert all(rollout.status in ("succeeded", "cancelled") for rollout in rollouts)
-    assert sum(rollout.status == "succeeded" and rollout.mode == "train" for rollout in rollouts) >= steps * 8
-
-
-async def read_store(path: Path) -> tuple[list[Metrics], list[Rollout]]:
-    store = await SqlStore.open(path)
-    try:
-        (run,) = await store.query_runs()
-        return await store.query_metrics(run.run_id), await store.query_rollouts(run_id=run.run_id)
-    finally:
-        await store.close()

@@ -17,10 +17,10 @@ import pytest
 
 from agentlightning.cli.main import run
 from agentlightning.cli.options import Duration
-from agentlightning.store import calls
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import Credential, Rollout
+from tests.cli.world import shown_by
 
 KEY = "an admin's key"
 DAY = 86400.0
@@ -64,14 +64,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def agl(capsys: pytest.CaptureFixture[str]):
-    """Runs one command; its exit code, stdout and stderr."""
-
-    def command(*arguments: object) -> tuple[int, str, str]:
-        code = run([str(argument) for argument in arguments])
-        shown = capsys.readouterr()
-        return code, shown.out, shown.err
-
-    return command
+    return shown_by(run, capsys)
 
 
 @contextlib.contextmanager
@@ -249,7 +242,7 @@ def opens(path: Path, secret: str, later: float = 0.0) -> Credential | None:
 
     async def work() -> Credential | None:
         store = await SqlStore.open(path, clock=lambda: time.time() + later)
-        credential = await store.perform(calls.FindKey(api_key=secret))
+        credential = await store.find_key(api_key=secret)
         await store.close()
         return credential
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -146,13 +149,8 @@ async def test_the_page_needs_no_key_and_lets_nothing_in_from_elsewhere(place, t
     dashboard.page.cache_clear()
 
 
-async def test_an_installation_without_the_page_says_so(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(dashboard, "_STATIC", tmp_path)
-    dashboard.page.cache_clear()
-    async with place.http.get("/") as answer:
-        assert answer.status == 503
-        assert "npm run build" in await answer.text()
-    dashboard.page.cache_clear()
+def test_the_pages_types_are_those_of_the_servers_answers():
+    subprocess.run([sys.executable, "scripts/page_types.py", "--check"], check=True, cwd=Path(__file__).parents[2])
 
 
 # --- sessions -----------------------------------------------------------------------------------------------------
@@ -197,14 +195,6 @@ async def test_another_sites_page_cannot_use_a_session(place, sent):
     place.headers = {}
     await place.post("/session", {"key": KEY}, status=403, **sent)  # nor begin one
     await browser.get("/runs", origin=place.url, **{"sec-fetch-site": "same-origin"})
-
-
-async def test_a_key_that_reads_gives_no_score(place):
-    rollout = (await record(place.store, [1.0, 0.0]))[0]
-    issued = await place.store.issue_key(name="reader", scopes=["read"])
-    browser = await place.logged_in(issued.api_key)
-    assert len((await browser.post("/rollouts", {}))["items"]) == 2
-    await browser.post(f"/rollouts/{rollout.rollout_id}/score", {"reward": 1.0}, status=403)
 
 
 # --- rollouts -----------------------------------------------------------------------------------------------------
@@ -263,9 +253,6 @@ async def test_a_rollout_is_shown_with_what_was_new_in_each_call(place):
         ("reward", None),
     ]
     assert view["explanation"]["reward_terms"] == {"final": 1.0}
-    again = await place.get(f"/rollouts/{one.rollout_id}/request?call={first['span_id']}")
-    assert again["path"] == "/v1/chat/completions"
-    assert again["body"] == {"model": "policy", "temperature": 1, "messages": [SYSTEM, says("user", HOSTILE)]}
     await place.get(f"/rollouts/{one.rollout_id}?attempt=2", status=404)
 
 
@@ -434,11 +421,6 @@ async def test_a_persons_score_becomes_the_reward(place):
     row = await browser.post(f"/rollouts/{one.rollout_id}/score", {"comment": "only said"})
     assert row["reward"] == 0.25
     await browser.post(f"/rollouts/{one.rollout_id}/score", {}, status=422)
-
-
-async def test_a_rollout_never_tried_cannot_be_scored(place):
-    waiting = await place.store.enqueue_rollout("task")
-    await place.post(f"/rollouts/{waiting.rollout_id}/score", {"reward": 1.0}, status=409)
 
 
 async def test_the_stores_own_actions_take_the_session(place):

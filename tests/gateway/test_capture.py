@@ -193,15 +193,3 @@ async def test_a_client_that_leaves_cancels_its_call_and_the_part_is_not_trained
     assert span.attributes[semconv.GEN_AI_FINISH_REASONS] == ["abort"]
     assert span.attributes[semconv.CALL_FLAG] == "client disconnected"
     assert span.status.status_code == "ERROR"
-
-
-async def test_held_calls_wait_and_are_not_refused(gateway_world: World) -> None:
-    attempted = await gateway_world.attempt()
-    gateway_world.gateway.hold()
-    waiting = asyncio.create_task(call(gateway_world, attempted))
-    await asyncio.wait_for(gateway_world.gateway.idle(), 60)
-    done, _ = await asyncio.wait({waiting}, timeout=0.3)
-    assert not done and await gateway_world.spans(attempted) == []
-    gateway_world.gateway.release()
-    answer, _ = await asyncio.wait_for(waiting, 60)
-    assert answer.choices[0].message.content == PLAIN["hello"]

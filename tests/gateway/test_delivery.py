@@ -196,16 +196,6 @@ async def test_a_call_that_no_attempt_made_is_recorded_behind_its_answer(tmp_pat
     assert span.tokens is not None and span.tokens.choices[0].token_ids == (4, 5, 6)
 
 
-async def test_an_undelivered_answer_that_no_attempt_asked_for_leaves_no_note(tmp_path: Path) -> None:
-    async with slow_world(tmp_path) as (built, store):
-        store.may_write.set()
-        await ask(built)
-        await ask(built)
-        await built.gateway.close()
-        spans = await store.query_spans(UNATTRIBUTED)
-    assert len(spans) == 2 and all(semconv.CALL_DISCARDS not in span.attributes for span in spans)
-
-
 async def test_a_store_that_refuses_costs_no_answer_and_is_counted(tmp_path: Path) -> None:
     def broken(span: Span) -> Span:
         raise OSError("no space left on device")

@@ -92,15 +92,6 @@ async def test_the_same_in_training_is_sampled_freely_noted_and_trained(gateway_
     assert semconv.CALL_FLAG not in span.attributes and semconv.CALL_TRAINABLE in span.attributes
 
 
-async def test_hints_are_dropped_and_lengths_clamped_in_serving_too(gateway_world: World) -> None:
-    hints = {"presence_penalty": 1.0, "verbosity": "low", "reasoning_effort": "high", "parallel_tool_calls": False}
-    answer, span = await asked(gateway_world, temperature=0.0, tools=[SEARCH_TOOL], max_tokens=10_000, **hints)
-    assert sorted(span.attributes[semconv.CALL_DROPPED]) == ["max_tokens", "presence_penalty", "verbosity"]
-    assert answer.choices[0].finish_reason == "stop" and semconv.CALL_FLAG not in span.attributes
-    answer, _ = await asked(gateway_world, None, temperature=0.0, max_tokens=10_000, **hints)
-    assert answer.choices[0].message.content == PLAIN["hello"]
-
-
 async def test_with_tools_at_hand_json_output_may_wait_for_a_call(gateway_world: World) -> None:
     seen = set()
     for seed in range(20):

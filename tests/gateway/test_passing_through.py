@@ -238,16 +238,6 @@ async def test_what_the_backend_says_of_its_key_is_not_told(tmp_path: Path, path
         assert (answer.status, "refused the gateway's key" in await answer.text()) == (502, True)
 
 
-@pytest.mark.parametrize(("status", "told"), [(413, 413), (500, 502)])
-async def test_a_backend_that_does_not_count_says_why(tmp_path: Path, status: int, told: int) -> None:
-    hosted = Hosted()
-    hosted.status = status
-    async with before(hosted, tmp_path, "anthropic") as front, aiohttp.ClientSession() as session:
-        asked = {"model": "hosted", "messages": user("hello")}
-        async with session.post(f"{front.url}/v1/messages/count_tokens", json=asked) as answer:
-            assert answer.status == told
-
-
 async def test_a_stream_that_breaks_off_ends_with_an_error(tmp_path: Path) -> None:
     hosted = Hosted()
     hosted.breaks_off_after = 1

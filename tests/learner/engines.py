@@ -15,6 +15,7 @@ import torch
 
 from agentlightning.algorithm.grpo import GRPO
 from agentlightning.learner.base import AdamW
+from agentlightning.learner.losses import Loss
 from agentlightning.trainer import FitResult
 from tests import agents
 from tests.test_trainer import TASKS, policy, trainer
@@ -28,6 +29,21 @@ SGLANG_FLAGS = [
     *["--disable-overlap-schedule", "--disable-cuda-graph", "--skip-server-warmup"],
     *["--mem-fraction-static", "0.1", "--max-total-tokens", "8192", "--max-running-requests", "32"],
 ]
+
+
+def squared(logprobs: Any, old: Any, advantages: Any, transitions: Any) -> Any:
+    return advantages * (logprobs - old).square()
+
+
+def losses_of_servers(**first: Any) -> list[Loss]:
+    """Each kind that has a ratio, and one of a user's own; `first` are further settings of the first."""
+    return [
+        Loss(**first),
+        Loss(kind="importance_sampling", aggregation="sequence-mean"),
+        Loss(kind="gspo", clip_low=0.9, clip_high=9, aggregation="rollout-mean"),
+        Loss(kind="cispo", aggregation="constant", constant_length=4),
+        Loss(kind=squared),
+    ]
 
 
 def save_model(directory: Path, *, tied: bool, seed: int = 0) -> Path:

@@ -47,14 +47,6 @@ def logits(model: Any) -> torch.Tensor:
         return model(torch.arange(2, 12)[None]).logits
 
 
-def test_the_adapter_learns_and_the_model_stays(tokenizer: Any) -> None:
-    one = learner(tokenizer)
-    before, logprobs = base_weights(one), torch.cat(one.logprobs(batch()))
-    assert one.step(batch(), Loss())["grad_norm"] > 0
-    assert all(torch.equal(a, b) for a, b in zip(before, base_weights(one), strict=True))
-    assert float((torch.cat(one.logprobs(batch())) - logprobs).abs().max()) > 1e-4
-
-
 def test_what_samples_is_the_model_with_the_adapter_merged_and_never_drifts(tokenizer: Any) -> None:
     one = learner(tokenizer)
     assert one.policy.adapter is not None

@@ -31,7 +31,7 @@ from agentlightning.learner.tinker import TinkerLearner, TinkerSampler, _ending,
 from agentlightning.learner.torch import TorchLearner
 from agentlightning.trainer import FitResult
 from tests import agents
-from tests.learner.engines import ROOT, server
+from tests.learner.engines import ROOT, losses_of_servers, server
 from tests.learner.test_torch import batch
 from tests.test_trainer import TASKS, policy, trainer
 
@@ -101,11 +101,6 @@ def test_a_server_that_is_not_there_is_said(tmp_path: Path) -> None:
         )
 
 
-def test_a_checkpoint_of_another_learner_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not of a run with learner: tinker"):
-        read_handle(tmp_path)
-
-
 # --- on SkyRL's server ---
 
 
@@ -167,17 +162,7 @@ def apart(one: Any, other: Any) -> float:
     return max(float((a - b).abs().max()) for a, b in pairs)
 
 
-def squared(logprobs: Any, old: Any, advantages: Any, transitions: Any) -> Any:
-    return advantages * (logprobs - old).square()
-
-
-LOSSES = [
-    Loss(),
-    Loss(kind="importance_sampling", aggregation="sequence-mean"),
-    Loss(kind="gspo", clip_low=0.9, clip_high=9, aggregation="rollout-mean"),
-    Loss(kind="cispo", aggregation="constant", constant_length=4),
-    Loss(kind=squared),
-]
+LOSSES = losses_of_servers()
 
 
 @on_a_server

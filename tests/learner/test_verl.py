@@ -10,15 +10,14 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from agentlightning.learner.base import AdamW
-from agentlightning.learner.losses import Loss
 from agentlightning.learner.policy import open_policy
 from agentlightning.learner.torch import TorchLearner
+from tests.learner.engines import losses_of_servers
 from tests.learner.test_torch import batch
 from tests.learner.verl_engine import Told, Work
 from tests.test_trainer import policy
@@ -27,19 +26,7 @@ with_verl = pytest.mark.skipif(
     "AGL_ENGINES" not in os.environ or importlib.util.find_spec("verl") is None, reason="`make engines` runs these"
 )
 SECONDS = 300
-
-
-def squared(logprobs: Any, old: Any, advantages: Any, transitions: Any) -> Any:
-    return advantages * (logprobs - old).square()
-
-
-LOSSES = [
-    Loss(temperature=0.8, entropy_coefficient=0.01),
-    Loss(kind="importance_sampling", aggregation="sequence-mean"),
-    Loss(kind="gspo", clip_low=0.9, clip_high=9, aggregation="rollout-mean"),
-    Loss(kind="cispo", aggregation="constant", constant_length=4),
-    Loss(kind=squared),
-]
+LOSSES = losses_of_servers(temperature=0.8, entropy_coefficient=0.01)
 
 
 @pytest.fixture(scope="module")

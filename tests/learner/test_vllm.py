@@ -144,7 +144,7 @@ urllib.request.urlopen(urllib.request.Request(os.environ["AGL_REWARD_URL"], b"1"
     store = tmp_path / "calls.sqlite"
     with vllm(model) as (url, _):
         options = ["--store", str(store), "--backend", f"{url}/v1"]
-        assert run(["run", *options, "--", sys.executable, "-c", program]) == 0
+        assert run(["record", *options, "--", sys.executable, "-c", program]) == 0
     imitation = agl.SFT(traces=str(store), best=None, threshold=0.5, steps=1, tasks_per_step=1)
     job = trainer(tmp_path, model=str(model), model_name=str(model), algorithm=imitation)
     assert job.fit(agents.vowels).metrics[-1].values["sequences"] == 1

@@ -319,25 +319,6 @@ async def test_the_command_passes_its_options_on_and_cleans_up_at_ctrl_c(
     assert runner == ["runner", "--concurrency=8", "--idle=60.000000s", *given]
 
 
-async def test_a_second_ctrl_c_ends_a_pool_that_waits_for_its_api(store: SqlStore, cluster: Cluster) -> None:
-    async with HttpServer(create_app(store, admin_key="an admin's key"), port=0) as server:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", "from agentlightning.cli.main import main; main()", "runner", "agent.py:agent"),
-            *("--server", server.url, "--kubernetes", str(EXAMPLES / "job.yaml"), "--max", "1"),
-            *("--kube-api", str(cluster.proxy)),
-            env={**os.environ, "AGL_KEY": "an admin's key"},
-            stderr=subprocess.PIPE,
-        )
-        await until(lambda: cluster.asked, 60)
-        cluster.faults = [late]
-        await until(lambda: not cluster.faults)
-        process.send_signal(signal.SIGINT)
-        await asyncio.sleep(0.5)
-        process.send_signal(signal.SIGINT)
-        _, said = await asyncio.wait_for(process.communicate(), 30)
-    assert process.returncode == 130 and said.endswith(b"interrupted\n") and b"Traceback" not in said
-
-
 @pytest.mark.parametrize(
     ("options", "code", "says"),
     [

@@ -152,7 +152,7 @@ def last_attempt(place: Place) -> Attempt:
     return Attempt(**ids, sequence_id=1, start_time=1.0, status="succeeded")
 
 
-NAMING: dict[str, Callable[[Place], dict[str, Any]]] = {
+EVERY: dict[str, Callable[[Place], dict[str, Any]]] = {
     "start_rollout": lambda p: {"input": 2, "resources_id": p.resources_id},
     "enqueue_many_rollouts": lambda p: {"requests": [EnqueueRolloutRequest(input=2, run_id=p.run_id)]},
     "wait_for_rollouts": lambda p: {"rollout_ids": [p.rollout_id], "timeout": 0.0},
@@ -178,10 +178,6 @@ NAMING: dict[str, Callable[[Place], dict[str, Any]]] = {
     "create_group": lambda p: {"size": 1, "run_id": p.run_id},
     "get_group": lambda p: {"group_id": p.group_id},
     "issue_attempt_key": lambda p: {"rollout_id": p.rollout_id, "attempt_id": p.attempt_id},
-}
-"""Calls that name something of a place."""
-
-NAMELESS: dict[str, Callable[[Place], dict[str, Any]]] = {
     "dequeue_many_rollouts": lambda p: {},
     "page_rollouts": lambda p: {"with_total": True},
     "page_spans": lambda p: {"with_total": True},
@@ -203,7 +199,6 @@ NAMELESS: dict[str, Callable[[Place], dict[str, Any]]] = {
     "check_store": lambda p: {},
     "import_rollout": lambda p: {"rollout": terminal(p), "attempts": [last_attempt(p)], "spans": []},
 }
-EVERY = {**NAMING, **NAMELESS}
 
 
 def call_about(name: str, place: Place) -> Call:

@@ -22,7 +22,6 @@ from agentlightning.server.serve import HttpServer
 from agentlightning.server.sessions import Sessions
 from agentlightning.store.base import CALLS
 from agentlightning.store.calls import Call
-from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import (
     EnqueueRolloutRequest,
@@ -34,7 +33,6 @@ from tests.server.places import (
     ADMIN,
     EVERY,
     OPENS,
-    WORKER,
     Caller,
     Clock,
     Place,
@@ -89,10 +87,6 @@ async def test_a_key_opens_what_its_scope_says(store, http, scope):
     assert await statuses(store, Caller(http, await issue(store, scope))) == expected(OPENS[scope])
 
 
-async def test_a_key_of_two_scopes_opens_what_either_does(store, http):
-    assert await statuses(store, Caller(http, await issue(store, "read", "worker"))) == expected(WORKER)
-
-
 async def test_the_admin_key_opens_everything(store, http):
     assert await statuses(store, Caller(http, ADMIN_KEY)) == expected(ADMIN)
 
@@ -107,7 +101,18 @@ async def test_without_a_valid_key_nothing_opens(store, http, clock):
     elsewhere = await SqlStore.open(":memory:")
     foreign = (await furnish(elsewhere, "f")).attempt_key
     await elsewhere.close()
-    for key in (None, "", "wrong", revoked, expired, foreign, ADMIN_KEY[:-1], ADMIN_KEY + "x", f"aglk-{'x' * 43}"):
+    for key in (
+        None,
+        "",
+        "wrong",
+        revoked,
+        expired,
+        foreign,
+        ADMIN_KEY[:-1],
+        ADMIN_KEY + "x",
+        "ключ",
+        f"aglk-{'x' * 43}",
+    ):
         caller = Caller(http, key)
         for kind in EVERY:
             assert (await caller(call_about(kind, Place("nowhere"))))[0] == 401, (key, kind)
@@ -135,21 +140,6 @@ async def test_a_key_that_nobody_could_make_sense_of_is_not_issued(store, fields
     with pytest.raises(InvalidError, match=hint):
         await store.issue_key(**{"name": "k", "scopes": ["read"], **fields})
     assert await store.query_keys() == []
-
-
-async def test_a_key_does_not_end_beyond_all_dates(store):
-    await store.issue_key(name="k", scopes=["read"])
-    (key,) = await store.query_keys()
-    assert key.expire_time is None
-
-
-async def test_a_revoked_key_ends_at_once_and_another_takes_its_place(store, http):
-    first = await store.issue_key(name="first", scopes=["read"])
-    second = await issue(store, "read")
-    assert (await Caller(http, first.api_key)(CALLS["query_runs"]()))[0] == 200
-    await store.revoke_key(key_id=first.key_id)
-    assert (await Caller(http, first.api_key)(CALLS["query_runs"]()))[0] == 401
-    assert (await Caller(http, second)(CALLS["query_runs"]()))[0] == 200
 
 
 @pytest.mark.parametrize("header", ["Bearer {}", "bearer {}", "BEARER  {}"])
@@ -230,14 +220,6 @@ async def test_an_attempts_key_touches_no_other_attempt(store, http):
     assert len(await store.query_spans(own.rollout_id)) == len(await store.query_spans(other.rollout_id)) == 1
 
 
-async def test_a_worker_gives_rewards_for_what_it_runs(store, server):
-    client = LightningStoreClient(server.url, await issue(store, "worker"))
-    place = await furnish(store, "a")
-    await client.add_span(span_of(place, 2, name=REWARD, attributes={reward_value(0): 1.0}))
-    await client.close()
-    assert len(await store.query_spans(place.rollout_id)) == 2
-
-
 # --- administration ----------------------------------------------------------------------------------------------
 
 
@@ -310,14 +292,6 @@ async def test_the_gateway_turns_away_agents_whose_attempt_is_over(store):
 # --- without an admin key ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("header", ["forwarded", "x-forwarded-for"])
-async def test_what_a_proxy_brings_is_not_of_this_machine(store, header):
-    async with HttpServer(create_app(store)) as server, aiohttp.ClientSession(server.url) as http:
-        assert (await Caller(http, None)(CALLS["statistics"]()))[0] == 200
-        status, text = await Caller(http, None).request("GET", "/api/v1/statistics", headers={header: "203.0.113.7"})
-        assert status == 403 and "admin key" in text
-
-
 async def test_an_issued_key_stays_narrow_without_an_admin_key(store):
     async with HttpServer(create_app(store)) as server, aiohttp.ClientSession(server.url) as http:
         assert (await Caller(http, await issue(store, "read"))(CALLS["check_store"]()))[0] == 403
@@ -334,6 +308,7 @@ async def test_an_issued_key_stays_narrow_without_an_admin_key(store):
         ({"origin": "https://evil.example"}, False),
         ({"origin": "null"}, False),
         ({"host": "evil.example:8123"}, False),
+        ({"host": "[half"}, False),
         ({"host": "host.docker.internal:8123", "authorization": "Bearer EMPTY"}, False),
         ({"x-forwarded-for": "203.0.113.7"}, False),
         ({"forwarded": "for=203.0.113.7"}, False),
@@ -355,18 +330,6 @@ async def test_models_answer_whom_the_store_would(store, headers, let_in):
             status, text = await caller.request("POST", path, **sent)
             assert status == (404 if let_in else 403), text  # nothing is wrong but that there is no model
             assert let_in or "admin key" in text
-
-
-async def test_a_key_that_may_call_models_does_so_from_anywhere(store):
-    place = await furnish(store, "a")
-    keys = {place.attempt_key: 404, await issue(store, "worker"): 404, await issue(store, "read"): 403}
-    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
-    app = create_app(store, gateway=Gateway(ModelTable(), store))
-    async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http:
-        for key, status in keys.items():
-            caller = Caller(http, key)
-            sent = {"json": body, "headers": {"host": "host.docker.internal:8123"}}
-            assert (await caller.request("POST", "/v1/chat/completions", **sent))[0] == status
 
 
 @pytest.mark.parametrize("guarded", [False, True])

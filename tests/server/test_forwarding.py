@@ -25,7 +25,6 @@ from agentlightning.store.client import LightningStoreClient
 from agentlightning.tracing.otlp import PROTOBUF, decode_traces
 from agentlightning.types import AttemptedRollout, SampledChoice, Span, TokenCapture
 from tests.gateway.world import GREEDY, talking
-from tests.server.conftest import until
 from tests.server.exporters import export, key_of
 
 pytestmark = pytest.mark.anyio
@@ -177,15 +176,6 @@ async def forwarder_to(url: str) -> AsyncIterator[Forwarder]:
     await forwarder.close()
 
 
-async def test_spans_wait_for_a_collector_that_starts(unused_port):
-    async with forwarder_to(f"http://127.0.0.1:{unused_port}") as forwarder:
-        forwarder.take([span()])
-        await asyncio.sleep(0.3)  # a first request is refused
-        async with collecting(unused_port) as collector:
-            await collector.until(spans=1)
-    assert (forwarder.sent, forwarder.dropped) == (1, 0)
-
-
 @pytest.fixture
 def unused_port() -> int:
     import socket
@@ -205,18 +195,6 @@ async def test_it_retries_when_asked_to_and_not_when_refused(collector):
     assert (forwarder.sent, forwarder.dropped) == (1, 1)
 
 
-async def test_a_slow_collector_delays_no_write(collector):
-    collector.awake.clear()
-    async with forwarding_server(collector) as (_, store, mine):
-        began = time.monotonic()
-        for number in range(1, 51):
-            await store.add_span(span(mine, number))
-        assert time.monotonic() - began < 5
-        assert collector.spans == []
-        collector.awake.set()
-    assert len(collector.spans) == 50
-
-
 async def test_a_full_queue_drops_the_oldest_and_says_so(collector, monkeypatch, caplog):
     monkeypatch.setattr(forwarding, "QUEUE_SPANS", 10)
     monkeypatch.setattr(forwarding, "BATCH_SPANS", 10)
@@ -231,12 +209,6 @@ async def test_a_full_queue_drops_the_oldest_and_says_so(collector, monkeypatch,
 
 
 # --- the end -----------------------------------------------------------------------------------------------------
-
-
-async def test_what_waits_is_sent_when_the_server_stops(collector):
-    async with forwarding_server(collector) as (_, store, mine):
-        await store.add_many_spans([span(mine, number) for number in range(1, 2001)])
-    assert len({one.span_id for one in collector.spans}) == 2000
 
 
 @pytest.mark.parametrize("trouble", ["down", "hanging"])
@@ -254,20 +226,6 @@ async def test_a_collector_that_does_not_answer_holds_the_end_up_for_a_few_secon
 
 
 # --- settings and counts -----------------------------------------------------------------------------------------
-
-
-async def test_metrics_count_what_was_sent_and_dropped(collector):
-    collector.answers = [web.Response(status=400)]
-    async with forwarding_server(collector) as (running, store, mine), aiohttp.ClientSession() as http:
-        await store.add_span(span(mine))
-
-        async def it_is_shown() -> bool:
-            async with http.get(f"{running.url}/metrics") as answer:
-                shown = (await answer.text()).splitlines()
-            assert "agl_forward_sent_spans_total 0.0" in shown
-            return {"agl_forward_dropped_spans_total 1.0", "agl_forward_taken_spans_total 1.0"} <= set(shown)
-
-        await until(it_is_shown)
 
 
 @pytest.mark.parametrize(

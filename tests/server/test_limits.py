@@ -12,7 +12,6 @@ from agentlightning.errors import ConfigError
 from agentlightning.server.app import create_app
 from agentlightning.server.limits import RateLimit, _address, limit_of
 from agentlightning.server.serve import HttpServer
-from agentlightning.store.client import LightningStoreClient
 from tests.server.conftest import ADMIN_KEY
 
 pytestmark = pytest.mark.anyio
@@ -72,12 +71,3 @@ async def test_invented_keys_share_what_their_address_has(store):
         open_to_all = [(await http.get("/", headers={"x-api-key": f"other-{n}"})).status for n in range(30)]
         assert 429 in open_to_all, "an open page makes no key known"
         assert (await http.get("/api/v1/statistics", headers=ADMIN)).status == 200
-
-
-@pytest.mark.slow
-async def test_a_client_of_ours_waits_and_asks_again(store):
-    async with HttpServer(create_app(store, rate_limit=5)) as server:
-        client = LightningStoreClient(server.url, patience=60)
-        for _ in range(15):
-            await client.statistics()
-        await client.close()

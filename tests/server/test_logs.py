@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from agentlightning.server.app import create_app
-from agentlightning.server.logs import ACCESS, Finished, JsonFormatter, TextFormatter, log_request
+from agentlightning.server.logs import ACCESS, JsonFormatter, TextFormatter
 from agentlightning.server.serve import HttpServer
 from tests.server.conftest import ADMIN_KEY
 
@@ -59,13 +59,6 @@ async def test_each_request_leaves_a_line_with_who_and_what_but_no_secret(store,
         assert secret not in shown(records)
 
 
-async def test_without_an_access_log_requests_leave_no_line(store, records):
-    async with HttpServer(create_app(store)) as server, aiohttp.ClientSession(server.url) as http:
-        await http.get("/api/v1/statistics")
-        await http.get("/nowhere")
-    assert not [record for record in records if record.name == ACCESS]
-
-
 def test_what_looks_like_a_key_is_not_written_wherever_it_comes_from(records):
     logger = logging.getLogger("agentlightning.test")
     secret = "aglk-" + "x9" * 20
@@ -80,12 +73,6 @@ def test_what_looks_like_a_key_is_not_written_wherever_it_comes_from(records):
     line = json.loads(JsonFormatter().format(records[0]))
     assert line["level"] == "ERROR"
     assert "Traceback" in line["traceback"]
-
-
-def test_a_line_of_the_access_log_stays_one_line(records):
-    log_request(Finished("GET", "/v1/models", 200, 0.5, None))
-    assert "\n" not in TextFormatter().format(records[0])
-    assert TextFormatter().format(records[0]).endswith("GET /v1/models 200 0.5 ms -")
 
 
 async def test_a_defect_is_logged_with_its_traceback_and_not_shown_to_the_caller(store, records, monkeypatch):

@@ -188,14 +188,6 @@ async def test_a_server_whose_model_is_to_be_trained_is_asked_for_one_token() ->
         assert len(silent.asked) == asked
 
 
-async def test_a_server_to_be_trained_must_be_up_unless_it_is_taken_unseen() -> None:
-    async with served() as place:
-        said = await place.refused("m", base_url=[NOBODY, NOBODY])
-        assert "cannot be reached" in said
-        assert '"check": false' in said
-        assert (await place.put("m", base_url=NOBODY, check=False))[0] == 200
-
-
 # --- several servers ----------------------------------------------------------------------------------------------
 
 
@@ -251,14 +243,6 @@ async def test_the_list_says_how_each_server_does() -> None:
         assert not (await place.list())[1]["replicas"][0]["healthy"]
 
 
-async def test_a_silent_server_is_given_the_time_that_its_registration_says() -> None:
-    async with served() as place, upstreams(1) as (server,):
-        await place.put("m", base_url=server.url, timeout_seconds=0.2)
-        server.behaviour = "hangs"
-        with pytest.raises(AssertionError, match="fell silent"):
-            await place.ask("m")
-
-
 async def test_a_model_is_changed_while_its_calls_run() -> None:
     async with served() as place, upstreams(2) as (old, new):
         await place.put("m", base_url=old.url)
@@ -295,15 +279,6 @@ async def test_a_name_is_its_owners_as_long_as_its_server_lives() -> None:
         assert [model.backend.name for model in place.models] == [other.url]
         await take_back(place, "run-3")
         assert list(place.models) == []
-
-
-async def test_a_name_can_be_taken_over_on_purpose() -> None:
-    async with served() as place, upstreams(2) as (one, other):
-        await place.put("m", base_url=one.url, owner="run-1")
-        assert (await place.put("m", base_url=other.url, owner="run-2", replace=True))[0] == 200
-        assert [(model["owner"], model["replicas"][0]["base_url"]) for model in await place.list()] == [
-            ("run-2", other.url)
-        ]
 
 
 async def test_a_model_of_the_server_itself_is_not_replaced_by_accident() -> None:

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Final
 
 from agentlightning.algorithm.apo.budget import Budget, OutOfBudget, Price
 from agentlightning.algorithm.apo.candidates import Candidate, Lineage, Round
-from agentlightning.algorithm.apo.editing import OptimizerModel, Rejected, critique, edit, placeholders
-from agentlightning.algorithm.apo.measuring import Measuring
-from agentlightning.algorithm.apo.racing import Standing, going_on, rungs
+from agentlightning.algorithm.apo.edits import OptimizerModel, Rejected, critique, edit, placeholders
+from agentlightning.algorithm.apo.outcomes import Measuring
+from agentlightning.algorithm.apo.race import Standing, going_on, rungs
 from agentlightning.algorithm.base import RunContext, Stopped
 from agentlightning.algorithm.evaluation import Evaluation, why_unrewarded
 from agentlightning.errors import BackendError, ConfigError, TrainingError, check_settings
@@ -128,7 +128,7 @@ class BeamSearch:
         await self._end_round(last.number + 1, ranking, racing, {}, final=True)
 
     async def _race(self, racing: list[Candidate], number: int, beyond: int, count: int, keep: int) -> list[Candidate]:
-        """Who is left of `racing` after `count` held-out tasks, best first (`racing.py`). Each round begins with other
+        """Who is left of `racing` after `count` held-out tasks, best first (`race.py`). Each round begins with other
         tasks, so that luck on one batch does not keep a candidate in the beam."""
         first = (number - 1) * self._batch
         order = [(first + offset) % self._held_out for offset in range(count)]

@@ -1,1 +1,1 @@
-"""Reinforcement learning: settings and credit (`settings`), a step's batch (`batch`), the loop (`loop`)."""
+"""Reinforcement learning: `settings`, groups on their way (`groups`), a step's `batch`, the loop (`reinforcement`)."""

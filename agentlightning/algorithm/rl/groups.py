@@ -110,8 +110,7 @@ async def trace_group(
 
 
 class Groups:
-    """The groups of one run. `collect` runs beside the loop; `take` gives what a step trains on; `trained` says that
-    it is done."""
+    """The groups of one run. `collect` runs beside the loop, which alternates `take` and `trained`."""
 
     def __init__(self, algorithm: RLSettings, context: RunContext) -> None:
         self.algorithm = algorithm
@@ -203,12 +202,7 @@ class Groups:
         await withdraw_rollouts(self.context, lambda rollout: rollout.group_id in names)
 
     def _publish(self, version: int) -> None:
-        self._lineage = [*self._lineage, version][-self._too_old :]
-
-    @property
-    def _too_old(self) -> int:
-        """The least age, in publications, at which nothing is trained."""
-        return 1 + self.algorithm.max_staleness
+        self._lineage = [*self._lineage, version][-1 - self.algorithm.max_staleness :]
 
     def _enough(self) -> bool:
         if not self.algorithm.refills and self._begun:
@@ -240,7 +234,8 @@ class Groups:
         the group was begun."""
         ages = {version: age for age, version in enumerate(reversed(self._lineage))}
         sampled = {int(version) for one in traced.transitions for version in np.unique(one.versions)} or {-1}
-        return max(ages.get(ticket.version if version < 0 else version, self._too_old) for version in sampled)
+        unknown = 1 + self.algorithm.max_staleness
+        return max(ages.get(ticket.version if version < 0 else version, unknown) for version in sampled)
 
     # --- beside the loop ---
 
@@ -272,8 +267,8 @@ class Groups:
 
     async def _trace(self, rollout_ids: Sequence[str]) -> list[TracedRollout]:
         policies = self.context.policies
-        token_bytes = next((policy.learner.token_bytes for policy in policies.values()), None)
-        return await trace_group(self.context.store, rollout_ids, self.algorithm, tuple(policies), token_bytes)
+        tokens = next((policy.learner.token_bytes for policy in policies.values()), None)
+        return await trace_group(self.context.store, rollout_ids, self.algorithm, tuple(policies), tokens)
 
     def _take_in(self, name: str, finished: int, rollouts: Sequence[TracedRollout]) -> None:
         ticket = self._begun.pop(name, None)

@@ -115,9 +115,7 @@ class Policies:
             raise TrainingError(
                 f"the sampler was given the weights of {name!r} and does not sample with them: in the probability of a "
                 f"token it and the learner differ by {worst:.2g} (expected at most {learner.mismatch_tolerance:.2g}). "
-                "Likely causes: a server that has another model, or that another run has given others (restart it); "
-                "another dtype than the learner's; a model with tied embeddings on a vLLM build for CPUs, which keeps "
-                "its old output layer (untie them)"
+                "Has the server another model or dtype, or weights of another run (restart it)? See docs/samplers.md"
             )
 
     def usage(self) -> Usage:

@@ -23,8 +23,8 @@ from agentlightning.algorithm.evaluation import Evaluation, why_unrewarded
 from agentlightning.algorithm.rl.alarms import Alarms
 from agentlightning.algorithm.rl.batch import BATCHES_FILE, Batch, RecordedBatch, make_batches
 from agentlightning.algorithm.rl.checkpoints import Checkpoints, explained
+from agentlightning.algorithm.rl.evaluations import HeldOut
 from agentlightning.algorithm.rl.groups import CompleteGroup, Dropped, Groups
-from agentlightning.algorithm.rl.held_out import HeldOut
 from agentlightning.algorithm.rl.job import Job
 from agentlightning.algorithm.rl.metrics import over_steps, rollout_metrics, speed_metrics
 from agentlightning.algorithm.rl.policies import Policies

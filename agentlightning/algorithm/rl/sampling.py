@@ -1,7 +1,4 @@
-"""Which task is trained next: epoch after epoch, each task once, in an order that the seed or a curriculum gives.
-
-Knows tasks by their index and how well each was done of late. It does not know rollouts or the store.
-"""
+"""Which task is trained next: epoch after epoch, each task once, in an order that the seed or a curriculum gives."""
 
 from __future__ import annotations
 

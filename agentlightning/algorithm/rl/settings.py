@@ -52,7 +52,7 @@ class _Tried(abc.ABCMeta):
 
 @dataclass(kw_only=True)
 class RLSettings(metaclass=_Tried):
-    """Settings every reinforcement-learning algorithm shares, and its two answers: advantages and a loss.
+    """Settings every reinforcement-learning algorithm shares, and its answers (`docs/algorithms.md` has them all).
 
     A step samples `tasks_per_step` tasks, runs each `group_size` times, and makes `minibatches` optimiser steps,
     `epochs` times over.
@@ -70,10 +70,8 @@ class RLSettings(metaclass=_Tried):
     `difficulty` (low, high) leaves a task out of the next epoch whose mean reward lay outside; `curriculum` is a
     function (or `file.py:function`) of (tasks, epoch) that gives the order of an epoch as indices.
     Training stops after `steps`, or once the mean training reward of three steps reaches `target_reward`; and with an
-    error where a loss or gradient is not finite, or, if `stop_on_explosion` is not 0, after that many steps in a row
-    whose gradient is over 20 times as large as usual (`GradientNorms`); without, the first of them is told. It stops,
-    too, after `stop_on_collapse` steps in a row that earned nothing, where others did before and chance does not
-    explain it (`Earnings`); after three it says so, and with 0 no more."""
+    error where a loss or gradient is not finite, after `stop_on_explosion` steps in a row whose gradient is far larger
+    than usual (`GradientNorms`), or after `stop_on_collapse` that earned nothing (`Earnings`); 0 is never."""
 
     steps: int = 100
     tasks_per_step: int = 16

@@ -1,18 +1,18 @@
-"""The seam between the gateway and a protocol: requests in, answers and errors out; and what OpenAI's protocols share.
+"""The seam between the gateway and a protocol: requests in, answers and errors out; and what protocols share.
 
 Knows no backends, rollouts or HTTP server.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import msgspec
 
 from agentlightning.errors import BackendError
-from agentlightning.gateway.answer import Answer, Choice
+from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import Delta, Started, Usage
-from agentlightning.gateway.request import CallRefused, CallRequest
+from agentlightning.gateway.request import NOT_JSON, CallRefused, CallRequest
 
 
 class StreamWriter(Protocol):
@@ -35,7 +35,7 @@ class StreamWriter(Protocol):
 
 class Endpoint:
     """One protocol under `/v1/{path}`. `operation` is its `gen_ai.operation.name`; `id_prefix` begins the ids of its
-    answers. One that is only ever passed through writes no answers."""
+    answers, `counted_as` names a count of tokens. One that is only ever passed through writes no answers."""
 
     path: str
     operation = "chat"
@@ -56,7 +56,7 @@ class Endpoint:
 
     def error(self, error: BackendError) -> bytes:
         """The body of an answer with `error.status`."""
-        return openai_error(error)
+        return msgspec.json.encode({"error": openai_error(error)})
 
 
 def server_sent(data: Any, event: str | None = None) -> bytes:
@@ -65,96 +65,51 @@ def server_sent(data: Any, event: str | None = None) -> bytes:
     return name + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
-_ERROR_TYPES: Final = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
+# HTTP status → the kinds of error of OpenAI, Anthropic and Google.
+_ERRORS: Final = {
+    401: ("authentication_error", "authentication_error", "UNAUTHENTICATED"),
+    403: ("permission_error", "permission_error", "PERMISSION_DENIED"),
+    404: ("not_found_error", "not_found_error", "NOT_FOUND"),
+    409: ("invalid_request_error", "invalid_request_error", "ABORTED"),
+    413: ("invalid_request_error", "request_too_large", "INVALID_ARGUMENT"),
+    429: ("rate_limit_error", "rate_limit_error", "RESOURCE_EXHAUSTED"),
+    503: ("server_error", "overloaded_error", "UNAVAILABLE"),
+    504: ("server_error", "timeout_error", "DEADLINE_EXCEEDED"),
+    529: ("server_error", "overloaded_error", "INTERNAL"),
 }
+_OTHER_4XX: Final = ("invalid_request_error", "invalid_request_error", "INVALID_ARGUMENT")
+_OTHER_5XX: Final = ("server_error", "api_error", "INTERNAL")
 
 
-def openai_error(error: BackendError) -> bytes:
-    """`{"error": {message, type, param, code}}`, as OpenAI's SDKs read it."""
-    return msgspec.json.encode({"error": openai_error_fields(error)})
+def error_kind(status: int, protocol: Literal["openai", "anthropic", "google"]) -> str:
+    kinds = _ERRORS.get(status, _OTHER_4XX if status < 500 else _OTHER_5XX)
+    return kinds[("openai", "anthropic", "google").index(protocol)]
 
 
-def openai_error_fields(error: BackendError) -> dict[str, Any]:
-    kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+def openai_error(error: BackendError) -> dict[str, Any]:
     param = error.param if isinstance(error, CallRefused) else None
-    return {"message": str(error), "type": kind, "param": param, "code": error.code}
+    return {"message": str(error), "type": error_kind(error.status, "openai"), "param": param, "code": error.code}
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        **usage.details,
-    }
+def thoughts_and_text(said: dict[str, Any]) -> tuple[str, str]:
+    """What a message, or a delta of one, holds of each, under the names that servers have for them."""
+    thoughts = said.get("reasoning_content") or said.get("reasoning") or ""
+    return thoughts, said.get("content") or said.get("refusal") or ""
 
 
-def _object(answer: Answer, kind: str) -> dict[str, Any]:
-    return {"id": answer.response_id, "object": kind, "created": answer.created, "model": answer.model}
+def cached_and_thought(usage: Usage) -> tuple[int, int | None]:
+    """How many of the prompt's tokens came from a cache, and how many of the answer's are thoughts, where known."""
+    read = usage.details.get("prompt_tokens_details") or {}
+    made = usage.details.get("completion_tokens_details") or {}
+    return read.get("cached_tokens") or 0, made.get("reasoning_tokens")
 
 
-def choice_body(index: int, said: dict[str, Any], ended: Choice | None = None) -> dict[str, Any]:
-    """One choice, or a part of it, with `said` in it, of chat completions or completions."""
-    reason = None if ended is None else ended.finish_reason
-    body: dict[str, Any] = {"index": index, **said, "logprobs": None, "finish_reason": reason}
-    if ended is not None and ended.stop_string is not None:
-        body["stop_reason"] = ended.stop_string
-    return body
-
-
-def whole_body(answer: Answer, kind: str, choices: list[dict[str, Any]], **more: Any) -> bytes:
-    """The body of a whole answer, of chat completions or completions."""
-    usage = _usage(answer.token_counts())
-    return msgspec.json.encode(
-        {**_object(answer, kind), "choices": choices, "usage": usage, **answer.started.extra, **more}
-    )
-
-
-class OpenAIStream:
-    """What the streams of chat completions and completions share: each event is `data: {…}` of one `kind` of object,
-    and the last is `[DONE]`."""
-
-    kind: str
-
-    def __init__(self, request: CallRequest, answer: Answer) -> None:
-        self._request = request
-        self._answer = answer
-        self._head = _object(answer, self.kind)
-
-    def said(self, delta: dict[str, Any]) -> dict[str, Any]:
-        """How a part of a choice says what is new."""
-        raise NotImplementedError
-
-    def logprobs(self, event: Delta) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def delta(self, event: Delta) -> bytes:
-        request = self._request
-        if not event.delta and not ((request.return_token_ids or request.logprobs) and event.token_ids):
-            return b""
-        choice = choice_body(event.index, self.said(event.delta))
-        if request.logprobs:
-            choice["logprobs"] = self.logprobs(event)
-        if request.return_token_ids:
-            choice["token_ids"] = event.token_ids
-            return self.event([choice], policy_version=event.version)
-        return self.event([choice])
-
-    def end(self) -> bytes:
-        """The last event of each choice, usage if it was asked for, and the end of the stream."""
-        ends = [
-            self.event([choice_body(index, self.said({}), ended)]) for index, ended in enumerate(self._answer.choices)
-        ]
-        if self._request.include_usage:
-            ends.append(self.event([], usage=_usage(self._answer.token_counts())))
-        return b"".join(ends) + b"data: [DONE]\n\n"
-
-    def error(self, error: BackendError) -> bytes:
-        return b"data: " + openai_error(error) + b"\n\n"
-
-    def event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        return server_sent({**self._head, "choices": choices, **more})
+def arguments_of(call: dict[str, Any]) -> msgspec.Raw | str:
+    """The JSON object that a tool is called with. One whose arguments are no object has no form in most protocols: it
+    stays the text it is."""
+    name, arguments = call["function"]["name"], call["function"]["arguments"] or "{}"
+    try:
+        msgspec.json.decode(arguments, type=dict[str, Any])
+    except NOT_JSON:
+        return f'{{"name": {msgspec.json.encode(name).decode()}, "arguments": {arguments}}}'
+    return msgspec.Raw(arguments.encode())

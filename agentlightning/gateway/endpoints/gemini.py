@@ -1,37 +1,48 @@
-"""Google's Gemini API: requests of its generateContent in the form of chat completions.
+"""Google's Gemini API: requests of its generateContent in the form of chat completions, and answers in its own.
 
     systemInstruction "S", user "U"            →  system "S", user "U"
     model [thought T, text A, functionCall f]  →  assistant "A", reasoning_content T, tool_calls [f]
     user [functionResponse f, text U]          →  tool (f), user "U"
 
-Knows the wire format of requests; `gemini_answer` writes the answers. No backends, no rollouts, no HTTP server.
+Knows the wire format. No backends, no rollouts, no HTTP server.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from itertools import groupby
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
 from agentlightning.errors import BackendError
-from agentlightning.gateway.answer import Answer
-from agentlightning.gateway.endpoints.base import Endpoint
-from agentlightning.gateway.endpoints.completions import SAMPLING_TYPES, sampling_fields
-from agentlightning.gateway.endpoints.gemini_answer import ContentWriter, google_error, whole_content
+from agentlightning.gateway.answer import Answer, Choice
+from agentlightning.gateway.backend import Delta, Started, Usage
+from agentlightning.gateway.endpoints.base import (
+    Endpoint,
+    arguments_of,
+    cached_and_thought,
+    error_kind,
+    server_sent,
+    thoughts_and_text,
+)
 from agentlightning.gateway.request import (
     MANY,
-    NOT_JSON,
+    SAMPLING_TYPES,
     SOME,
     CallRefused,
     CallRequest,
+    Fields,
     assistant_message,
     content_of,
     converted,
-    given,
+    function,
+    function_call,
+    image,
+    json_schema,
     require_question,
+    rest_json,
+    sampling_fields,
     unsupported,
 )
 
@@ -45,14 +56,9 @@ class _Blob(_Struct, frozen=True):
     data: str
 
 
-class _File(_Struct, frozen=True):
-    file_uri: str
-    mime_type: str = "image/*"
-
-
 class _FunctionCall(_Struct, frozen=True):
     name: str
-    args: dict[str, Any] = {}
+    args: dict[str, Any] | None = None
     id: str | None = None
 
 
@@ -60,21 +66,19 @@ class _FunctionResponse(_Struct, frozen=True):
     name: str = ""
     response: dict[str, Any] = {}
     id: str | None = None
-    parts: Annotated[list[_Part], MANY] = []
 
 
 class _Part(_Struct, frozen=True):
     text: str | None = None
-    thought: bool = False
+    thought: bool | None = None
     inline_data: _Blob | None = None
-    file_data: _File | None = None
     function_call: _FunctionCall | None = None
     function_response: _FunctionResponse | None = None
 
 
 class _Content(_Struct, frozen=True):
     parts: Annotated[list[_Part], MANY] = []
-    role: Literal["user", "model", "function", "system"] = "user"
+    role: Literal["user", "model", "function"] = "user"
 
 
 class _Function(_Struct, frozen=True):
@@ -85,27 +89,24 @@ class _Function(_Struct, frozen=True):
 
 
 class _Calling(_Struct, frozen=True):
-    mode: str = "AUTO"
-    allowed_function_names: list[str] = []
+    mode: Literal["MODE_UNSPECIFIED", "AUTO", "VALIDATED", "NONE", "ANY"] = "AUTO"
+    allowed_function_names: list[str] | None = None
 
 
 class _ToolConfig(_Struct, frozen=True):
-    function_calling_config: _Calling = _Calling()
+    function_calling_config: _Calling | None = None
 
 
-class _Request(_Struct, frozen=True):
-    contents: Annotated[list[_Content], MANY]
-    system_instruction: _Content | None = None
-    tools: Annotated[list[dict[str, Any]], SOME] = []
-    tool_config: _ToolConfig = _ToolConfig()
-    generation_config: dict[str, Any] = {}
-
-
-_CONVERSATION: Final = frozenset({"contents", "systemInstruction", "tools"})
-_READ: Final = _CONVERSATION | {"toolConfig", "generationConfig"}
+_FIELDS = Fields(
+    {
+        "contents": Annotated[list[_Content], MANY],
+        "systemInstruction": _Content,
+        "tools": Annotated[list[dict[str, Any]], SOME],
+        "toolConfig": _ToolConfig,
+        "generationConfig": dict[str, Any],
+    }
+)
 _NEUTRAL: Final = frozenset({"model", "labels", "store", "serviceTier"})  # they change nothing about what is answered
-_DROPPED: Final = frozenset({"safetySettings"})  # hints to Google's own servers, as are those of generationConfig
-_DROPPED_CONFIG: Final = frozenset({"thinkingConfig", "mediaResolution", "speechConfig", "imageConfig"})
 # The agent gets on without these tools, which Google runs; all others of Google's are refused.
 _HOSTED: Final = frozenset({"googleSearch", "googleSearchRetrieval", "googleMaps", "urlContext", "codeExecution"})
 _NAMES: Final = {
@@ -134,76 +135,46 @@ class GenerateContent(Endpoint):
         self._said = {"model": model, "stream": stream}
 
     def read(self, body: bytes) -> CallRequest:
-        try:
-            fields = _fields(msgspec.json.decode(body, type=dict[str, Any]))
-            return self._read(fields.get("generateContentRequest", fields))  # which counting may wrap it in
-        except NOT_JSON as error:
-            raise CallRefused(f"the request body is not a JSON object: {error}", code="invalid_json") from None
-
-    def _read(self, fields: dict[str, Any]) -> CallRequest:
-        request: _Request = converted("", fields, _Request, strict=False)
-        if "cachedContent" in fields:
+        fields, others, raw = _FIELDS.read(body, "contents")
+        if "cachedContent" in others:
             raise unsupported("cachedContent", "nothing is kept here; send the contents")
-        config = dict(request.generation_config)
+        config: dict[str, Any] = {
+            name: value for name, value in fields.get("generationConfig", {}).items() if value is not None
+        }
         if config.pop("responseLogprobs", False):
             raise unsupported("generationConfig.responseLogprobs", "the span of a call keeps them")
-        dropped = [f"generationConfig.{name}" for name in config if name in _DROPPED_CONFIG]
         values = {
             name: converted(f"generationConfig.{theirs}", config.pop(theirs), SAMPLING_TYPES[name], strict=False)
             for theirs, name in _NAMES.items()
             if theirs in config
         }
         response_format = _response_format(config)
-        known = _READ | _NEUTRAL | _DROPPED
-        rest = {name: value for name, value in fields.items() if name not in _CONVERSATION}
-        tools, tool_choice = _chosen(_tools(request.tools, dropped), request.tool_config.function_calling_config)
+        # What is left are hints to Google's own servers.
+        dropped = {f"generationConfig.{name}" for name in config} | (others.keys() - _NEUTRAL)
+        calling = fields.get("toolConfig", _ToolConfig()).function_calling_config or _Calling()
+        tools, tool_choice = _chosen(_tools(fields.get("tools", []), dropped), calling)
         return CallRequest(
-            messages=_chat(request.system_instruction, request.contents),
+            messages=_chat(fields.get("systemInstruction"), fields["contents"]),
             tools=tools,
             tool_choice=tool_choice,
-            extra={name: value for name, value in fields.items() if name not in known}
-            | {name: value for name, value in config.items() if name not in _DROPPED_CONFIG}
-            | given(response_format=response_format),
-            dropped=tuple(sorted({*dropped, *_DROPPED.intersection(fields)})),
-            request_json=msgspec.json.encode(rest).decode(),
+            extra={} if response_format is None else {"response_format": response_format},
+            dropped=tuple(sorted(dropped)),
+            request_json=rest_json(raw, "contents", "systemInstruction", "tools"),
             **sampling_fields(values | self._said, values.get("max_tokens")),
         )
 
     def whole(self, request: CallRequest, answer: Answer) -> bytes:
-        return whole_content(answer)
+        candidates = [
+            _candidate(index, [*_said(choice.message()), *map(_call, choice.tool_calls)], choice)
+            for index, choice in enumerate(answer.choices)
+        ]
+        return msgspec.json.encode(_response(answer, candidates, usageMetadata=_usage(answer.token_counts())))
 
     def stream(self, request: CallRequest, answer: Answer) -> ContentWriter:
         return ContentWriter(answer)
 
     def error(self, error: BackendError) -> bytes:
-        return google_error(error)
-
-
-# --- Google's JSON -----------------------------------------------------------------------------------------------
-
-_AS_WRITTEN: Final = frozenset(
-    {"args", "response", "parameters", "parametersJsonSchema", "responseSchema", "responseJsonSchema"}
-)
-_LISTS: Final = frozenset({"contents", "parts", "tools", "functionDeclarations"})
-_UNDERSCORE: Final = re.compile(r"_([a-z])")
-
-
-def _fields(value: dict[str, Any]) -> dict[str, Any]:
-    """A body in one of the ways to write it, whose names may have underscores and whose lists of one no brackets. Nulls
-    count as not given; what agents name themselves stays."""
-    read: dict[str, Any] = {}
-    for written, inner in value.items():
-        name = _UNDERSCORE.sub(lambda found: found[1].upper(), written)
-        if name not in _AS_WRITTEN:
-            if name in _LISTS and isinstance(inner, dict):
-                inner = [inner]
-            if isinstance(inner, dict):
-                inner = _fields(inner)
-            elif isinstance(inner, list):
-                inner = [_fields(one) if isinstance(one, dict) else one for one in inner]
-        if inner is not None:
-            read[name] = inner
-    return read
+        return msgspec.json.encode(_error(error))
 
 
 _COUNTS: Final = frozenset({"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"})
@@ -226,7 +197,7 @@ def _schema(schema: Any) -> Any:
                 told[name] = _schema(value)
             case "anyOf", list():
                 told[name] = [_schema(one) for one in value]
-            case "nullable" | "propertyOrdering", _:
+            case ("nullable" | "propertyOrdering", _) | (_, None):
                 pass
             case _:
                 told[name] = converted(name, value, int, strict=False) if name in _COUNTS else value
@@ -239,46 +210,33 @@ def _response_format(config: dict[str, Any]) -> dict[str, Any] | None:
     schema, openapi = config.pop("responseJsonSchema", None), config.pop("responseSchema", None)
     if modalities != ["TEXT"]:
         raise unsupported("generationConfig.responseModalities", "answers are text")
-    if kind not in ("text/plain", "application/json"):
-        raise unsupported("generationConfig.responseMimeType", "answers are text/plain or application/json")
-    if schema is None and openapi is not None:
-        schema = _schema(openapi)
-    if schema is None:
-        return {"type": "json_object"} if kind == "application/json" else None
-    if kind != "application/json":
-        why = "generationConfig.responseMimeType must be application/json where there is a schema"
-        raise CallRefused(why, param="generationConfig.responseMimeType")
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    schema = _schema(openapi) if schema is None else schema
+    if kind == "application/json":
+        return {"type": "json_object"} if schema is None else json_schema(schema)
+    if kind != "text/plain" or schema is not None:
+        raise unsupported("generationConfig.responseMimeType", "answers are text/plain, or application/json")
+    return None
 
 
-# --- tools -------------------------------------------------------------------------------------------------------
-
-
-def _tools(tools: list[dict[str, Any]], dropped: list[str]) -> list[dict[str, Any]]:
+def _tools(tools: list[dict[str, Any]], dropped: set[str]) -> list[dict[str, Any]]:
     """The functions of all tools. The names of those left out go to `dropped`."""
     told: list[dict[str, Any]] = []
     for index, tool in enumerate(tools):
         for kind, inner in tool.items():
             if kind in _HOSTED:
-                dropped.append(f"tools.{kind}")
+                dropped.add(f"tools.{kind}")
                 continue
             if kind != "functionDeclarations":
                 why = "the gateway runs no tools; only functionDeclarations, which the agent runs, can be offered"
                 raise CallRefused(f"tools[{index}].{kind}: {why}", code="unsupported_tool", param=f"tools[{index}]")
-            for one in converted(f"tools[{index}].{kind}", inner, Annotated[list[_Function], SOME], strict=False):
-                schema = one.parameters_json_schema or _schema(one.parameters)
-                function = given(name=one.name, description=one.description, parameters=schema)
-                told.append({"type": "function", "function": function})
+            for one in converted(f"tools[{index}].{kind}", inner, Annotated[list[_Function], SOME]):
+                told.append(function(one.name, one.description, one.parameters_json_schema or _schema(one.parameters)))
     return told
 
 
 def _chosen(tools: list[dict[str, Any]], calling: _Calling) -> tuple[list[dict[str, Any]], Any]:
     """The tools that may be called, and the choice among them."""
-    allowed = calling.allowed_function_names
-    if calling.mode not in _CHOICES:
-        known = ", ".join(_CHOICES)
-        message = f"toolConfig.functionCallingConfig.mode is {calling.mode!r}; known: {known}"
-        raise CallRefused(message, param="toolConfig.functionCallingConfig.mode")
+    allowed = calling.allowed_function_names or []
     if calling.mode == "ANY" and len(allowed) == 1:
         return tools, {"type": "function", "function": {"name": allowed[0]}}
     return [one for one in tools if not allowed or one["function"]["name"] in allowed], _CHOICES[calling.mode]
@@ -293,14 +251,9 @@ def _chat(system: _Content | None, contents: list[_Content]) -> list[dict[str, A
     turns = _Turns()
     if system is not None and system.parts:
         turns.messages.append({"role": "system", "content": _content(system.parts)})
-    for role, turn in groupby(contents, key=lambda content: "user" if content.role == "function" else content.role):
+    for answered, turn in groupby(contents, key=lambda content: content.role == "model"):
         parts = [part for content in turn for part in content.parts]
-        if role == "model":
-            turns.answered(parts)
-        elif role == "user":
-            turns.asked(parts)
-        else:
-            turns.messages.append({"role": "system", "content": _content(parts)})
+        (turns.answered if answered else turns.asked)(parts)
     return turns.messages
 
 
@@ -339,8 +292,7 @@ class _Turns:
         self._calls += 1
         call_id = call.id or f"{self._calls:09}"  # nine characters, which is what Mistral's templates take
         self._open[call_id] = call.name
-        arguments = json.dumps(call.args, ensure_ascii=False)
-        return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+        return function_call(call_id, call.name, json.dumps(call.args or {}, ensure_ascii=False))
 
     def _result(self, result: _FunctionResponse) -> dict[str, Any]:
         call_id = result.id if result.id in self._open else None
@@ -348,8 +300,7 @@ class _Turns:
             named = [call_id for call_id, name in self._open.items() if name == result.name]
             call_id = next(iter(named or self._open), result.id or result.name)
         self._open.pop(call_id, None)
-        parts = [_Part(text=_text(result.response)), *result.parts]
-        return {"role": "tool", "tool_call_id": call_id, "content": _content(parts)}
+        return {"role": "tool", "tool_call_id": call_id, "content": _text(result.response)}
 
 
 def _text(response: dict[str, Any]) -> str:
@@ -371,9 +322,7 @@ def _shown(part: _Part) -> dict[str, Any]:
         case _Part(text=str(text)):
             return {"type": "text", "text": text}
         case _Part(inline_data=_Blob(mime_type, data)) if mime_type.startswith("image/"):
-            return {"type": "image_url", "image_url": {"url": f"data:{mime_type};base64,{data}"}}
-        case _Part(file_data=_File(uri, mime_type)) if mime_type.startswith("image/") and uri.startswith("http"):
-            return {"type": "image_url", "image_url": {"url": uri}}
+            return image(f"data:{mime_type};base64,{data}")
         case _:
             raise _unshown("of this role")
 
@@ -381,3 +330,72 @@ def _shown(part: _Part) -> dict[str, Any]:
 def _unshown(where: str) -> CallRefused:
     message = f"contents: a content {where} holds a part that cannot be shown to the model there; send text or images"
     return CallRefused(message, code="unsupported_content", param="contents")
+
+
+# --- answers ------------------------------------------------------------------------------------------------------
+
+_REASONS: Final = {"length": "MAX_TOKENS", "content_filter": "SAFETY", "abort": "OTHER"}  # of the others it is STOP
+
+
+def _error(error: BackendError) -> dict[str, Any]:
+    return {"error": {"code": error.status, "message": str(error), "status": error_kind(error.status, "google")}}
+
+
+def _response(answer: Answer, candidates: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    return {"candidates": candidates, **more, "modelVersion": answer.model, "responseId": answer.response_id}
+
+
+def _candidate(index: int, parts: list[dict[str, Any]], ended: Choice | None = None) -> dict[str, Any]:
+    end = {}
+    if ended is not None:
+        reason = "SAFETY" if ended.string("refusal") else _REASONS.get(ended.finish_reason or "abort", "STOP")
+        end["finishReason"] = reason
+    return {"content": {"role": "model", "parts": parts or [{"text": ""}]}, **end, "index": index}
+
+
+def _said(message: dict[str, Any]) -> list[dict[str, Any]]:
+    thoughts, text = thoughts_and_text(message)
+    return ([{"text": thoughts, "thought": True}] if thoughts else []) + ([{"text": text}] if text else [])
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = arguments_of(call)
+    if isinstance(arguments, str):
+        return {"text": arguments}
+    return {"functionCall": {"id": call["id"], "name": call["function"]["name"], "args": arguments}}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    """Here the tokens of thoughts are not among those of the candidates, but beside them."""
+    cached, thought = cached_and_thought(usage)
+    return {
+        "promptTokenCount": usage.prompt_tokens,
+        "candidatesTokenCount": usage.completion_tokens - (thought or 0),
+        "totalTokenCount": usage.prompt_tokens + usage.completion_tokens,
+        **({"cachedContentTokenCount": cached} if cached else {}),
+        **({"thoughtsTokenCount": thought} if thought else {}),
+    }
+
+
+class ContentWriter:
+    """Writes one streamed answer: texts as they come, function calls, which this protocol has whole, at the end."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+
+    def started(self, event: Started) -> bytes:
+        return b""
+
+    def delta(self, event: Delta) -> bytes:
+        parts = _said(event.delta)
+        return server_sent(_response(self._answer, [_candidate(event.index, parts)])) if parts else b""
+
+    def end(self) -> bytes:
+        answer = self._answer
+        ends = [
+            _candidate(index, [*map(_call, choice.tool_calls)], choice) for index, choice in enumerate(answer.choices)
+        ]
+        return server_sent(_response(answer, ends, usageMetadata=_usage(answer.token_counts())))
+
+    def error(self, error: BackendError) -> bytes:
+        return server_sent(_error(error))

@@ -1,10 +1,10 @@
-"""Anthropic's messages: requests of that protocol in the form of chat completions.
+"""Anthropic's messages: requests of that protocol in the form of chat completions, and answers in its own.
 
     system "S", user "U"                        →  system "S", user "U"
     assistant [thinking T, text A, tool_use t]  →  assistant "A", reasoning_content T, tool_calls [t]
     user [text U, tool_result t]                →  tool (t), user "U"
 
-Knows the wire format of requests; `messages_answer` writes the answers. No backends, no rollouts, no HTTP server.
+Knows the wire format. No backends, no rollouts, no HTTP server.
 """
 
 from __future__ import annotations
@@ -18,11 +18,19 @@ from msgspec import Meta
 
 from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
-from agentlightning.gateway.endpoints.base import Endpoint
-from agentlightning.gateway.endpoints.completions import SAMPLING_TYPES, sampling_fields
-from agentlightning.gateway.endpoints.messages_answer import NO_THREADS, MessageWriter, anthropic_error, whole_message
+from agentlightning.gateway.backend import Delta, Started, Usage
+from agentlightning.gateway.endpoints.base import (
+    Endpoint,
+    arguments_of,
+    cached_and_thought,
+    error_kind,
+    server_sent,
+    thoughts_and_text,
+)
 from agentlightning.gateway.request import (
+    CHAT_ONLY,
     MANY,
+    SAMPLING_TYPES,
     SHAPING_FIELDS,
     SOME,
     CallRefused,
@@ -30,9 +38,13 @@ from agentlightning.gateway.request import (
     Fields,
     assistant_message,
     content_of,
-    given,
+    function,
+    function_call,
+    image,
+    json_schema,
     require_question,
     rest_json,
+    sampling_fields,
     unsupported,
 )
 
@@ -54,20 +66,9 @@ class _Image(msgspec.Struct, tag="image"):
     source: _Base64 | _Url
 
 
-class _Document(msgspec.Struct, tag="document"):
-    pass
-
-
-class _SearchResult(msgspec.Struct, tag="search_result"):
-    pass
-
-
-_Shown: TypeAlias = _Text | _Image | _Document | _SearchResult
-
-
 class _ToolResult(msgspec.Struct, tag="tool_result"):
     tool_use_id: str
-    content: str | list[_Shown] | None = None
+    content: str | list[_Text | _Image] | None = None
     is_error: bool | None = None
 
 
@@ -85,7 +86,7 @@ class _RedactedThinking(msgspec.Struct, tag="redacted_thinking"):
     pass
 
 
-_Block: TypeAlias = _Shown | _ToolResult | _ToolUse | _Thinking | _RedactedThinking
+_Block: TypeAlias = _Text | _Image | _ToolResult | _ToolUse | _Thinking | _RedactedThinking
 
 
 class _Message(msgspec.Struct):
@@ -122,26 +123,15 @@ class _ThinkingConfig(msgspec.Struct):
 
 
 # Read, and without effect: they change nothing about what is answered.
-_NEUTRAL: Final[dict[str, Any]] = {
-    "metadata": dict[str, Any],
-    "service_tier": str,
-    "cache_control": dict[str, Any],
-    "diagnostics": dict[str, Any],
-    "user_profile_id": str,
-}
+_NEUTRAL: Final = ("metadata", "service_tier", "cache_control", "diagnostics", "user_profile_id")
 _DROPPED: Final = ("context_management", "fallbacks", "speed")  # hints to Anthropic's own servers
-_ONLY_THERE: Final = "only Anthropic's own API does this; leave it out"
-_REFUSED: Final = {
-    **dict.fromkeys(("container", "mcp_servers", "compaction", "inference_geo"), _ONLY_THERE),
-    "n": "a message is one answer",
-    "stop": "it is called stop_sequences here",
-    "max_completion_tokens": "it is called max_tokens here",
-}
+_ONLY_THERE: Final = ("container", "mcp_servers", "compaction", "inference_geo", "thread")
+# What Anthropic's SDKs must be told by this name to send the whole conversation with every call instead.
+_NO_THREADS: Final = "thread_unsupported_request"
 _Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 _FIELDS = Fields(
-    types={
-        "model": str,
-        "max_tokens": SAMPLING_TYPES["max_tokens"],
+    {
+        **{name: SAMPLING_TYPES[name] for name in ("model", "max_tokens", "stream", "seed", *SHAPING_FIELDS)},
         "messages": Annotated[list[_Message], MANY],
         "system": str | Annotated[list[_Text], MANY],
         "tools": Annotated[list[_Tool], SOME],
@@ -150,16 +140,12 @@ _FIELDS = Fields(
         "top_p": _Share,
         "top_k": Annotated[int, Meta(ge=0, lt=2**31)],
         "stop_sequences": Annotated[list[str], Meta(max_length=100)],
-        "stream": bool,
         "thinking": _ThinkingConfig,
         "output_config": _OutputConfig,
         "output_format": _Format,
-        **_NEUTRAL,
-        **dict.fromkeys(_DROPPED, Any),
-        # Not Anthropic's, but what a run decides or a policy's backend knows.
-        **{name: SAMPLING_TYPES[name] for name in ("seed", *SHAPING_FIELDS)},
+        **dict.fromkeys((*_NEUTRAL, *_DROPPED), Any),
     },
-    shapes={},
+    refused=CHAT_ONLY,
 )
 
 
@@ -172,45 +158,47 @@ class Messages(Endpoint):
 
     def read(self, body: bytes) -> CallRequest:
         values, extra, raw = _FIELDS.read(body, *self._required)
-        if "thread" in extra:
-            raise CallRefused(f"thread is not supported: {_ONLY_THERE}", code=NO_THREADS, param="thread")
         for name in extra:
-            if name in _REFUSED:
-                raise unsupported(name, _REFUSED[name])
+            if name in _ONLY_THERE:
+                message = f"{name} is not supported: only Anthropic's own API does this; leave it out"
+                code = _NO_THREADS if name == "thread" else "unsupported_parameter"
+                raise CallRefused(message, code=code, param=name)
         tool_choice: _ToolChoice | None = values.get("tool_choice")
         if tool_choice is not None and tool_choice.disable_parallel_tool_use:
             extra["parallel_tool_calls"] = False
         config: _OutputConfig = values.get("output_config", _OutputConfig())
         wanted: _Format | None = config.format or values.get("output_format")
         if wanted is not None:
-            schema = {"name": "answer", "schema": wanted.schema, "strict": True}
-            extra["response_format"] = {"type": "json_schema", "json_schema": schema}
+            extra["response_format"] = json_schema(wanted.schema)
+        dropped = [name for name in _DROPPED if name in values]
+        if "thinking" in values and values["thinking"].type != "disabled":  # how much it thinks is the policy's affair
+            dropped.append("thinking")
+        if config.effort is not None:
+            dropped.append("output_config.effort")
         return CallRequest(
             messages=_chat(values.get("system"), values["messages"]),
             tools=[_tool(index, tool) for index, tool in enumerate(values.get("tools", ()))],
             tool_choice=None if tool_choice is None else _choice(tool_choice),
             extra=extra,
-            dropped=tuple(_dropped(values, config)),
+            dropped=tuple(dropped),
             request_json=rest_json(raw, "system", "messages", "tools"),
             **sampling_fields(values | {"stop": values.get("stop_sequences")}, values.get("max_tokens")),
         )
 
     def whole(self, request: CallRequest, answer: Answer) -> bytes:
-        return whole_message(answer)
+        choice = answer.choices[0]
+        thoughts, text = thoughts_and_text(choice.message())
+        content = [_empty("thinking") | {"thinking": thoughts}] if thoughts else []
+        content += [{"type": "text", "text": text}] if text else []
+        content += map(_tool_block, choice.tool_calls)
+        called = any(block["type"] == "tool_use" for block in content)
+        return msgspec.json.encode(_message(answer, content, answer.token_counts()) | _stop(answer, called=called))
 
     def stream(self, request: CallRequest, answer: Answer) -> MessageWriter:
         return MessageWriter(answer)
 
     def error(self, error: BackendError) -> bytes:
-        return anthropic_error(error)
-
-
-def _dropped(values: dict[str, Any], config: _OutputConfig) -> list[str]:
-    """How much a policy thinks is its own affair."""
-    dropped = [name for name in _DROPPED if name in values]
-    if "thinking" in values and values["thinking"].type != "disabled":
-        dropped.append("thinking")
-    return dropped + (["output_config.effort"] if config.effort else [])
+        return msgspec.json.encode(_error(error))
 
 
 class CountTokens(Messages):
@@ -228,8 +216,7 @@ def _tool(index: int, tool: _Tool) -> dict[str, Any]:
         )
     if not tool.name or tool.input_schema is None:
         raise CallRefused(f"{place} needs a name and an input_schema", param=place)
-    function = given(name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict)
-    return {"type": "function", "function": function}
+    return function(tool.name, tool.description, tool.input_schema, tool.strict)
 
 
 def _choice(choice: _ToolChoice) -> str | dict[str, Any]:
@@ -270,8 +257,7 @@ def _assistant_message(blocks: list[_Block]) -> dict[str, Any]:
             case _Thinking():
                 thinking.append(block.thinking)
             case _ToolUse():
-                function = {"name": block.name, "arguments": msgspec.json.encode(block.input).decode()}
-                calls.append({"id": block.id, "type": "function", "function": function})
+                calls.append(function_call(block.id, block.name, msgspec.json.encode(block.input).decode()))
             case _RedactedThinking():
                 pass  # encrypted for another model
             case _:
@@ -303,9 +289,9 @@ def _part(block: _Block) -> dict[str, Any]:
         case _Text():
             return {"type": "text", "text": block.text}
         case _Image(source=_Base64() as source):
-            return {"type": "image_url", "image_url": {"url": f"data:{source.media_type};base64,{source.data}"}}
+            return image(f"data:{source.media_type};base64,{source.data}")
         case _Image(source=_Url() as source):
-            return {"type": "image_url", "image_url": {"url": source.url}}
+            return image(source.url)
         case _:
             raise _refused_block(block, "a message of this role")
 
@@ -317,3 +303,128 @@ def _refused_block(block: _Block, where: str) -> CallRefused:
         code="unsupported_content",
         param="messages",
     )
+
+
+# --- answers ------------------------------------------------------------------------------------------------------
+
+# Of an answer without tool calls that no stop sequence ended. One that was broken off was cut short, whoever did it.
+_STOP_REASONS: Final = {"length": "max_tokens", "abort": "max_tokens", "content_filter": "refusal"}
+
+
+def _error(error: BackendError) -> dict[str, Any]:
+    told: dict[str, Any] = {"type": error_kind(error.status, "anthropic"), "message": str(error)}
+    if error.code == _NO_THREADS:
+        told["details"] = {"error_code": _NO_THREADS, "unsupported": ["thread"]}
+    return {"type": "error", "error": told, "request_id": None}
+
+
+def _empty(kind: str) -> dict[str, Any]:
+    return {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
+
+
+def _tool_block(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = arguments_of(call)
+    if isinstance(arguments, str):
+        return {"type": "text", "text": arguments}
+    return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments}
+
+
+def _message(answer: Answer, content: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+    return {
+        "id": answer.response_id,
+        "type": "message",
+        "role": "assistant",
+        "model": answer.model,
+        "content": content,
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": _usage(usage),
+    }
+
+
+def _stop(answer: Answer, *, called: bool) -> dict[str, Any]:
+    choice = answer.choices[0]
+    if choice.stop_string is not None:
+        reason = "stop_sequence"
+    elif choice.string("refusal"):
+        reason = "refusal"
+    else:
+        reason = _STOP_REASONS.get(choice.finish_reason or "abort", "tool_use" if called else "end_turn")
+    return {"stop_reason": reason, "stop_sequence": choice.stop_string}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    """Here the tokens that came from a cache are not among the input tokens, but beside them."""
+    cached, thought = cached_and_thought(usage)
+    return {
+        "input_tokens": usage.prompt_tokens - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": None if thought is None else {"thinking_tokens": thought},
+    }
+
+
+class MessageWriter:
+    """Writes one streamed answer: blocks of thinking, text and tool calls, each opened when its first piece comes and
+    closed when the next begins."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._blocks = 0
+        self._open: str | None = None  # the kind of the last block, while it is open
+        self._calls: dict[int, int] = {}  # tool call → its block
+
+    def started(self, event: Started) -> bytes:
+        message = _message(self._answer, [], Usage(len(event.prompt_token_ids), 0))
+        return _event("message_start", message=message) + _event("ping")
+
+    def delta(self, event: Delta) -> bytes:
+        thoughts, text = thoughts_and_text(event.delta)
+        sent = [self._written("thinking", thoughts), self._written("text", text)]
+        return b"".join([*sent, *(self._called(part) for part in event.delta.get("tool_calls") or ())])
+
+    def end(self) -> bytes:
+        stop = _stop(self._answer, called=bool(self._calls))
+        ends = _event("message_delta", delta=stop, usage=_usage(self._answer.token_counts()))
+        return self._closed() + ends + _event("message_stop")
+
+    def error(self, error: BackendError) -> bytes:
+        return server_sent(_error(error), "error")
+
+    def _written(self, kind: str, text: str) -> bytes:
+        if not text:
+            return b""
+        opened = b"" if self._open == kind else self._opened(_empty(kind))
+        return opened + _piece(self._blocks - 1, {"type": f"{kind}_delta", kind: text})
+
+    def _called(self, part: dict[str, Any]) -> bytes:
+        call, function = part.get("index", len(self._calls)), part.get("function") or {}
+        opened = b""
+        if call not in self._calls:
+            block = {"type": "tool_use", "id": part.get("id") or "", "name": function.get("name") or "", "input": {}}
+            opened = self._opened(block)
+            self._calls[call] = self._blocks - 1
+        arguments = function.get("arguments")
+        if not arguments:
+            return opened
+        return opened + _piece(self._calls[call], {"type": "input_json_delta", "partial_json": arguments})
+
+    def _opened(self, block: dict[str, Any]) -> bytes:
+        closed = self._closed()
+        self._open, self._blocks = block["type"], self._blocks + 1
+        return closed + _event("content_block_start", index=self._blocks - 1, content_block=block)
+
+    def _closed(self) -> bytes:
+        if self._open is None:
+            return b""
+        self._open = None
+        return _event("content_block_stop", index=self._blocks - 1)
+
+
+def _piece(block: int, delta: dict[str, str]) -> bytes:
+    return _event("content_block_delta", index=block, delta=delta)
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return server_sent({"type": kind, **fields}, kind)

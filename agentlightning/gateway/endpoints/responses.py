@@ -10,24 +10,31 @@ Knows the wire format of requests; `responses_answer` writes the answers. No bac
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.endpoints.base import Endpoint
-from agentlightning.gateway.endpoints.completions import SAMPLING_TYPES, TopLogprobs, sampling_fields
-from agentlightning.gateway.endpoints.responses_answer import Called, Original, ResponseWriter, whole_response
+from agentlightning.gateway.endpoints.responses_answer import Original, ResponseWriter
 from agentlightning.gateway.request import (
+    CHAT_ONLY,
     MANY,
+    SAMPLING_TYPES,
+    SHAPING_FIELDS,
     SOME,
     CallRefused,
     CallRequest,
     Fields,
+    TopLogprobs,
     converted,
+    function,
+    function_call,
     given,
+    image,
     rest_json,
+    sampling_fields,
     unsupported,
 )
 
@@ -38,7 +45,6 @@ class _Tool(msgspec.Struct):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    format: dict[str, Any] | None = None
     tools: Annotated[list[_Tool], SOME] = []
 
 
@@ -66,10 +72,9 @@ class _ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
 
 # The agent gets on without these tools, which OpenAI runs; all others of OpenAI's are refused.
 _HOSTED: Final = ("web_search", "web_search_preview", "image_generation")
-_FREE_TEXT: Final = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 _LOGPROBS: Final = "message.output_text.logprobs"
 _INCLUDED: Final = (_LOGPROBS, "reasoning.encrypted_content")  # reasoning is given as text
-# Fields that cannot be honoured: the values that ask for nothing, and why.
+# Fields that cannot be honoured: the value that asks for nothing, and why.
 _REFUSED: Final[dict[str, tuple[Any, str]]] = {
     "background": (False, "a response is made while its caller listens; leave it out, or stream"),
     "truncation": ("disabled", "the gateway never shortens what an agent sends; use 'disabled'"),
@@ -77,20 +82,13 @@ _REFUSED: Final[dict[str, tuple[Any, str]]] = {
     "prompt": (None, "templates are not kept here; send instructions and input"),
     "context_management": ([], "the gateway never shortens what an agent sends; leave it out"),
     "moderation": (None, "nothing is moderated here; leave it out"),
-    "n": (1, "a response is one answer; ask again for another"),
-    "messages": (None, "it is called input here"),
-    "max_tokens": (None, "it is called max_output_tokens here"),
-    "max_completion_tokens": (None, "it is called max_output_tokens here"),
-    "response_format": (None, "it is called text.format here"),
-    "reasoning_effort": (None, "it is called reasoning.effort here"),
-    "verbosity": (None, "it is called text.verbosity here"),
-    "return_token_ids": (False, "ask chat/completions for them; the call's span has them anyway"),
-    "logprobs": (False, f"ask for them with include: [{_LOGPROBS!r}]"),
 }
 _FIELDS = Fields(
-    types={
+    {
         **dict.fromkeys(_REFUSED, Any),
-        **SAMPLING_TYPES,  # its stream_options only ask for padding here, which is not added
+        **{name: SAMPLING_TYPES[name] for name in ("model", "stream", "temperature", "top_p", "top_k", "seed", "stop")},
+        **{name: SAMPLING_TYPES[name] for name in SHAPING_FIELDS},
+        "stream_options": dict[str, Any],  # they only ask for padding here, which is not added
         "input": str | Annotated[list[dict[str, Any]], MANY],
         "instructions": str,
         "previous_response_id": str,
@@ -107,30 +105,25 @@ _FIELDS = Fields(
         "include": list[str],
         "top_logprobs": TopLogprobs,
     },
-    shapes={"tools": list[_Tool]},
+    refused=CHAT_ONLY,
 )
 # What a response repeats of its request, and what it says where that was not given.
 _ECHOED: Final[dict[str, Any]] = {
-    "background": False,
-    "instructions": None,
-    "max_output_tokens": None,
-    "max_tool_calls": None,
     "metadata": {},
     "parallel_tool_calls": True,
-    "previous_response_id": None,
-    "prompt_cache_key": None,
     "reasoning": {"effort": None, "summary": None},
-    "safety_identifier": None,
     "service_tier": "default",
     "store": True,
-    "temperature": None,
     "text": {"format": {"type": "text"}},
     "tool_choice": "auto",
     "tools": [],
     "top_logprobs": 0,
-    "top_p": None,
     "truncation": "disabled",
-    "user": None,
+    "background": False,
+    **dict.fromkeys(
+        ("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key")
+    ),
+    **dict.fromkeys(("safety_identifier", "temperature", "top_p", "user")),
 }
 
 
@@ -145,70 +138,63 @@ class Responses(Endpoint):
         for name, (harmless, why) in _REFUSED.items():
             if values.get(name, harmless) != harmless:
                 raise unsupported(name, why)
-        items = values.get("input", [])
-        said = _chat_messages(items)
+        said = _chat_messages(values.get("input", []))
         if not said and "previous_response_id" not in values:
             raise CallRefused("input is empty; a response answers something", param="input")
-        offered = _Offered()
-        offered.add("tools", values.get("tools", []))
-        for position, item in enumerate(items if isinstance(items, list) else []):
-            if item.get("type") == "additional_tools":
-                where = f"input[{position}].tools"
-                offered.add(where, converted(where, item.get("tools"), Annotated[list[_Tool], SOME]))
+        tools: list[dict[str, Any]] = []
+        namespaces: dict[str, tuple[str, str]] = {}
+        dropped = sorted(_offer(tools, namespaces, "tools", values.get("tools", [])))
         instructions = [{"role": "system", "content": values["instructions"]}] if "instructions" in values else []
+        echoed = _ECHOED | {name: raw[name] for name in _ECHOED if name in values or name in others}
         return CallRequest(
             messages=[*instructions, *said],
             instructions=len(instructions),
             continues=values.get("previous_response_id"),
             continuable=values.get("store", True),
-            tools=offered.tools,
+            tools=tools,
             tool_choice=_tool_choice(values.get("tool_choice")),
             logprobs=_logprobs(values),
             top_logprobs=values.get("top_logprobs", 0),
             extra=others | _chat_fields(values),
-            dropped=tuple(sorted(set(offered.dropped))),
-            original=Original(
-                _ECHOED | {name: raw[name] for name in _ECHOED if name in values or name in others}, offered.called
-            ),
+            dropped=tuple(dropped),
+            original=Original(echoed, namespaces),
             request_json=rest_json(raw, "input", "tools"),
             **sampling_fields(values, values.get("max_output_tokens")),
         )
 
     def whole(self, request: CallRequest, answer: Answer) -> bytes:
-        return whole_response(request, answer)
+        return ResponseWriter(request, answer).whole()
 
     def stream(self, request: CallRequest, answer: Answer) -> ResponseWriter:
         return ResponseWriter(request, answer)
 
 
-@dataclass
-class _Offered:
-    """Tools in their chat form, what the agent calls those whose names are not its own, and those left out."""
-
-    tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    called: dict[str, Called] = field(default_factory=dict[str, Called])
-    dropped: list[str] = field(default_factory=list[str])
-
-    def add(self, place: str, tools: list[_Tool], namespace: str | None = None) -> None:
-        for position, tool in enumerate(tools):
-            where, custom = f"{place}[{position}]", tool.type == "custom"
-            if tool.type in _HOSTED:
-                self.dropped.append(f"tools.{tool.type}")
-            elif tool.type == "namespace" and namespace is None:
-                self.add(f"{where}.tools", tool.tools, tool.name)
-            elif tool.type != "function" and not custom:
-                why = "the gateway runs no tools; only those of type function, which the agent runs, can be offered"
-                raise CallRefused(f"{where} is of type {tool.type!r}: {why}", code="unsupported_tool", param=where)
-            elif not tool.name:
-                raise CallRefused(f"{where} has no name", param=where)
-            else:
-                name = flat_name(namespace, tool.name)
-                if namespace is not None or custom:
-                    self.called[name] = Called(tool.name, namespace, custom=custom)
-                    self.dropped += ["tools.format"] if tool.format else []
-                parameters = _FREE_TEXT if custom else tool.parameters
-                told = given(name=name, description=tool.description, parameters=parameters, strict=tool.strict)
-                self.tools.append({"type": "function", "function": told})
+def _offer(
+    chat: list[dict[str, Any]],
+    namespaces: dict[str, tuple[str, str]],
+    place: str,
+    tools: list[_Tool],
+    namespace: str | None = None,
+) -> set[str]:
+    """Add tools to `chat`, and to `namespaces` what the agent calls those of one; gives the names of those left out."""
+    dropped: set[str] = set()
+    for position, tool in enumerate(tools):
+        where = f"{place}[{position}]"
+        if tool.type in _HOSTED:
+            dropped.add(f"tools.{tool.type}")
+        elif tool.type == "namespace" and namespace is None:
+            dropped |= _offer(chat, namespaces, f"{where}.tools", tool.tools, tool.name)
+        elif tool.type != "function":
+            why = "the gateway runs no tools; only those of type function, which the agent runs, can be offered"
+            raise CallRefused(f"{where} is of type {tool.type!r}: {why}", code="unsupported_tool", param=where)
+        elif not tool.name:
+            raise CallRefused(f"{where} has no name", param=where)
+        else:
+            name = flat_name(namespace, tool.name)
+            if namespace is not None:
+                namespaces[name] = (tool.name, namespace)
+            chat.append(function(name, tool.description, tool.parameters, tool.strict))
+    return dropped
 
 
 def flat_name(namespace: str | None, name: str) -> str:
@@ -261,6 +247,9 @@ def _response_format(format: _Format | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": described}
 
 
+# --- the conversation --------------------------------------------------------------------------------------------
+
+
 class _Part(msgspec.Struct):
     type: Literal["input_text", "output_text", "text", "refusal", "input_image", "reasoning_text", "summary_text"]
     text: str = ""
@@ -287,31 +276,17 @@ class _FunctionCall(msgspec.Struct):
     namespace: str | None = None
 
 
-class _CustomToolCall(msgspec.Struct):
-    call_id: str
-    name: str
-    input: str
-    namespace: str | None = None
-
-
-class _AdditionalTools(msgspec.Struct):
-    pass
-
-
 class _FunctionCallOutput(msgspec.Struct):
     call_id: str
     output: str | list[_Part]
 
 
-_Item: TypeAlias = _Message | _Reasoning | _FunctionCall | _CustomToolCall | _FunctionCallOutput | _AdditionalTools
-_ITEMS: Final[dict[str, type[_Item]]] = {
+_Item: TypeAlias = _Message | _Reasoning | _FunctionCall | _FunctionCallOutput
+_ITEMS: Final[dict[Any, type[_Item]]] = {
     "message": _Message,
     "reasoning": _Reasoning,
     "function_call": _FunctionCall,
     "function_call_output": _FunctionCallOutput,
-    "custom_tool_call": _CustomToolCall,
-    "custom_tool_call_output": _FunctionCallOutput,
-    "additional_tools": _AdditionalTools,
 }
 
 
@@ -326,21 +301,23 @@ def _chat_messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
         where = f"input[{position}]"
         match _item(where, raw):
             case _Message("assistant", content):
-                _say(messages, content if isinstance(content, str) else _text(content))
+                # Text after text is a turn of its own; after a call whose result has not come it belongs to that turn.
+                turn = _turn(messages, lambda turn: "content" in turn and "tool_calls" not in turn)
+                turn.setdefault("content", []).append(content if isinstance(content, str) else _text(content))
             case _Message(role, content):
                 messages.append({"role": role, "content": _content(where, content)})
             case _Reasoning() as item:
-                _think(where, messages, item)
+                if thought := _thought(where, item):
+                    turn = _turn(messages, lambda turn: "content" in turn or "tool_calls" in turn)
+                    turn.setdefault("reasoning_content", []).append(thought)
             case _FunctionCall(call_id, name, arguments, namespace):
-                _call(messages, call_id, flat_name(namespace, name), arguments)
-            case _CustomToolCall(call_id, name, text, namespace):
-                _call(messages, call_id, flat_name(namespace, name), msgspec.json.encode({"input": text}).decode())
+                call = function_call(call_id, flat_name(namespace, name), arguments)
+                _turn(messages, lambda turn: False).setdefault("tool_calls", []).append(call)
             case _FunctionCallOutput(call_id, output):
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": _content(where, output)})
-            case _AdditionalTools():
-                pass  # offered beside `tools`
     for message in messages:
         if message["role"] == "assistant":  # joined at once: text after text would be copied each time
+            message.setdefault("content", None)
             message |= {name: "".join(message[name]) for name in ("content", "reasoning_content") if message.get(name)}
     return messages
 
@@ -352,41 +329,19 @@ def _item(where: str, raw: dict[str, Any]) -> _Item:
     return converted(where, raw, _ITEMS[kind])
 
 
-def _turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
+def _turn(messages: list[dict[str, Any]], ended: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """The assistant's turn that is under way, or a new one; its texts are lists of their parts."""
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": None})
+    if not messages or messages[-1]["role"] != "assistant" or ended(messages[-1]):
+        messages.append({"role": "assistant"})
     return messages[-1]
 
 
-def _call(messages: list[dict[str, Any]], call_id: str, name: str, arguments: str) -> None:
-    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-    _turn(messages).setdefault("tool_calls", []).append(call)
-
-
-def _say(messages: list[dict[str, Any]], text: str) -> None:
-    """Text after text is a turn of its own; after a call whose result has not come it belongs to that turn."""
-    turn = _turn(messages)
-    if turn["content"] is not None and "tool_calls" not in turn:
-        messages.append({"role": "assistant", "content": [text]})
-    elif turn["content"] is None:
-        turn["content"] = [text]
-    else:
-        turn["content"].append(text)
-
-
-def _think(where: str, messages: list[dict[str, Any]], item: _Reasoning) -> None:
+def _thought(where: str, item: _Reasoning) -> str:
     thought = _text(item.content or item.summary or [])
     if not thought and item.encrypted_content:
         message = f"{where} is encrypted by another server and cannot be read here; leave it out, or send its text"
         raise CallRefused(message, param=where)
-    if not thought:
-        return
-    turn: dict[str, Any] = _turn(messages)
-    if turn["content"] is not None or "tool_calls" in turn:
-        turn = {"role": "assistant", "content": None}
-        messages.append(turn)
-    turn.setdefault("reasoning_content", []).append(thought)
+    return thought
 
 
 def _text(parts: list[_Part]) -> str:
@@ -407,4 +362,4 @@ def _chat_part(where: str, part: _Part) -> dict[str, Any]:
         return {"type": "text", "text": part.text or part.refusal}
     if part.image_url is None:
         raise CallRefused(f"{where} has an image without image_url; files are not kept here", param=where)
-    return {"type": "image_url", "image_url": given(url=part.image_url, detail=part.detail)}
+    return image(part.image_url, part.detail)

@@ -12,88 +12,50 @@ import msgspec
 from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import Delta, Started, Usage
-from agentlightning.gateway.endpoints.base import openai_error_fields, server_sent
-from agentlightning.gateway.request import NOT_JSON, CallRequest, given
+from agentlightning.gateway.endpoints.base import cached_and_thought, openai_error, server_sent
+from agentlightning.gateway.request import CallRequest, given
 
 _INCOMPLETE: Final = {"length": "max_output_tokens", "content_filter": "content_filter"}
-_ID_PREFIXES: Final = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}
+_ID_PREFIXES: Final = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
 _ABORTED: Final = {"code": "server_error", "message": "the backend aborted the answer"}
 
 
-class Called(NamedTuple):
-    """What the agent calls a tool. A `custom` one takes a text of any form."""
-
-    name: str
-    namespace: str | None = None
-    custom: bool = False
-
-
 class Original(NamedTuple):
-    """Of a request: what its response repeats, and the tools that the model knows by another name than the agent."""
+    """Of a request: what its response repeats, and (name, namespace) of the tools that the model knows by another name
+    than the agent."""
 
     echoed: dict[str, Any]
-    called: dict[str, Called]
+    namespaces: dict[str, tuple[str, str]]
 
 
-_Status: TypeAlias = Literal["completed", "incomplete"]
 _TextKind: TypeAlias = Literal["reasoning_text", "output_text", "refusal"]
 
 
 def _text_part(kind: _TextKind, text: str, logprobs: list[Any]) -> dict[str, Any]:
-    match kind:
-        case "output_text":
-            return {"type": kind, "text": text, "annotations": [], "logprobs": logprobs}
-        case "reasoning_text":
-            return {"type": kind, "text": text}
-        case "refusal":
-            return {"type": kind, "refusal": text}
-
-
-class _FreeText(msgspec.Struct):
-    input: str
-
-
-def _free_text(arguments: str) -> str:
-    """What a custom tool is given. Arguments of another form are a text as well."""
-    try:
-        return msgspec.json.decode(arguments, type=_FreeText).input
-    except NOT_JSON:
-        return arguments
-
-
-def whole_response(request: CallRequest, answer: Answer) -> bytes:
-    """The response as a stream of it says at its end."""
-    choice, writer = answer.choices[0], ResponseWriter(request, answer, silent=True)
-    writer.delta(Delta(0, choice.message(), logprob_entries=tuple(choice.logprob_entries)))
-    writer.end()
-    return msgspec.json.encode(writer.finished())
-
-
-def _last_status(answer: Answer) -> _Status:
-    return "incomplete" if answer.choices[0].finish_reason in (*_INCOMPLETE, "abort") else "completed"
+    if kind == "refusal":
+        return {"type": kind, "refusal": text}
+    more = {"annotations": [], "logprobs": logprobs} if kind == "output_text" else {}
+    return {"type": kind, "text": text, **more}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    read = usage.details.get("prompt_tokens_details", {})
-    made = usage.details.get("completion_tokens_details", {})
+    cached, thought = cached_and_thought(usage)
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": read.get("cached_tokens") or 0, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": made.get("reasoning_tokens") or 0},
+        "output_tokens_details": {"reasoning_tokens": thought or 0},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 
 
 class ResponseWriter:
-    """Writes one streamed answer, or, if it is `silent`, gathers its items only. At any time one item at most is open,
-    the last; it is closed when another begins.
+    """Writes one answer. At any time one item at most is open, the last; it is closed when another begins.
 
     `_kind` is what is open: a kind of text, the index of a tool call, or nothing."""
 
-    def __init__(self, request: CallRequest, answer: Answer, *, silent: bool = False) -> None:
-        self._request = request
-        self._silent = silent
+    def __init__(self, request: CallRequest, answer: Answer) -> None:
+        self._original: Original = request.original
         self._answer = answer
         self._events = 0
         self._items: list[dict[str, Any]] = []
@@ -104,7 +66,7 @@ class ResponseWriter:
         self._calls = 0
 
     def started(self, event: Started) -> bytes:
-        response = self._response("in_progress", [])
+        response = self._response("in_progress")
         kinds = ("response.created", "response.in_progress")
         return b"".join([self._event(kind, response=response) for kind in kinds])
 
@@ -122,34 +84,41 @@ class ResponseWriter:
 
     def end(self) -> bytes:
         """The end of the last item and of the response."""
+        cut = self._answer.choices[0].finish_reason in (*_INCOMPLETE, "abort")
         sent = self._begin_text("output_text") if not self._items else b""
-        sent += self._close(_last_status(self._answer))
-        response = self.finished()
+        sent += self._close("incomplete" if cut else "completed")
+        response = self._finished()
         return sent + self._event(f"response.{response['status']}", response=response)
 
-    def finished(self) -> dict[str, Any]:
+    def whole(self) -> bytes:
+        """The response as a stream of it says at its end."""
+        choice = self._answer.choices[0]
+        self.delta(Delta(0, choice.message(), logprob_entries=tuple(choice.logprob_entries)))
+        self.end()
+        return msgspec.json.encode(self._finished())
+
+    def error(self, error: BackendError) -> bytes:
+        """Both events that say it: SDKs raise at the `error` in the first, others wait for the second."""
+        told = openai_error(error)
+        flat = {name: told[name] for name in ("code", "message", "param")}
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        response = self._response("failed", error={"code": code, "message": str(error)})
+        return self._event("error", **flat, error=told) + self._event("response.failed", response=response)
+
+    def _finished(self) -> dict[str, Any]:
         """The response object of an answer that has come to its end."""
-        answer = self._answer
-        reason = answer.choices[0].finish_reason
-        fields: dict[str, Any] = {"usage": _usage(answer.token_counts())}
-        if "service_tier" in answer.started.extra:
-            fields["service_tier"] = answer.started.extra["service_tier"]
+        reason, extra = self._answer.choices[0].finish_reason, self._answer.started.extra
+        fields: dict[str, Any] = {"usage": _usage(self._answer.token_counts())}
+        if "service_tier" in extra:
+            fields["service_tier"] = extra["service_tier"]
         status = "completed"
         if reason in _INCOMPLETE:
             status, fields["incomplete_details"] = "incomplete", {"reason": _INCOMPLETE[reason]}
         elif reason == "abort":
             status, fields["error"] = "failed", _ABORTED
-        return self._response(status, self._items, **fields)
+        return self._response(status, **fields)
 
-    def error(self, error: BackendError) -> bytes:
-        """Both events that say it: SDKs raise at the `error` in the first, others wait for the second."""
-        told = openai_error_fields(error)
-        flat = {name: told[name] for name in ("code", "message", "param")}
-        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
-        response = self._response("failed", self._items, error={"code": code, "message": str(error)})
-        return self._event("error", **flat, error=told) + self._event("response.failed", response=response)
-
-    def _response(self, status: str, items: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    def _response(self, status: str, **more: Any) -> dict[str, Any]:
         return {
             "id": self._answer.response_id,
             "object": "response",
@@ -158,14 +127,14 @@ class ResponseWriter:
             "error": None,
             "incomplete_details": None,
             "model": self._answer.model,
-            "output": items,
+            "output": self._items,
             "usage": None,
-            **self._request.original.echoed,
+            **self._original.echoed,
             **more,
         }
 
     def _text(self, kind: _TextKind, text: str) -> bytes:
-        sent = b"" if self._kind == kind else self._close("completed") + self._begin_text(kind)
+        sent = b"" if self._kind == kind else self._close() + self._begin_text(kind)
         self._written.append(text)
         logprobs = {}
         if kind == "output_text":
@@ -183,24 +152,19 @@ class ResponseWriter:
     def _tool_call(self, part: dict[str, Any]) -> bytes:
         """A part of a tool call: the first of an index brings id and name, later ones more of the arguments."""
         index, function = part.get("index", self._calls), part.get("function") or {}
-        sent = b""
+        sent, arguments = b"", function.get("arguments")
         if self._kind != index:
             if index < self._calls:
                 raise BackendError(f"the backend went on with tool call {index}, which it had ended")
             self._calls = index + 1
-            sent = self._close("completed") + self._begin_call(index, part.get("id") or "", function.get("name") or "")
-        arguments = function.get("arguments")
+            name = function.get("name") or ""
+            name, namespace = self._original.namespaces.get(name, (name, None))
+            called = given(call_id=part.get("id") or "", name=name, namespace=namespace, arguments="")
+            sent = self._close() + self._begin(index, "function_call", **called)
         if not arguments:
             return sent
         self._written.append(arguments)
-        if "input" in self._items[-1]:  # its text is known at the end
-            return sent
         return sent + self._item_event("response.function_call_arguments.delta", delta=arguments)
-
-    def _begin_call(self, index: int, call_id: str, told: str) -> bytes:
-        name, namespace, custom = self._request.original.called.get(told, Called(told))
-        kind, empty = ("custom_tool_call", {"input": ""}) if custom else ("function_call", {"arguments": ""})
-        return self._begin(index, kind, call_id=call_id, **given(name=name, namespace=namespace), **empty)
 
     def _begin(self, kind: _TextKind | int, type: str, **fields: Any) -> bytes:
         self._kind, self._written, position = kind, [], len(self._items)
@@ -209,17 +173,14 @@ class ResponseWriter:
         self._items.append(item)
         return self._event("response.output_item.added", output_index=position, item=item)
 
-    def _close(self, status: _Status) -> bytes:
+    def _close(self, status: Literal["completed", "incomplete"] = "completed") -> bytes:
         """The events that end the open item, if there is one."""
         kind, text = self._kind, "".join(self._written)
         if kind is None:
             return b""
         item = self._items[-1]
         item["status"] = status
-        if "input" in item:
-            item["input"] = _free_text(text)
-            sent = self._item_event("response.custom_tool_call_input.done", input=item["input"])
-        elif isinstance(kind, int):
+        if isinstance(kind, int):
             item["arguments"] = text
             sent = self._item_event("response.function_call_arguments.done", name=item["name"], arguments=text)
         else:
@@ -240,8 +201,6 @@ class ResponseWriter:
         return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        if self._silent:
-            return b""
         data = {"type": kind, "sequence_number": self._events, **fields}
         self._events += 1
         return server_sent(data, kind)

@@ -1,11 +1,9 @@
 // What was said: the messages of each conversation of an attempt, what each call added, and which calls learn.
-import type { ConversationView, ReplayRequest, RewardView, RolloutView, StepView } from "../api";
+import type { ConversationView, RewardView, RolloutView, StepView } from "../api";
 import { duration, number, oneLine, plural, signed, time, visible } from "../format";
 import { useKeys } from "../keys";
-import { Copy, Empty, Foreign, Json, Tag } from "../parts";
-import { get, query } from "../request";
+import { Empty, Foreign, Json, Tag } from "../parts";
 import { href } from "../route";
-import { curl, python } from "../snippets";
 
 interface Message {
   role: string;
@@ -84,23 +82,11 @@ function OneConversation({ conversation, title, steps, rolloutId }: Properties) 
               {own?.finish_reason && <span>{own.finish_reason}</span>}
               {own?.reward != null && <span>reward {signed(own.reward)}</span>}
               {call.left_out && <Tag title="not trained">not trained: {call.left_out}</Tag>}
-              {own?.replayable && <Replay rolloutId={rolloutId} call={call.span_id} />}
             </footer>
           </article>
         );
       })}
     </section>
-  );
-}
-
-function Replay({ rolloutId, call }: { rolloutId: string; call: string }) {
-  const path = `dashboard/rollouts/${encodeURIComponent(rolloutId)}/request${query({ call })}`;
-  const as = (written: (request: ReplayRequest) => string) => async () => written(await get<ReplayRequest>(path));
-  return (
-    <span class="replay">
-      <Copy text={as(curl)} label="this call as a curl command" name="curl" />
-      <Copy text={as(python)} label="this call as Python" name="python" />
-    </span>
   );
 }
 

@@ -7,7 +7,8 @@ import { Refused, request, useGet } from "../request";
 import { href } from "../route";
 import { useKeys } from "../keys";
 import { may } from "../session";
-import { Charts, took } from "./runs";
+import { took } from "../compare";
+import { Charts } from "./charts";
 
 export function RunDetails({ run }: { run: RunRow }) {
   useKeys({ u: () => (location.hash = href(["runs"])) });

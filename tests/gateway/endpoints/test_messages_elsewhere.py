@@ -183,23 +183,6 @@ async def test_an_answer_of_a_given_schema_is_parsed_by_the_sdk(tmp_path: Path) 
     assert (asked_for["type"], list(asked_for["json_schema"]["schema"]["properties"])) == ("json_schema", ["place"])
 
 
-@pytest.mark.parametrize(
-    ("upstream", "kind", "type_"),
-    [
-        (Upstream([], 429, {"error": {"message": "slow down"}}), anthropic.RateLimitError, "rate_limit_error"),
-        (Upstream([], 500, {"error": {"message": "oops"}}), anthropic.InternalServerError, "api_error"),
-        (Upstream([], 404, {"error": {"message": "who?"}}), anthropic.NotFoundError, "not_found_error"),
-    ],
-)
-async def test_an_error_before_the_stream_is_raised_when_it_is_opened(
-    tmp_path: Path, upstream: Upstream, kind: type[anthropic.APIStatusError], type_: str
-) -> None:
-    async with before(upstream, tmp_path) as there:
-        with pytest.raises(kind) as caught:
-            await client_of(there).messages.create(**asked(), stream=True)
-    assert caught.value.type == type_
-
-
 async def test_an_error_in_mid_stream_is_an_event(tmp_path: Path) -> None:
     broken = Saying({"content": "Hello"})
     broken.events[3:] = ['data: {"error": {"message": "gpu on fire"}}\n\n']
@@ -210,18 +193,6 @@ async def test_an_error_in_mid_stream_is_an_event(tmp_path: Path) -> None:
         with pytest.raises(anthropic.APIStatusError, match="gpu on fire") as caught:
             [event async for event in stream]
         assert caught.value.type == "api_error"
-
-
-@pytest.mark.slow
-async def test_a_server_that_is_not_there_is_overloaded(tmp_path: Path) -> None:
-    table = ModelTable([ModelEntry("policy", HttpBackend("http://127.0.0.1:9/v1"))])
-    async with (
-        serving(Starlette(routes=Gateway(table).routes())) as url,
-        AsyncAnthropic(base_url=url, api_key="k", max_retries=0) as client,
-    ):
-        with pytest.raises(anthropic.ServiceUnavailableError) as caught:
-            await client.messages.create(**asked())
-    assert caught.value.type == "overloaded_error"
 
 
 async def test_anthropic_counts_its_own_tokens() -> None:

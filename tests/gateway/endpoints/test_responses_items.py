@@ -127,7 +127,7 @@ def test_instructions_come_first() -> None:
         ({"input": [{"type": "reasoning", "encrypted_content": "x", "summary": []}]}, "input[0]", "encrypted"),
         ({"tools": [TOOL, {"type": "file_search"}]}, "tools[1]", "file_search"),
         ({"tools": [{"type": "namespace", "name": "n", "tools": [TOOL, {"type": "mcp"}]}]}, "tools[0].tools[1]", "mcp"),
-        ({"input": [said("x"), {"type": "additional_tools", "tools": {}}]}, "input[1].tools", "cannot be used"),
+        ({"tools": [{"type": "custom", "name": "patch"}]}, "tools[0]", "custom"),
         ({"tools": [{"type": "function"}]}, "tools[0]", "name"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice", "allowed_tools"),
         ({"tool_choice": "any"}, "tool_choice", "any"),
@@ -142,11 +142,8 @@ def test_instructions_come_first() -> None:
         ({"prompt": {"id": "p"}}, "prompt", "instructions"),
         ({"context_management": [{"type": "compaction"}]}, "context_management", "shortens"),
         ({"moderation": {"model": "m"}}, "moderation", "moderated"),
-        ({"n": 2}, "n", "one answer"),
-        ({"messages": []}, "messages", "input"),
-        ({"max_tokens": 3}, "max_tokens", "max_output_tokens"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "text.format"),
-        ({"return_token_ids": True}, "return_token_ids", "span"),
+        ({"messages": []}, "messages", "chat completions"),
+        ({"n": 2}, "n", "chat completions"),
         ({"max_output_tokens": 0}, "max_output_tokens", ">= 1"),
         ({"temperature": 3}, "temperature", "<= 2.0"),
         ({"stop": ["x"] * 101}, "stop", "length <= 100"),
@@ -161,45 +158,35 @@ def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], para
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
-def test_tools_of_namespaces_and_free_text_become_functions() -> None:
-    patch = {"type": "custom", "name": "patch", "description": "d", "format": {"type": "grammar", "syntax": "lark"}}
-    files = {"type": "namespace", "name": "files", "description": "", "tools": [TOOL, patch]}
-    later = {"type": "additional_tools", "role": "developer", "tools": [{**files, "name": "more"}]}
-    custom = {"type": "custom_tool_call", "call_id": "b", "name": "patch", "namespace": "files", "input": "+x"}
-    items = [later, {**A, "namespace": "files"}, custom, {**RESULT_OF_A, "type": "custom_tool_call_output"}]
+def test_tools_of_namespaces_become_functions() -> None:
+    files = {"type": "namespace", "name": "files", "description": "", "tools": [TOOL]}
+    items = [{**A, "namespace": "files"}, RESULT_OF_A]
     asked = {"model": "policy", "input": items, "tools": [TOOL, files, {"type": "web_search"}], "client_metadata": {}}
     read = Responses().read(json.dumps(asked).encode())
-    names = ["search", "files__search", "files__patch", "more__search", "more__patch"]
-    assert [tool["function"]["name"] for tool in read.tools] == names
-    assert read.tools[2]["function"]["parameters"]["required"] == ["input"]
-    assert read.dropped == ("tools.format", "tools.web_search")
-    called = [{"name": "files__f", "arguments": "{}"}, {"name": "files__patch", "arguments": '{"input":"+x"}'}]
-    assert [call["function"] for call in read.messages[0]["tool_calls"]] == called and read.messages[1] == TOOL_MESSAGE
+    assert [tool["function"]["name"] for tool in read.tools] == ["search", "files__search"]
+    assert read.dropped == ("tools.web_search",)
+    assert read.messages[0]["tool_calls"][0]["function"] == {"name": "files__f", "arguments": "{}"}
+    assert read.messages[1] == TOOL_MESSAGE
 
 
 @pytest.mark.parametrize(
-    ("tool", "arguments", "item"),
-    [
-        ("files__search", "{}", {"type": "function_call", "name": "search", "namespace": "files", "arguments": "{}"}),
-        ("files__patch", '{"input": "+x"}', {"type": "custom_tool_call", "name": "patch", "input": "+x"}),
-        ("files__patch", "+x", {"type": "custom_tool_call", "name": "patch", "namespace": "files", "input": "+x"}),
-        ("other", "{}", {"type": "function_call", "name": "other", "arguments": "{}"}),
-    ],
+    ("tool", "own"),
+    [("files__search", {"name": "search", "namespace": "files"}), ("other", {"name": "other"})],
 )
-def test_calls_have_the_agents_own_names(tool: str, arguments: str, item: dict[str, Any]) -> None:
-    offered = [{"type": "namespace", "name": "files", "tools": [TOOL, {"type": "custom", "name": "patch"}]}]
+def test_calls_have_the_agents_own_names(tool: str, own: dict[str, str]) -> None:
+    offered = [{"type": "namespace", "name": "files", "tools": [TOOL]}]
     read = Responses().read(json.dumps({"model": "policy", "input": "hi", "tools": offered}).encode())
-    begun = {"index": 0, "id": "c", "function": {"name": tool, "arguments": arguments[:1]}}
-    parts: list[dict[str, Any]] = [begun, {"index": 0, "function": {"arguments": arguments[1:]}}]
+    parts = [{"id": "c", "function": {"name": tool, "arguments": "{"}}, {"function": {"arguments": "}"}}]
+    events = [Delta(0, {"tool_calls": [{"index": 0, **part}]}) for part in parts]
     answer = Answer(1, "resp_1", "policy")
     writer = Responses().stream(read, answer)
-    events = [Delta(0, {"tool_calls": [part]}) for part in parts]
     sent = b"".join(writer.delta(event) for event in events)
     for event in (*events, Finished(0, "tool_calls")):
         answer.add(event)
     sent += writer.end()
     whole = json.loads(Responses().whole(read, answer))
-    assert whole["output"][0].items() >= item.items() and whole["output"][0]["call_id"] == "c"
+    item = {"type": "function_call", "call_id": "c", "arguments": "{}", **own}
+    assert whole["output"][0].items() >= item.items()
     streamed = [json.loads(line[6:]) for line in sent.decode().split("\n") if line.startswith("data: ")]
     done = [event["item"] for event in streamed if event["type"] == "response.output_item.done"]
     assert done == whole["output"]

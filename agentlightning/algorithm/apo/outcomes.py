@@ -17,7 +17,7 @@ import msgspec
 
 from agentlightning.algorithm.apo.budget import Budget, Usage
 from agentlightning.algorithm.apo.candidates import Candidate, Lineage, Score
-from agentlightning.algorithm.apo.editing import in_words
+from agentlightning.algorithm.apo.edits import in_words
 from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
 from agentlightning.algorithm.rl.groups import withdraw_rollouts
