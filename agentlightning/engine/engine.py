@@ -9,6 +9,7 @@ HTTP. Weights are read in place from the model: whoever changes them does so bet
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,20 +20,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentlightning.engine.forward import DecoderForward, ModelForward, Piece
-from agentlightning.engine.request import TokenArray, check_request
 from agentlightning.engine.sampler import Sampler
-from agentlightning.engine.slots import SlotTable
+from agentlightning.engine.slots import SlotTable, TokenArray
 from agentlightning.engine.weights import shape_of, why_unsupported
 from agentlightning.errors import BackendError, ConfigError
+from agentlightning.gateway.backend import unsupported
 from agentlightning.gateway.generation import GenerationRequest, Masks, SampledToken
 
 logger = logging.getLogger(__name__)
 
-# Prompt tokens computed in one step at most: bounds how long running sequences wait for a newcomer's prompt.
-PREFILL_TOKENS = 2048
-
-# Exchanging two slots costs about as much as computing this many idle rows.
-EXCHANGE_ROWS = 4
+PREFILL_TOKENS = 2048  # of prompts in one step at most: bounds how long running sequences wait for a newcomer's
+EXCHANGE_ROWS = 4  # exchanging two slots costs about as much as computing this many idle rows
 
 OnToken = Callable[[SampledToken], None]
 OnError = Callable[[BackendError], None]
@@ -70,10 +68,9 @@ class Generation:
 class Engine:
     """Samples from `model`, at most `slots` sequences at a time, each of at most `max_sequence_length` tokens.
 
-    With `deterministic` what a request samples depends on it, its seed and
-    the weights alone, to the last bit: sequences are computed one by one, each from its first token on, as sums in
-    floating point differ with the shape of what is computed together. The key-value cache is allocated once and takes
-    `cache_bytes`; ConfigError where the lengths do not suit the model."""
+    With `deterministic` what a request samples depends on it, its seed and the weights alone, to the last bit:
+    sequences are computed one by one, each from its first token on, as sums in floating point differ with the shape of
+    what is computed together. ConfigError where the lengths do not suit the model."""
 
     def __init__(
         self,
@@ -110,9 +107,26 @@ class Engine:
 
     def check(self, request: GenerationRequest) -> TokenArray:
         """The prompt `[n]` of a request that can be served; BackendError(status=400) otherwise. Changes nothing."""
-        return check_request(
-            request, vocabulary_size=self._vocabulary_size, max_sequence_length=self.max_sequence_length
-        )
+        for name, ids in (("prompt_token_ids", request.prompt_token_ids), ("stop_token_ids", request.stop_token_ids)):
+            if ids and not 0 <= min(ids) <= max(ids) < self._vocabulary_size:
+                raise _invalid(f"{name}: the model knows the token ids 0 to {self._vocabulary_size - 1}")
+        length = len(request.prompt_token_ids)
+        if not length:
+            raise _invalid("prompt_token_ids is empty; give at least one token id")
+        if not (0 <= request.temperature < math.inf and 0 < request.top_p <= 1 and request.top_k >= 0):
+            raise _invalid("temperature must be finite and at least 0, top_p above 0 and at most 1, top_k at least 0")
+        if request.max_tokens is not None and request.max_tokens < 1:
+            raise _invalid(f"max_tokens is {request.max_tokens}; it must be at least 1, or None for as many as fit")
+        if request.top_logprobs:
+            raise unsupported("top_logprobs", "only the sampled token's logprob is known; leave it out or set it to 0")
+        if length >= self.max_sequence_length:
+            raise BackendError(
+                f"the prompt has {length} tokens, and the engine holds sequences of {self.max_sequence_length} tokens: "
+                "shorten the prompt, or start the engine with a larger max_sequence_length",
+                status=400,
+                code="context_length_exceeded",
+            )
+        return np.array(request.prompt_token_ids, dtype=np.int64)
 
     def submit(self, request: GenerationRequest, on_token: OnToken, on_error: OnError | None = None) -> Generation:
         """Queue a request; `on_token` is called from `step` with each token. Where a step fails, `on_error` is called
@@ -175,8 +189,12 @@ class Engine:
     def _plan(self) -> list[tuple[Generation, Piece]]:
         """The pieces of prompts to compute now: unfinished sequences first, then newcomers in their order."""
         pieces: list[tuple[Generation, Piece]] = []
-        if self._deterministic:
-            self._plan_one(pieces)
+        if self._deterministic:  # one at a time
+            unfinished = next((one for one in self._running.values() if not self._decodable(one)), None)
+            if unfinished is None and self._waiting and self._slots.free:
+                unfinished = self._waiting.popleft()
+            if unfinished is not None:
+                self._plan_piece(unfinished, PREFILL_TOKENS, pieces)
             return pieces
         budget = PREFILL_TOKENS
         for generation in self._running.values():
@@ -189,13 +207,6 @@ class Engine:
         for generation in sorted(newcomers, key=lambda newcomer: newcomer.length):
             budget -= self._plan_piece(generation, budget, pieces)
         return pieces
-
-    def _plan_one(self, pieces: list[tuple[Generation, Piece]]) -> None:
-        unfinished = next((one for one in self._running.values() if not self._decodable(one)), None)
-        if unfinished is None and self._waiting and self._slots.free:
-            unfinished = self._waiting.popleft()
-        if unfinished is not None:
-            self._plan_piece(unfinished, PREFILL_TOKENS, pieces)
 
     def _plan_piece(self, generation: Generation, budget: int, pieces: list[tuple[Generation, Piece]]) -> int:
         """Plan as much of a sequence as the budget allows; how many tokens that is."""
@@ -317,18 +328,14 @@ class Engine:
             self._end(generation)
         self._slots.flush()
         self._forward.clear()
-        reason = error if isinstance(error, BackendError) else BackendError(
-            f"the engine failed while computing this request: {type(error).__name__}: {error}; the request may be "
-            "repeated", status=500, code="engine_error",
-        )  # fmt: skip
-        unheard = not failed
+        if not isinstance(error, BackendError):
+            why = f"the engine failed while computing this request: {type(error).__name__}: {error}; it may be repeated"
+            error = BackendError(why, status=500, code="engine_error")
         for generation in failed:
-            if generation.on_error is None:
-                unheard = True
-            else:
-                generation.on_error(reason)
-        if unheard:
-            raise reason from error
+            if generation.on_error is not None:
+                generation.on_error(error)
+        if not failed or any(generation.on_error is None for generation in failed):
+            raise error
 
     @staticmethod
     def _decodable(generation: Generation) -> bool:
@@ -337,14 +344,15 @@ class Engine:
 
     def _check_sizes(self, slots: int) -> None:
         shape_of(self._model)  # refuses a model without attention
-        if slots < 1:
-            raise ConfigError(f"slots is {slots}; the engine needs at least 1")
-        if self.max_sequence_length < 2:
-            raise ConfigError(f"max_sequence_length is {self.max_sequence_length}; a prompt and a token need 2")
+        if slots < 1 or self.max_sequence_length < 2:
+            raise ConfigError(f"slots is {slots}, max_sequence_length {self.max_sequence_length}; at least 1 and 2")
         known = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         if known is not None and self.max_sequence_length > known:
-            raise ConfigError(f"max_sequence_length is {self.max_sequence_length}, but the model was made for {known} "
-                              f"positions; use at most {known}")  # fmt: skip
+            raise ConfigError(f"max_sequence_length is {self.max_sequence_length}; the model was made for {known}")
+
+
+def _invalid(message: str) -> BackendError:
+    return BackendError(message, status=400, code="invalid_request")
 
 
 def _masked(logits: Tensor, masks: Mapping[int, Masks]) -> Tensor:

@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from agentlightning.engine.request import TokenArray
-from agentlightning.engine.slots import Placement
+from agentlightning.engine.slots import Placement, TokenArray
 from agentlightning.engine.weights import LayerWeights, Linear, read_weights, rotary_tables, shape_of
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from agentlightning.engine.request import TokenArray
+from agentlightning.engine.slots import TokenArray
 from agentlightning.errors import BackendError
 from agentlightning.gateway.generation import GenerationRequest
 

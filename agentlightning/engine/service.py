@@ -1,7 +1,7 @@
 """The engine in a thread of its own, usable from one asyncio loop.
 
-The thread takes requests, steps while there is work, and waits on a condition otherwise. Tokens cross to the loop in
-one wake-up per step, however many requests it served. This module knows no tensors.
+The thread takes commands, steps while there is work, and waits on a condition otherwise. Tokens cross to the loop in
+one wake-up per step, however many requests it served. Knows no tensors.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 
 import torch
 
@@ -25,10 +25,8 @@ logger = logging.getLogger(__name__)
 
 
 class _Stream:
-    """Tokens of one request on their way from the engine's thread to the loop.
-
-    The thread appends, the loop pops; `ready` is touched by the loop alone. With `whole` the loop is woken once, when
-    the request has ended."""
+    """Tokens of one request on their way from the engine's thread, which appends, to the loop, which pops. The loop is
+    woken for every token, or if `whole` only when the request has ended."""
 
     def __init__(self, request: GenerationRequest, touched: set[_Stream], *, whole: bool) -> None:
         self.request = request
@@ -52,15 +50,23 @@ class _Stream:
         self._touched.add(self)
 
 
+class _Turn:
+    """Somebody's exclusive use of the engine: asked for, had from when it has `begun`, `over`."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.over = False
+
+
 class EngineService:
-    """Generates with an engine from coroutines: a `TokenGenerator`. `start` and `close` are called once each;
-    all coroutines belong to one loop. `write` brings the engine's weights up to date where they are not the trained
-    ones themselves."""
+    """Generates with an engine from coroutines: a `TokenGenerator`. `start` and `close` are called once each; all
+    coroutines belong to one loop. `write` brings the engine's weights up to date where they are not the trained ones
+    themselves."""
 
     grammars: GrammarsAs = "masks"
 
     def __init__(self, engine: Engine, write: Callable[[], object] = lambda: None) -> None:
-        self._engine = engine
+        self.engine = engine  # its sizes and statistics may be read at any time, its methods called in `exclusive`
         self._write = write
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._changed = threading.Condition()
@@ -69,8 +75,8 @@ class EngineService:
         self._open: set[_Stream] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._owner: asyncio.Task[object] | None = None
-        self._turn = asyncio.Lock()
-        self._hold: asyncio.Event | None = None
+        self._one_turn = asyncio.Lock()
+        self._turn: _Turn | None = None
         self._closed = False
         self._idle = 0.0
         self._idle_since: float | None = None
@@ -80,26 +86,20 @@ class EngineService:
 
     def close(self) -> None:
         """End the thread after its present step; requests in flight get UnavailableError."""
-        with self._changed:
+        with self._changing():
             self._closed = True
-            self._changed.notify()
         if self._thread.is_alive():
             self._thread.join()
 
     @property
-    def engine(self) -> Engine:
-        """The engine itself: its sizes and statistics may be read at any time, its methods called in `exclusive`."""
-        return self._engine
-
-    @property
     def version(self) -> int:
         """The policy version that is sampled from now."""
-        return self._engine.version
+        return self.engine.version
 
     @property
     def generated_tokens(self) -> int:
         """How many were sampled so far."""
-        return self._engine.statistics.generated_tokens
+        return self.engine.statistics.generated_tokens
 
     @property
     def idle_seconds(self) -> float:
@@ -109,12 +109,9 @@ class EngineService:
             return self._idle + (0.0 if since is None else time.monotonic() - since)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[SampledToken]:
-        """Yield the tokens of a request as they are sampled. Closing the iterator cancels the generation.
-
-        Raises BackendError(status=400) for a request that cannot be served, BackendError(status=500) where the engine
-        failed in it, and UnavailableError where the service is closed."""
-        stream = self._submit(request, whole=False)
-        try:
+        """See `TokenGenerator.generate`. BackendError(status=500) where the engine failed in the request, and
+        UnavailableError where the service is closed."""
+        with self._submitted(request, whole=False) as stream:
             while True:
                 await stream.ready.wait()
                 stream.ready.clear()
@@ -125,19 +122,14 @@ class EngineService:
                         return
                 if stream.error is not None:
                     raise stream.error
-        finally:
-            self._leave(stream)
 
     async def complete(self, request: GenerationRequest) -> list[SampledToken]:
         """All tokens of a request at once: like `generate`, but the loop is woken once instead of for every token."""
-        stream = self._submit(request, whole=True)
-        try:
+        with self._submitted(request, whole=True) as stream:
             await stream.ready.wait()
             if stream.error is not None:
                 raise stream.error
             return list(stream.tokens)
-        finally:
-            self._leave(stream)
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncGenerator[Engine]:
@@ -145,143 +137,127 @@ class EngineService:
 
         Requests wait meanwhile. Not to be nested."""
         self._bind()
-        async with self._turn:
+        async with self._one_turn:
             self._check_open()  # it may have ended while others had their turn
-            held = asyncio.Event()
-            self._set_hold(held)
+            self._turn = turn = _Turn()
+            with self._changing():
+                self._commands.append(lambda: self._stand_still(turn))
             self._owner = asyncio.current_task()
             try:
-                await held.wait()
+                await turn.begun.wait()
                 self._check_open()
-                yield self._engine
+                yield self.engine
             finally:
-                self._owner = None
-                self._set_hold(None)
+                self._owner = self._turn = None
+                with self._changing():
+                    turn.over = True
 
     async def update_weights(self, version: int, write: Callable[[], object] | None = None) -> None:
         """Sample with the model's present weights, those that `write` leaves, and call them `version`; inside or
         outside of `exclusive`. Calls that are being answered go on with them."""
+
+        def update() -> None:
+            (write or self._write)()
+            self.engine.update_weights(version)
+
         inside = self._owner is not None and self._owner is asyncio.current_task()
         async with nullcontext() if inside else self.exclusive():
             # In a thread of its own, since agents may hold all of the loop's; where this task is cancelled, the end of
             # the block waits for it.
             with ThreadPoolExecutor(1) as thread:
-                await asyncio.get_running_loop().run_in_executor(thread, self._bring_up_to_date, version, write)
-
-    def _bring_up_to_date(self, version: int, write: Callable[[], object] | None) -> None:
-        (write or self._write)()
-        self._engine.update_weights(version)
+                await asyncio.get_running_loop().run_in_executor(thread, update)
 
     # --- on the loop ---
 
     def _bind(self) -> None:
         self._check_open()
         loop = asyncio.get_running_loop()
-        if self._loop is None:
-            self._loop = loop
-        elif self._loop is not loop:
+        self._loop = self._loop or loop
+        if self._loop is not loop:
             raise UnavailableError("this engine service belongs to another event loop; make one service per loop")
 
     def _check_open(self) -> None:
         if self._closed or not self._thread.is_alive():
             raise UnavailableError("the engine is not running: call start() first, and not after close()")
 
-    def _submit(self, request: GenerationRequest, *, whole: bool) -> _Stream:
+    @contextmanager
+    def _submitted(self, request: GenerationRequest, *, whole: bool) -> Generator[_Stream]:
         self._bind()
-        self._engine.check(request)
+        self.engine.check(request)
         stream = _Stream(request, self._touched, whole=whole)
         self._open.add(stream)
-        self._post(lambda: self._begin(stream))
-        return stream
+        try:
+            with self._changing():
+                self._commands.append(lambda: self._begin(stream))
+            yield stream
+        finally:
+            self._open.discard(stream)
+            if not stream.ended:
+                with self._changing():
+                    self._commands.append(lambda: self._abandon(stream))
 
-    def _leave(self, stream: _Stream) -> None:
-        self._open.discard(stream)
-        if not stream.ended:
-            self._post(lambda: self._abandon(stream))
-
-    def _post(self, command: Callable[[], None]) -> None:
+    @contextmanager
+    def _changing(self) -> Generator[None]:
         with self._changed:
-            self._commands.append(command)
+            yield
             self._changed.notify()
 
-    def _set_hold(self, hold: asyncio.Event | None) -> None:
-        with self._changed:
-            self._hold = hold
-            self._changed.notify()
-
-    @staticmethod
-    def _wake(streams: tuple[_Stream, ...]) -> None:
-        for stream in streams:
-            stream.ready.set()
-
-    def _fail_all(self, error: AgentLightningError) -> None:
+    def _end_all(self, error: AgentLightningError) -> None:
         for stream in self._open:
             if not stream.ended:
                 stream.fail(error)
             stream.ready.set()
-        if self._hold is not None:
-            self._hold.set()
+        if self._turn is not None:
+            self._turn.begun.set()
 
     # --- on the engine's thread ---
 
     def _begin(self, stream: _Stream) -> None:
         try:
-            stream.generation = self._engine.submit(stream.request, stream.put, stream.fail)
+            stream.generation = self.engine.submit(stream.request, stream.put, stream.fail)
         except BackendError as error:
             stream.fail(error)
 
     def _abandon(self, stream: _Stream) -> None:
         if stream.generation is not None:
-            self._engine.cancel(stream.generation)
+            self.engine.cancel(stream.generation)
+
+    def _stand_still(self, turn: _Turn) -> None:
+        self._to_loop(turn.begun.set)
+        self._wait(lambda: self._closed or turn.over)
 
     def _run(self) -> None:
         # Values too small to matter cost CPUs hundreds of cycles each; the setting belongs to the thread.
         torch.set_flush_denormal(True)
         error: AgentLightningError = UnavailableError("the engine was closed while the request was in flight")
+        busy = False
         try:
-            busy = False
-            while self._await_work(busy=busy):
-                while self._commands:
+            while True:
+                if not busy:
+                    self._wait(lambda: self._closed or bool(self._commands))
+                while self._commands and not self._closed:
                     self._commands.popleft()()
-                busy = self._engine.step()
-                self._deliver()
+                if self._closed:
+                    break
+                busy = self.engine.step()
+                if self._touched:
+                    ready = [stream.ready for stream in self._touched]
+                    self._touched.clear()
+                    self._to_loop(lambda ready=ready: [one.set() for one in ready])
         except Exception as fault:
             logger.exception("The engine's thread ended.")
             error = UnavailableError(f"the engine failed: {type(fault).__name__}: {fault}")
-        self._finish(error)
-
-    def _await_work(self, *, busy: bool) -> bool:
-        """Wait until there is something to do and nobody holds the engine; False once it is closed."""
-        announced: asyncio.Event | None = None
-        with self._changed:
-            while not self._closed:
-                if self._hold is None:
-                    if busy or self._commands:
-                        return True
-                elif self._hold is not announced:
-                    announced = self._hold
-                    self._to_loop(announced.set)
-                self._wait()
-        return False
-
-    def _wait(self) -> None:
-        self._idle_since = time.monotonic()
-        self._changed.wait()
-        self._idle += time.monotonic() - self._idle_since
-        self._idle_since = None
-
-    def _deliver(self) -> None:
-        if self._touched:
-            streams = tuple(self._touched)
-            self._touched.clear()
-            self._to_loop(lambda: self._wake(streams))
-
-    def _finish(self, error: AgentLightningError) -> None:
-        with self._changed:
-            self._closed = True
+        self._closed = True
         if self._loop is not None and not self._loop.is_closed():
-            self._to_loop(lambda: self._fail_all(error))
+            self._to_loop(lambda: self._end_all(error))
+
+    def _wait(self, until: Callable[[], bool]) -> None:
+        with self._changed:
+            self._idle_since = time.monotonic()
+            self._changed.wait_for(until)
+            self._idle += time.monotonic() - self._idle_since
+            self._idle_since = None
 
     def _to_loop(self, callback: Callable[[], object]) -> None:
-        assert self._loop is not None  # set before the first command or hold
+        assert self._loop is not None  # set before the first command
         self._loop.call_soon_threadsafe(callback)

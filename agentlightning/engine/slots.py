@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from agentlightning.engine.request import TokenArray
+TokenArray = npt.NDArray[np.int64]
 
 # Copying fewer positions than this costs about as much as computing them again.
 SHORTEST_COPY = 8

@@ -41,24 +41,6 @@ def request(seed: int = 0, max_tokens: int = 20) -> GenerationRequest:
     return GenerationRequest([5, 6, 7 + seed], max_tokens=max_tokens, seed=seed)
 
 
-async def test_many_requests_stream_at_once_and_each_gets_its_own_tokens(service: EngineService) -> None:
-    outputs = await asyncio.gather(*[collect(service, request(seed)) for seed in range(30)])
-    for seed, output in enumerate(outputs):
-        assert len(output) == 20
-        assert [token.finish_reason for token in output] == [None] * 19 + ["length"]
-        assert [token.token_id for token in await service.complete(request(seed))] == [
-            token.token_id for token in output
-        ]
-
-
-async def test_tokens_arrive_while_the_request_goes_on(service: EngineService) -> None:
-    async with aclosing(service.generate(request(max_tokens=200))) as tokens:
-        first = await anext(tokens)
-        assert first.finish_reason is None
-        async with service.exclusive() as engine:
-            assert engine.running == 1
-
-
 async def test_closing_the_iterator_cancels_the_generation(service: EngineService) -> None:
     async with aclosing(service.generate(request(max_tokens=250))) as tokens:
         await anext(tokens)
@@ -185,10 +167,3 @@ async def test_closing_reaches_those_who_wait_for_their_turn(service: EngineServ
         service.close()
     with pytest.raises(UnavailableError):
         await asyncio.wait_for(waiting, 60)
-
-
-async def test_a_service_that_was_not_started_says_so(model: PreTrainedModel) -> None:
-    service = EngineService(Engine(model, eos_token_ids=[], max_sequence_length=64, slots=1))
-    with pytest.raises(UnavailableError, match="start"):
-        await service.complete(request())
-    service.close()
