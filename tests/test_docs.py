@@ -73,14 +73,16 @@ def test_a_command_and_its_flags_exist(body: str) -> None:
 
 
 @pytest.mark.parametrize("body", blocks("yaml"))
-def test_a_run_file_has_keys_and_fields_that_exist(body: str) -> None:
+def test_a_run_file_has_keys_and_fields_that_exist(body: str, tmp_path: Path) -> None:
     values = yaml.safe_load(body)
     if not isinstance(values, dict) or not {*values} <= {*FIELDS}:
         pytest.skip("no run file")
     complete = {"agent": "agent.py:agent", "train_dataset": "tasks.jsonl"}
     if "environment" in values:
         complete = {}
-    algorithm = load_config(complete | values).algorithm
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(yaml.safe_dump(complete | values))
+    algorithm = load_config(run_file).algorithm
     if "traces" not in algorithm and "teacher" not in algorithm:  # these are opened when the algorithm is made
         make_algorithm(algorithm)
 

@@ -50,15 +50,11 @@ def create_app(
     longest_poll: float = LONGEST_POLL,
     readings: Sequence[Reading] = (),
 ) -> Starlette:
-    """The application: `/health`, `/ready`, `/metrics`, `/docs`; of an open `store` its calls, those about the
-    gateway's models, its events and the page; and the gateway's own routes as they are.
+    """The application: health, metrics and description; the calls, events and page of an open `store`; the gateway.
 
-    With an `admin_key` the interface needs it; without one `HttpServer` serves on loopback only. A gateway without one
-    of its own answers this machine's own programs alone, and attempts' keys from anywhere. `guarded` says that
-    something around the application asks for a key. A request body above `body_limit` bytes is refused, and so is a
-    caller who makes more than `rate_limit` requests a second. A call that waits is answered after `longest_poll`
-    seconds, for its caller to ask again. With `access_log` each request leaves a line in the log. `readings` are shown
-    at `/metrics`. Closing the store stays with the caller."""
+    Without an `admin_key` only programs of this machine are answered. `guarded`: something around it asks for a key.
+    `body_limit` is in bytes, `rate_limit` in requests per second of a caller, `longest_poll` in seconds. The caller
+    closes the store."""
     if admin_key is not None and len(admin_key) < 8:
         raise ConfigError("the admin key is shorter than 8 characters; choose one that cannot be guessed")
     protected = admin_key is not None
@@ -69,14 +65,8 @@ def create_app(
     shown = list(readings)
     stops: list[Callable[[], None]] = []
     if store is not None:
-        access = Access(store, admin_key)
-        polls = LongPolls(longest_poll)
-        performed: list[tuple[Sequence[type[Call]], Perform]] = [
-            (list(CALLS.values()), lambda call, caller: store.perform(call))
-        ]
-        if gateway is not None:
-            models = Models(gateway)
-            performed.append((list(MODEL_CALLS), lambda call, caller: models.perform(call)))
+        access, polls = Access(store, admin_key), LongPolls(longest_poll)
+        performed = _performed(store, gateway)
         described = [kind for kinds, _ in performed for kind in kinds]
         performed.append(page_views(store, ModelTable() if gateway is None else gateway.models))
         inner.append(Middleware(Rest, access=access, polls=polls, body_limit=body_limit, performed=performed))
@@ -93,26 +83,43 @@ def create_app(
         stops.append(gateway.turn_away)
         if not guarded:
             gateway.keep_to_this_machine()
-        own = gateway.routes()
+        routes += (own := gateway.routes())
         inner.insert(0, Middleware(Shortcut, routes=own))
-        routes += own
         shown += gateway_readings(gateway)
     metrics = ServerMetrics(store, access, shown)
     routes.append(metrics.route())
     routes += documentation_routes(described, routes, protected=protected)
     label_routes(routes)
-    listeners = [metrics.count, log_request] if access_log else [metrics.count]
-    outer = [Middleware(Observed, listeners=listeners)]
-    if rate_limit is not None:
-        outer.append(Middleware(RateLimit, limit=limit_of(rate_limit), access=access))
     app = _Application(
         routes=routes,
-        middleware=[*outer, *inner],
+        middleware=[*_outer(metrics, access, rate_limit=rate_limit, access_log=access_log), *inner],
         exception_handlers=dict.fromkeys((AgentLightningError, HTTPException, Exception), _answer_to),
     )
     app.state.protected = guarded or protected
     app.state.stop_waiting = tuple(stops)
     return app
+
+
+def _performed(store: LightningStore, gateway: Gateway | None) -> list[tuple[Sequence[type[Call]], Perform]]:
+    """The calls of the store and those about the gateway's models, with what carries them out."""
+    performed: list[tuple[Sequence[type[Call]], Perform]] = [
+        (list(CALLS.values()), lambda call, caller: store.perform(call))
+    ]
+    if gateway is not None:
+        models = Models(gateway)
+        performed.append((list(MODEL_CALLS), lambda call, caller: models.perform(call)))
+    return performed
+
+
+def _outer(
+    metrics: ServerMetrics, access: Access | None, *, rate_limit: float | None, access_log: bool
+) -> list[Middleware]:
+    """What sees every request: measurements, the access log and the rate limit."""
+    listeners = [metrics.count, log_request] if access_log else [metrics.count]
+    outer = [Middleware(Observed, listeners=listeners)]
+    if rate_limit is not None:
+        outer.append(Middleware(RateLimit, limit=limit_of(rate_limit), access=access))
+    return outer
 
 
 class _Application(Starlette):
