@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Creates .venv-agentlightning-0.3 unless it is there: Agent Lightning 0.3, whose adapters benchmarks/data.py compares
-# with, and docs/compatibility.md speaks of. It brings no torch. $1 is the environment of `make setup`, whose Python it
+# with, and docs/reference/compatibility.md speaks of. It brings no torch. $1 is the environment of `make setup`, whose Python it
 # takes, and where uv goes if there is none.
 set -euo pipefail
 

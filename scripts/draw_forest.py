@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/learning-from-traces.md and prints its table, all computed by the package's own functions.
+"""Draws the pictures of docs/how-it-works.md and prints its table, all computed by the package's own functions.
 
 Usage: python scripts/draw_forest.py [DIRECTORY, default docs/images]
 """

@@ -384,7 +384,7 @@ def _new_name() -> str:
 
 
 def tinker_sdk() -> Any:
-    """Its version is what the server takes: docs/tinker.md."""
+    """Its version is what the server takes: docs/training.md."""
     return imported("tinker", "learner: tinker, whose SDK has the server's version,", "agent-lightning-next[tinker]")
 
 

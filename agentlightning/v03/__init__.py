@@ -1,7 +1,7 @@
 """What exists for Agent Lightning 0.3 alone: its names and modules that are called otherwise here or not at all.
 
 `agentlightning.__getattr__` looks here last, and so does Python for a module that is not here otherwise. Nothing below
-the trainer imports this room. `docs/compatibility.md` tells the whole story.
+the trainer imports this room. `docs/reference/compatibility.md` tells the whole story.
 """
 
 from __future__ import annotations

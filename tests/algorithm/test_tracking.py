@@ -30,7 +30,7 @@ from tests import agents
 from tests.frameworks.world import bin_of
 from tests.test_trainer import TASKS, algorithm, policy, trainer
 
-DOCUMENTED = Path(__file__).parents[2] / "docs" / "tracking.md"
+DOCUMENTED = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 
 
 class Kept:
@@ -79,7 +79,7 @@ def lines(directory: Path) -> list[dict[str, Any]]:
 
 
 def unknown_names(metrics: tuple[Metrics, ...]) -> set[str]:
-    """Names that the table in docs/tracking.md lacks."""
+    """Names that the table in docs/reference/metrics.md lacks."""
     first_cells = re.findall(r"^\| (`.*?) \|", DOCUMENTED.read_text(), flags=re.MULTILINE)
     documented = [name for cell in first_cells for name in re.findall(r"`(.+?)`", cell)]
     known = re.compile("|".join(re.sub(r"<\w+>", ".+", re.escape(name)) for name in documented))

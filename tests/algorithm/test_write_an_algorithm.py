@@ -25,13 +25,13 @@ SETTINGS = {"steps": 1, "tasks_per_step": 3, "group_size": 4, "max_tokens": 6, "
 
 
 def files_of(page: str) -> dict[str, str]:
-    return dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", (DOCS / page).read_text(), re.DOTALL))
+    return dict(re.findall(r"```python\n# (\w+\.py)[^\n]*\n(.*?)```", (DOCS / page).read_text(), re.DOTALL))
 
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
     """A folder with the files of the page."""
-    for name, code in files_of("write-an-algorithm.md").items():
+    for name, code in files_of("training.md").items():
         (tmp_path / name).write_text(code)
     return tmp_path
 
@@ -42,7 +42,7 @@ def call(name: str, tokens: int) -> Transition:
 
 
 def test_an_algorithm_is_a_file_of_under_60_lines_that_trains_from_a_run_file(written: Path) -> None:
-    assert max(len(code.splitlines()) for code in files_of("write-an-algorithm.md").values()) < 60
+    assert max(len(code.splitlines()) for code in files_of("training.md").values()) < 60
     named = {"name": f"{written}/fading.py:Fading", "loss": f"{written}/spo.py:spo", "fade": 0.5}
     result = trainer(written, algorithm=make_algorithm(named | SETTINGS)).fit(agents.vowels, TASKS)
     assert result.metrics[-1].values["policy_version"] == 1

@@ -160,6 +160,6 @@ def test_the_page_on_traces_shows_what_the_code_computes() -> None:
     root = Path(__file__).parents[2]
     script = runpy.run_path(str(root / "scripts" / "draw_forest.py"))
     group = script["group"]()
-    assert script["table"](group) in (root / "docs" / "learning-from-traces.md").read_text()
+    assert script["table"](group) in (root / "docs" / "how-it-works.md").read_text()
     for name, picture in script["pictures"](group).items():
         assert (root / "docs" / "images" / name).read_text() == picture, "draw it anew: python scripts/draw_forest.py"

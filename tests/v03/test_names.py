@@ -236,7 +236,7 @@ async def test_an_agent_of_1_0_finds_task_model_and_reward_in_its_environment(tm
 
 
 def test_the_page_on_compatibility_names_them_all() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "compatibility.md").read_text(encoding="utf-8")
     assert [name for name in NAMES_OF_0_3 if f"`{name}`" not in page] == []
 
 

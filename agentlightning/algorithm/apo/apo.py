@@ -1,4 +1,4 @@
-"""`APO`: automatic prompt optimisation by a beam search with textual gradients (`docs/prompt-optimisation.md`).
+"""`APO`: automatic prompt optimisation by a beam search with textual gradients (`docs/evaluation.md`).
 
 Rounds of critique, edit and race, from the seed to the best prompts.
 """
