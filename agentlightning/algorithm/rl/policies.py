@@ -115,7 +115,7 @@ class Policies:
             raise TrainingError(
                 f"the sampler was given the weights of {name!r} and does not sample with them: in the probability of a "
                 f"token it and the learner differ by {worst:.2g} (expected at most {learner.mismatch_tolerance:.2g}). "
-                "Has the server another model or dtype, or weights of another run (restart it)? See docs/samplers.md"
+                "Has the server another model or dtype, or weights of another run (restart it)? See docs/training.md"
             )
 
     def usage(self) -> Usage:
