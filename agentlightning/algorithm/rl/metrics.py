@@ -1,4 +1,4 @@
-"""What a step measures: of its rollouts, its credit, its optimiser steps and its speed (`docs/reference/metrics.md`)."""
+"""What a step measures: its rollouts, credit, optimiser steps and speed (`docs/reference/metrics.md`)."""
 
 from __future__ import annotations
 
