@@ -98,6 +98,7 @@ class SqlStore(LightningStore):
         self,
         address: str,
         opened: Opened,
+        secret: bytes,
         clock: Callable[[], float],
         lease_seconds: float,
         redact: Redact,
@@ -121,8 +122,7 @@ class SqlStore(LightningStore):
         self._latest: dict[str, Attempt] = {}  # by rollout
         self._announced = 0
         self._closed = False
-        (secret,) = opened.writing.execute("SELECT value FROM meta WHERE name = 'secret'").fetchone()
-        self._secret = bytes(secret)
+        self._secret = secret
         self._watchdog: asyncio.Task[None] | None = None
         self._others: Mapping[str, Callable[..., Awaitable[Any]]] = {
             "dequeue_many_rollouts": self._dequeue_many_rollouts,
@@ -171,7 +171,8 @@ class SqlStore(LightningStore):
         database = database_of(address)
         opened = await asyncio.to_thread(database.open_store, str(address), synchronous, read_seconds)
         clock = _steady(opened.now) if clock is None else clock
-        store = cls(str(address), opened, clock, lease_seconds, redact, stored, read_seconds)
+        secret = await asyncio.to_thread(_secret_of, opened)
+        store = cls(str(address), opened, secret, clock, lease_seconds, redact, stored, read_seconds)
         try:
             await store._write(attempts.grant_grace)
             await store.expire_overdue()
@@ -466,6 +467,12 @@ def database_of(address: str | Path) -> ModuleType:
             f"{text_without_secrets(str(address))!r} is no store; give a path (SQLite) or a postgresql:// URL"
         )
     return sqlite
+
+
+def _secret_of(opened: Opened) -> bytes:
+    """What attempts' keys are signed with. Asks the database, and so blocks."""
+    (secret,) = opened.writing.execute("SELECT value FROM meta WHERE name = 'secret'").fetchone()
+    return bytes(secret)
 
 
 def _steady(now: float) -> Callable[[], float]:

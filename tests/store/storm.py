@@ -137,8 +137,13 @@ class Storm:
             attempts = await store.query_attempts(rollout_id)
             assert [attempt.attempt_id for attempt in attempts] == [attempt_id], "no attempt is doubled"
         kept: dict[str, list[Span]] = {}
-        for span in (await store.page_spans(limit=1000)).items:
-            kept.setdefault(span.attempt_id, []).append(span)
+        cursor = None
+        while True:
+            page = await store.page_spans(limit=1000, cursor=cursor)
+            for span in page.items:
+                kept.setdefault(span.attempt_id, []).append(span)
+            if (cursor := page.next_cursor) is None:
+                break
         for spans in kept.values():
             assert len(spans) % BATCH == 0, "no batch of spans is half there"
             assert sorted(span.sequence_id for span in spans) == list(range(1, len(spans) + 1))

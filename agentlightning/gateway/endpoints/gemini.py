@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from itertools import groupby
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, cast
 
 import msgspec
 
@@ -229,9 +229,18 @@ def _tools(tools: list[dict[str, Any]], dropped: set[str]) -> list[dict[str, Any
             if kind != "functionDeclarations":
                 why = "the gateway runs no tools; only functionDeclarations, which the agent runs, can be offered"
                 raise CallRefused(f"tools[{index}].{kind}: {why}", code="unsupported_tool", param=f"tools[{index}]")
+            if isinstance(inner, list):  # Google's SDK writes this one field of declarations with underscores
+                inner = [_renamed(one) for one in cast("list[Any]", inner)]
             for one in converted(f"tools[{index}].{kind}", inner, Annotated[list[_Function], SOME]):
                 told.append(function(one.name, one.description, one.parameters_json_schema or _schema(one.parameters)))
     return told
+
+
+def _renamed(declaration: Any) -> Any:
+    if isinstance(declaration, dict) and "parameters_json_schema" in declaration:
+        fields = cast("dict[str, Any]", declaration)
+        return {("parametersJsonSchema" if name == "parameters_json_schema" else name): fields[name] for name in fields}
+    return declaration
 
 
 def _chosen(tools: list[dict[str, Any]], calling: _Calling) -> tuple[list[dict[str, Any]], Any]:
