@@ -61,7 +61,8 @@ class TrainingError(AgentLightningError):
 def nearest(name: str, known: Iterable[str]) -> str:
     """A ready-made hint: `did you mean 'group_size'? Known: …`, for a name that is not in `known`."""
     known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    close.sort(key=lambda other: sorted(other) != sorted(name))  # letters swapped first: gpro is grpo, not gspo
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}Known: {', '.join(known) or 'nothing'}"
 
