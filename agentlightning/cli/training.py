@@ -118,17 +118,19 @@ def make_algorithm(spec: Mapping[str, Any]) -> Any:
 
 def show_fit(console: Console, result: FitResult) -> None:
     """What a run reached, and where it is."""
+    from agentlightning.display import runnable
+
     lines = [f"Stopped: {result.stopped_because}, after {result.seconds:.0f} s."]
     rewards = [f"{evaluation.reward:.3f}" for evaluation in result.evaluations]
     if rewards:
         lines.append(f"Held-out reward: {rewards[0]}" + (f" before, {rewards[-1]} after." if rewards[1:] else "."))
     lines.append(f"Run:        {result.directory}")
     if exit_code(result.stopped_because):
-        lines.append(f"Go on:      agl train --resume --run-dir {result.directory}")
+        lines.append(f"Go on:      {runnable(f'agl train --resume --run-dir {result.directory}')}")
     if result.checkpoint is not None:
         lines.append(f"Checkpoint: {result.checkpoint}")
         if not (result.checkpoint / "tinker.json").exists():  # its weights are on the server
-            lines.append(f"Serve it:   agl serve {result.checkpoint}")
+            lines.append(f"Serve it:   {runnable(f'agl serve {result.checkpoint}')}")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -172,11 +174,13 @@ def init(folder: Path, as_json: bool) -> None:
     if as_json:
         print_json({"folder": str(folder.resolve())})
         return
+    from agentlightning.display import runnable
+
     click.echo(f"An agent with tasks, a reward and tests is in {folder.resolve()}. Now:\n")
     if folder.resolve() != Path.cwd():
         click.echo(f"  cd {folder}")
-    click.echo("  agl train              # about a minute on a laptop, nothing is downloaded")
-    click.echo("  pytest                 # the checks that come with it\n")
+    click.echo(f"  {runnable('agl train', folder):<22} # about a minute on a laptop, nothing is downloaded")
+    click.echo(f"  {runnable('pytest', folder):<22} # the checks that come with it\n")
     click.echo("README.md says how to make it yours.")
 
 
