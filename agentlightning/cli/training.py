@@ -33,6 +33,7 @@ _NOT_THE_TRAINERS: Final = {
 @click.argument("run_file", type=click.Path(dir_okay=False, path_type=Path), required=False, metavar="[RUN.yaml]")
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Change one key: algorithm.group_size=4")
 @click.option("--steps", type=int, help="Training steps; short for --set algorithm.steps=…")
+@click.option("--dry-run", is_flag=True, help="Run one group, say what all will take, and keep nothing.")
 @json_option
 @key_flags()
 def train(
@@ -40,6 +41,7 @@ def train(
     assignments: tuple[str, ...],
     as_json: bool,
     steps: int | None,
+    dry_run: bool,
     **flags: Any,
 ) -> int:
     """Train an agent from RUN.yaml, flags or both; a flag wins over --set, and --set over the file.
@@ -54,6 +56,11 @@ def train(
         elif RUN_FILE.is_file():
             run_file = RUN_FILE
     config = load_config(run_file, assignments, flags)
+    if dry_run:
+        from agentlightning.cli.dry_run import dry_run as run_dry
+
+        run_dry(config, console, as_json=as_json)
+        return 0
     result = fit(config, console)
     show_fit(console, result)
     if as_json:
@@ -129,6 +136,8 @@ def show_fit(console: Console, result: FitResult) -> None:
         lines.append(f"Go on:      {runnable(f'agl train --resume --run-dir {result.directory}')}")
     if result.checkpoint is not None:
         lines.append(f"Checkpoint: {result.checkpoint}")
+        if result.best_checkpoint not in (None, result.checkpoint):
+            lines.append(f"Best:       {result.best_checkpoint}, by held-out reward")
         if not (result.checkpoint / "tinker.json").exists():  # its weights are on the server
             lines.append(f"Serve it:   {runnable(f'agl serve {result.checkpoint}')}")
     for line in lines:
@@ -142,6 +151,7 @@ def _summary(result: FitResult, config: TrainConfig) -> dict[str, Any]:
         "run_id": result.run_id,
         "directory": str(result.directory),
         "checkpoint": None if result.checkpoint is None else str(result.checkpoint),
+        "best_checkpoint": None if result.best_checkpoint is None else str(result.best_checkpoint),
         "stopped_because": result.stopped_because,
         "reward": {"before": rewards[0], "after": rewards[-1]} if rewards else None,
         "seconds": round(result.seconds, 3),
