@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FitResult:
-    """What `Trainer.fit` reached. `checkpoint`, the last weights, and `best_checkpoint`, those with the highest held-out
-    reward, load with `AutoModelForCausalLM.from_pretrained`."""
+    """What `Trainer.fit` reached. `checkpoint`, the last weights, and `best_checkpoint`, those with the highest reward,
+    load with `AutoModelForCausalLM.from_pretrained`."""
 
     run_id: str
     directory: Path

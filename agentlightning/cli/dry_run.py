@@ -65,6 +65,7 @@ def dry_run(config: TrainConfig, console: Console, *, as_json: bool) -> None:
         "hosted_tokens": {name: [count * per_rollout for count in counts] for name, counts in frozen.items()},
         "rollout_seconds": measured["rollout_seconds"] * per_rollout / at_once,
         "learn_seconds": measured["learn_seconds"] * algorithm.steps * algorithm.tasks_per_step,
+        "learning_measured": bool(measured.get("sequences")),
     }
     if as_json:
         print_json(plan)
@@ -102,6 +103,8 @@ def _lines(plan: dict[str, Any], at_once: int) -> Iterator[str]:
         f"Time:        about {duration(rolling + learning)} if rollouts side by side take no longer, "
         f"{duration(rolling * at_once + learning)} if they gain nothing by it"
     )
+    if not plan["learning_measured"]:
+        yield "             without learning: the group had no two different rewards, so nothing was learned from it"
 
 
 async def _frozen_tokens(store: Path, frozen: set[str]) -> dict[str, tuple[int, int]]:

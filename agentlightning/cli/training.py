@@ -29,10 +29,20 @@ _NOT_THE_TRAINERS: Final = {
 }
 
 
+def _print_schema(ctx: click.Context, param: click.Parameter, asked: bool) -> None:
+    if asked:
+        from agentlightning.cli.schema import run_file_schema
+
+        print_json(run_file_schema())
+        ctx.exit()
+
+
 @click.command()
 @click.argument("run_file", type=click.Path(dir_okay=False, path_type=Path), required=False, metavar="[RUN.yaml]")
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Change one key: algorithm.group_size=4")
 @click.option("--steps", type=int, help="Training steps; short for --set algorithm.steps=…")
+@click.option("--schema", is_flag=True, is_eager=True, expose_value=False, callback=_print_schema,
+              help="Print the JSON schema of run files, for editors, and exit.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Run one group, say what all will take, and keep nothing.")
 @json_option
 @key_flags()
@@ -131,6 +141,12 @@ def show_fit(console: Console, result: FitResult) -> None:
     rewards = [f"{evaluation.reward:.3f}" for evaluation in result.evaluations]
     if rewards:
         lines.append(f"Held-out reward: {rewards[0]}" + (f" before, {rewards[-1]} after." if rewards[1:] else "."))
+    steps = [one.values for one in result.metrics if "groups_without_variance" in one.values]
+    if steps and not any(step.get("sequences") for step in steps):
+        lines.append(
+            f"Nothing was learned: in none of {len(steps)} steps did a group have two different rewards. Give tasks "
+            "that are neither always nor never solved, a finer reward, or a larger group_size."
+        )
     lines.append(f"Run:        {result.directory}")
     if exit_code(result.stopped_because):
         lines.append(f"Go on:      {runnable(f'agl train --resume --run-dir {result.directory}')}")
