@@ -13,7 +13,8 @@ import msgspec
 from rich.console import Console
 
 from agentlightning.cli.config import ALGORITHMS, TrainConfig, build, kept, key_flags, load_config
-from agentlightning.cli.options import instrument_agents, json_option, print_json
+from agentlightning.cli.options import Duration, instrument_agents, json_option, print_json
+from agentlightning.cli.place import RUNS
 from agentlightning.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -41,21 +42,39 @@ def train(
     steps: int | None,
     **flags: Any,
 ) -> int:
-    """Train an agent as RUN.yaml, or flags, or both say; a flag wins over --set, and --set over the file.
+    """Train an agent from RUN.yaml, flags or both; a flag wins over --set, and --set over the file.
 
-    Without RUN.yaml, --agent and --environment it is the run.yaml of this folder, with --resume --run-dir that of the
-    run in there. Each run's directory has one, by which it can be repeated."""
+    Without RUN.yaml, --agent or --environment, the run.yaml of this folder is used; with --resume, that of the run to
+    resume, so that no other flag is needed. Each run's directory has one, which repeats the run."""
     assignments += () if steps is None else (f"algorithm.steps={steps}",)
     console = Console(stderr=as_json)
     if run_file is None and flags["agent"] is None and flags["environment"] is None:
-        own = Path(flags["run_dir"]) / RUN_FILE if flags["resume"] and flags["run_dir"] else RUN_FILE
-        run_file = next((one for one in (own, RUN_FILE) if one.is_file()), None)
+        if flags["resume"]:
+            flags["run_dir"], run_file = _run_to_resume(flags["run_dir"])
+        elif RUN_FILE.is_file():
+            run_file = RUN_FILE
     config = load_config(run_file, assignments, flags)
     result = fit(config, console)
     show_fit(console, result)
     if as_json:
         print_json(_summary(result, config))
     return exit_code(result.stopped_because)
+
+
+def _run_to_resume(named: str | None) -> tuple[str, Path]:
+    """The directory of the run in `named`, or of the newest below runs/, and its run file. ConfigError for no run."""
+    from agentlightning.algorithm.directory import MARK
+
+    found = sorted(RUNS.glob(f"*/{MARK}"), key=lambda mark: mark.stat().st_mtime)
+    if named is None and not found:
+        raise ConfigError(f"there is no run to resume below {RUNS.absolute()}; name its directory with --run-dir")
+    directory = found[-1].parent if named is None else Path(named).expanduser()
+    if not (directory / MARK).is_file():
+        newest = f"; the newest run here is in {found[-1].parent}" if found else ""
+        raise ConfigError(f"{directory} holds no run to resume{newest}")
+    if not (directory / RUN_FILE).is_file():
+        raise ConfigError(f"{directory} has no {RUN_FILE}: resume the run with the program or command that started it")
+    return str(directory), directory / RUN_FILE
 
 
 def fit(config: TrainConfig, console: Console, limit: int | None = None) -> FitResult:
@@ -99,17 +118,19 @@ def make_algorithm(spec: Mapping[str, Any]) -> Any:
 
 def show_fit(console: Console, result: FitResult) -> None:
     """What a run reached, and where it is."""
+    from agentlightning.display import runnable
+
     lines = [f"Stopped: {result.stopped_because}, after {result.seconds:.0f} s."]
     rewards = [f"{evaluation.reward:.3f}" for evaluation in result.evaluations]
     if rewards:
         lines.append(f"Held-out reward: {rewards[0]}" + (f" before, {rewards[-1]} after." if rewards[1:] else "."))
     lines.append(f"Run:        {result.directory}")
     if exit_code(result.stopped_because):
-        lines.append(f"Go on:      agl train --resume --run-dir {result.directory}")
+        lines.append(f"Go on:      {runnable(f'agl train --resume --run-dir {result.directory}')}")
     if result.checkpoint is not None:
         lines.append(f"Checkpoint: {result.checkpoint}")
         if not (result.checkpoint / "tinker.json").exists():  # its weights are on the server
-            lines.append(f"Serve it:   agl serve {result.checkpoint}")
+            lines.append(f"Serve it:   {runnable(f'agl serve {result.checkpoint}')}")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -153,20 +174,20 @@ def init(folder: Path, as_json: bool) -> None:
     if as_json:
         print_json({"folder": str(folder.resolve())})
         return
+    from agentlightning.display import runnable
+
     click.echo(f"An agent with tasks, a reward and tests is in {folder.resolve()}. Now:\n")
     if folder.resolve() != Path.cwd():
         click.echo(f"  cd {folder}")
-    click.echo("  agl train              # about a minute on a laptop, nothing is downloaded")
-    click.echo("  pytest                 # the checks that come with it\n")
+    click.echo(f"  {runnable('agl train', folder):<22} # about a minute on a laptop, nothing is downloaded")
+    click.echo(f"  {runnable('pytest', folder):<22} # the checks that come with it\n")
     click.echo("README.md says how to make it yours.")
 
 
 @click.command()
 @click.option("--seed", type=int, help="The source of all randomness; default 1, or that of the run resumed.")
 @click.option("--steps", type=click.IntRange(min=1), help="Training steps, instead of the recipe's.")
-@click.option(
-    "--time-limit", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Stop training then."
-)
+@click.option("--time-limit", type=Duration(bare=True), metavar="90s|5m|2h", help="Stop training after so long.")
 @click.option("--resume", is_flag=True, help="Continue the newest quickstart, or the one in --out.")
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
