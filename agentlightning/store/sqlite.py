@@ -240,6 +240,7 @@ def _vacuum(path: Path) -> None:
     of it in pages that rows were moved out of. UnavailableError says what is in the way."""
     try:
         with contextlib.closing(connect(path, "FULL")) as connection:
+            connection.execute("PRAGMA temp_store = FILE")  # the new file is made there: memory may not hold it
             connection.execute("VACUUM")
             if connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
                 raise UnavailableError("a query that is going on needs the log of earlier writes")
