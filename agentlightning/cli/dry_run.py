@@ -13,9 +13,9 @@ import msgspec
 from rich.console import Console
 
 from agentlightning.cli.config import TrainConfig
+from agentlightning.cli.fit import fit, make_algorithm
 from agentlightning.cli.options import number, print_json
 from agentlightning.cli.place import STORE_FILE
-from agentlightning.cli.training import fit, make_algorithm
 from agentlightning.errors import ConfigError
 
 _ONE_GROUP: Final = {
@@ -28,7 +28,7 @@ _ONE_GROUP: Final = {
 }
 
 
-def dry_run(config: TrainConfig, console: Console, *, as_json: bool) -> None:
+def run_dry(config: TrainConfig, console: Console, *, as_json: bool) -> None:
     """Run one group of the run that `config` describes, in a directory that is removed, and say what all will take.
 
     The model is read and not written. ConfigError for what is no reinforcement learning from tasks."""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
-import msgspec
 from rich.console import Console
 
-from agentlightning.cli.config import ALGORITHMS, TrainConfig, build, kept, key_flags, load_config
-from agentlightning.cli.options import Duration, instrument_agents, json_option, print_json
+from agentlightning.cli.config import TrainConfig, key_flags, load_config
+from agentlightning.cli.dry_run import run_dry
+from agentlightning.cli.fit import fit
+from agentlightning.cli.options import Duration, json_option, print_json
 from agentlightning.cli.place import RUNS
-from agentlightning.errors import ConfigError, nearest
+from agentlightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentlightning.trainer import FitResult
@@ -23,10 +22,6 @@ if TYPE_CHECKING:
 RUN_FILE: Final = Path("run.yaml")
 TEMPLATE: Final = Path(__file__).parents[1] / "templates" / "agent"
 INTERRUPTED: Final = 130
-_NOT_THE_TRAINERS: Final = {
-    *("agent", "environment", "instrument", "train_dataset", "val_dataset", "resume"),
-    *("algorithm", "optimizer", "lora"),
-}
 
 
 def _print_schema(ctx: click.Context, param: click.Parameter, asked: bool) -> None:
@@ -67,8 +62,6 @@ def train(
             run_file = RUN_FILE
     config = load_config(run_file, assignments, flags)
     if dry_run:
-        from agentlightning.cli.dry_run import dry_run as run_dry
-
         run_dry(config, console, as_json=as_json)
         return 0
     result = fit(config, console)
@@ -92,45 +85,6 @@ def _run_to_resume(named: str | None) -> tuple[str, Path]:
     if not (directory / RUN_FILE).is_file():
         raise ConfigError(f"{directory} has no {RUN_FILE}: resume the run with the program or command that started it")
     return str(directory), directory / RUN_FILE
-
-
-def fit(config: TrainConfig, console: Console, limit: int | None = None) -> FitResult:
-    """Train once, as `config` says, with the progress shown on `console`; of held-out tasks only the first `limit`."""
-    algorithm = make_algorithm(config.algorithm)
-    from agentlightning.display import LiveProgress, hide_library_progress
-    from agentlightning.environments.base import tasks_of
-    from agentlightning.learner.base import AdamW, LoRA
-    from agentlightning.runner.ending import watched
-    from agentlightning.trainer import Trainer
-
-    hide_library_progress()
-    optimizer = build(AdamW, config.optimizer, "optimizer")
-    lora = None if config.lora is None else build(LoRA, config.lora, "lora")
-    passed = {key: value for key, value in msgspec.structs.asdict(config).items() if key not in _NOT_THE_TRAINERS}
-    instrument_agents(config.instrument, here=isinstance(config.agent, str))
-    with LiveProgress(console, steps=getattr(algorithm, "steps", None), time_limit=config.time_limit) as progress:
-        trainer = Trainer(
-            algorithm=algorithm, optimizer=optimizer, lora=lora, progress=progress, run_file=kept(config), **passed
-        )
-        agent, val_dataset = config.load_agent(), config.val_dataset
-        if limit is not None:
-            val_dataset = tasks_of(agent, config.train_dataset, val_dataset)[1][:limit]
-        with watched():
-            return trainer.fit(agent, config.train_dataset, val_dataset, resume=config.resume)
-
-
-def make_algorithm(spec: Mapping[str, Any]) -> Any:
-    """The algorithm that `{"name": …, field: value}` describes, with every field's name and type checked."""
-    from agentlightning.data.references import is_reference, load_reference
-
-    fields = dict(spec)
-    name = fields.pop("name", "grpo")
-    if not isinstance(name, str) or (name not in ALGORITHMS and not is_reference(name)):
-        raise ConfigError(f"algorithm.name: no algorithm {name!r}; {nearest(str(name), ALGORITHMS)} or file.py:Class")
-    maker = load_reference(f"agentlightning.algorithm:{ALGORITHMS[name]}" if name in ALGORITHMS else name)
-    if not isinstance(maker, type) or not dataclasses.is_dataclass(maker):
-        raise ConfigError(f"algorithm.name: {name} is no dataclass; an algorithm declares its fields as one")
-    return build(maker, fields, "algorithm")
 
 
 def show_fit(console: Console, result: FitResult) -> None:
