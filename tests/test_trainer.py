@@ -502,7 +502,7 @@ def test_a_resumed_run_keeps_to_the_weights_it_started_from(tmp_path: Path) -> N
     settings: dict[str, Any] = {"model": policy(), "algorithm": algorithm(steps=1, reference=True)}
     trainer(tmp_path, **settings).fit(agents.vowels, TASKS)
     settings["algorithm"] = algorithm(steps=2, reference=True)
-    with pytest.raises(ConfigError, match="load it again"):
+    with pytest.raises(ConfigError, match="load that one again"):
         trainer(tmp_path, **settings).fit(agents.vowels, TASKS, resume=True)
     result = trainer(tmp_path, **settings | {"model": policy()}).fit(agents.vowels, TASKS, resume=True)
     assert result.metrics[-1].values["reference_kl"] > 0
