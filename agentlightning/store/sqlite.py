@@ -241,6 +241,7 @@ def _vacuum(path: Path) -> None:
     of it in pages that rows were moved out of. UnavailableError says what is in the way."""
     try:
         with contextlib.closing(connect(path, "FULL")) as connection:
+            connection.execute("PRAGMA temp_store = FILE")  # the new file is made there: memory may not hold it
             connection.execute("VACUUM")
             for _ in range(_TRIES):  # it is busy at once while a writer's commit moves the log into the file
                 if not connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:

@@ -7,6 +7,9 @@ import contextlib
 import logging
 import os
 import sqlite3
+import subprocess
+import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -259,6 +262,28 @@ async def test_nothing_of_an_erased_rollout_is_left_in_the_files(tmp_path):
     await store.enqueue_rollout("still at work")
     await store.close()
     assert traces(tmp_path, b"ZEBRA") == []
+
+
+def test_a_store_that_is_larger_than_the_memory_can_be_asked_to_leave_no_trace(tmp_path):
+    asked = """
+        import asyncio, resource, sys
+        from agentlightning.store.sql import SqlStore
+        from agentlightning.types import Condition
+
+        async def main():
+            store = await SqlStore.open(sys.argv[1], synchronous="NORMAL")
+            for number in range(200):
+                await store.enqueue_rollout(str(number) + "x" * 1_000_000)
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            await store.delete_rollouts(Condition("number", "le", 5), unfinished=True, scrub=True)
+            print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+            await store.close()
+
+        asyncio.run(main())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(asked), tmp_path / "store.db"]
+    more = int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout)
+    assert more < 100_000, "KiB, of a file of 200 MB"
 
 
 async def test_every_kind_of_store_can_be_asked_to_leave_no_trace(store):
