@@ -18,7 +18,7 @@ import click
 import msgspec
 import yaml
 
-from agentlightning.cli.options import INSTRUMENT_HELP, ISOLATION_HELP, Option, together
+from agentlightning.cli.options import INSTRUMENT_HELP, ISOLATION_HELP, Duration, Option, seconds_in, together
 from agentlightning.data.references import is_reference, load_reference
 from agentlightning.errors import ConfigError, nearest
 from agentlightning.runner.command import CommandAgent, RewardSource, command
@@ -105,7 +105,9 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     sampler: str | dict[str, Any] | None = None
     optimizer: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     lora: dict[str, Any] | None = None
-    time_limit: Annotated[float | None, _flag("Stop training then; measure and save.", "SECONDS")] = None
+    time_limit: Annotated[
+        float | None, _flag("Stop training after so long; measure and save.", "90s|5m|2h", type=Duration(bare=True))
+    ] = None
     n_runners: Annotated[int | None, _flag("Rollouts at once here; 0 leaves them to `agl runner`.", "N")] = None
     isolation: Annotated[Isolation, _flag(ISOLATION_HELP)] = "auto"
     instrument: Annotated[str | None, _flag(INSTRUMENT_HELP, "[NAMES]", is_flag=False, flag_value="all")] = None
@@ -152,7 +154,7 @@ def _option(name: str, hint: Any) -> Option:
     if typing.get_origin(kinds[0]) is Literal:
         settings["type"] = click.Choice(typing.get_args(kinds[0]))
     elif kinds[0] in (int, float):
-        settings["type"] = kinds[0]
+        settings.setdefault("type", kinds[0])
     return click.option(f"--{name.replace('_', '-')}", *settings.pop("names"), name, **settings)
 
 
@@ -202,6 +204,11 @@ def load_config(
     for key in values:
         if key not in FIELDS:
             raise ConfigError(f"{where}: unknown key {key!r}; {nearest(str(key), FIELDS)}")
+    if isinstance(limit := values.get("time_limit"), str):
+        try:
+            values["time_limit"] = seconds_in(limit, bare=True)
+        except ValueError as error:
+            raise ConfigError(f"{where}: time_limit: {error}") from None
     missing = [name for name in _needed(values) if values.get(name) is None]
     if missing:
         flags_hint = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
@@ -327,14 +334,19 @@ def _beside(run_file: Path, value: Any, must_exist: bool = False) -> Any:
 _ENGINES: Final = ("vllm", "sglang", "fsdp", "tinker", "verl")
 
 
+def read_value(where: str, text: str) -> Any:
+    """What a YAML value on the command line says. ConfigError, which begins with `where`, for what is none."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError:
+        raise ConfigError(f"{where}: {text!r} is no YAML value; quote it") from None
+
+
 def _assign(values: dict[str, Any], assignment: str) -> None:
     key, equals, text = assignment.partition("=")
     if not equals or not key:
         raise ConfigError(f"--set {assignment!r} is no assignment; write --set key=value, such as algorithm.steps=20")
-    try:
-        value = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError:
-        raise ConfigError(f"--set {key}: {text!r} is no YAML value; quote it") from None
+    value = read_value(f"--set {key}", text)
     *parents, last = key.split(".")
     inner: dict[str, Any] = values
     for parent in parents:
