@@ -24,6 +24,7 @@ Synchronous: TypeAlias = Literal["FULL", "NORMAL"]
 
 _BEGIN: Final = "BEGIN IMMEDIATE"
 _PATIENCE: Final = 600_000  # milliseconds; only a file that is written anew keeps others waiting
+_TRIES: Final = 200
 _STEPS: Final = 1000  # of SQLite's machine between two looks at the clock: some 20 µs
 
 
@@ -242,8 +243,11 @@ def _vacuum(path: Path) -> None:
         with contextlib.closing(connect(path, "FULL")) as connection:
             connection.execute("PRAGMA temp_store = FILE")  # the new file is made there: memory may not hold it
             connection.execute("VACUUM")
-            if connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
-                raise UnavailableError("a query that is going on needs the log of earlier writes")
+            for _ in range(_TRIES):  # it is busy at once while a writer's commit moves the log into the file
+                if not connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
+                    return
+                time.sleep(0.05)
+            raise UnavailableError("a query that is going on needs the log of earlier writes")
     except sqlite3.Error as error:
         raise UnavailableError(str(error)) from None
 
