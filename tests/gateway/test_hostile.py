@@ -246,11 +246,16 @@ async def test_a_huge_body_is_refused_and_not_kept(tmp_path: Path, endpoint: str
 @pytest.mark.anyio
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 @pytest.mark.parametrize("length", [f"content-length: {2 * MEGABYTE}", "transfer-encoding: chunked"])
-async def test_a_large_body_is_not_waited_for_without_a_key(tmp_path: Path, endpoint: str, length: str) -> None:
+async def test_a_large_body_is_not_waited_for_of_who_may_not_call(tmp_path: Path, endpoint: str, length: str) -> None:
     async with world(tmp_path, admin_key="an admin's key") as built, connection(built.url) as (reader, writer):
-        writer.write(head(endpoint, length))
-        status, body = await asyncio.wait_for(answer_of(reader), 10)
-        assert status == 401 and is_refusal(endpoint, status, body)
+        ended = await built.attempt()
+        await built.store.cancel_rollout(ended.rollout_id)
+        for key, expected in (("", 401), (f"authorization: Bearer {ended.api_key}", 403)):
+            writer.write(head(endpoint, length, *filter(None, [key])))
+            status, body = await asyncio.wait_for(answer_of(reader), 10)
+            assert status == expected and is_refusal(endpoint, status, body)
+            reader, writer = await asyncio.open_connection(urlsplit(built.url).hostname, urlsplit(built.url).port)
+        writer.close()
 
 
 @pytest.mark.anyio
