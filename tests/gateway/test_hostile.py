@@ -27,6 +27,7 @@ from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.gateway.request import MOST_PARTS
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import RolloutConfig
 from tests.gateway.full_requests import FULL_REQUESTS, requests
@@ -181,6 +182,14 @@ def test_any_value_in_any_field_is_answered_or_refused(caller: Caller, endpoint:
 def test_what_is_no_request_is_refused(caller: Caller, endpoint: str, body: bytes) -> None:
     status, told = caller.ask(endpoint, body)
     assert 400 <= status < 500 and is_refusal(endpoint, status, told), (status, told)
+
+
+@pytest.mark.parametrize("endpoint", [one for one in ENDPOINTS if one != "embeddings"])  # which are passed on unread
+@pytest.mark.parametrize("field", ["tools", "anything"])
+def test_a_body_of_very_many_parts_is_refused_before_it_is_read(caller: Caller, endpoint: str, field: str) -> None:
+    body = b'{"model": "policy", "%b": [%b[]]}' % (field.encode(), b"[]," * MOST_PARTS)
+    status, told = caller.ask(endpoint, body)
+    assert status == 413 and is_refusal(endpoint, status, told), (status, told)
 
 
 # --- bodies and connections --------------------------------------------------------------------------------------
