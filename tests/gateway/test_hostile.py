@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from agentlightning import semconv
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.backends.http import HttpBackend
@@ -30,7 +31,7 @@ from agentlightning.gateway.request import MOST_PARTS
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import RolloutConfig
 from tests.gateway.full_requests import FULL_REQUESTS, requests
-from tests.gateway.talker import PLAIN, user
+from tests.gateway.talker import PLAIN, make_talker, user
 from tests.gateway.upstream import DONE, chunk
 from tests.gateway.world import GREEDY, World, serving, talking, world
 
@@ -322,6 +323,18 @@ def test_characters_of_several_tokens_are_streamed_whole(caller: Caller, endpoin
             part.encode()  # no half of a surrogate pair
         with_characters += not "".join(parts).isascii()
     assert with_characters
+
+
+@pytest.mark.anyio
+async def test_odd_characters_come_through_as_they_are(gateway_world: World) -> None:
+    attempted = await gateway_world.attempt()
+    client = gateway_world.client(attempted)
+    await client.chat.completions.create(model="policy", messages=user(ODD), user=ODD, max_tokens=1)
+    await client.responses.create(model="policy", input=ODD, max_output_tokens=16)
+    for span in await gateway_world.spans(attempted):
+        assert json.loads(str(span.attributes[semconv.GEN_AI_INPUT_MESSAGES])) == user(ODD)
+        assert span.tokens is not None
+        assert ODD in make_talker().tokenizer.decode(span.tokens.prompt_token_ids)
 
 
 ODD = "NUL \x00, family 👩‍👩‍👧‍👦, flag 🏴󠁧󠁢󠁳󠁣󠁴󠁿, e\u0301, \u202eright to left, \ufeff\u2028\uffff end"

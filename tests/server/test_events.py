@@ -16,7 +16,7 @@ from agentlightning.server.access import Access
 from agentlightning.server.app import create_app
 from agentlightning.server.events import EventRoutes
 from agentlightning.server.serve import HttpServer
-from agentlightning.types import Condition, Metrics, Span
+from agentlightning.types import Condition, EnqueueRolloutRequest, Metrics, Span
 from tests.server.conftest import ADMIN_KEY, until
 from tests.server.places import issue
 
@@ -81,6 +81,16 @@ async def test_the_life_of_a_rollout_is_heard(http, store):
         assert event["end_time"] is not None
         await store.delete_rollouts(where=Condition("rollout_id", "eq", leased.rollout_id))
         await listener.until("rollout", rollout_id=leased.rollout_id, status="deleted")
+
+
+async def test_a_complete_group_is_heard(http, store):
+    run = await store.start_run("train", {})
+    group = await store.create_group(size=1, run_id=run.run_id)
+    async with listening(http) as listener:
+        request = EnqueueRolloutRequest(input=1, run_id=run.run_id, group_id=group.group_id, group_index=0)
+        (rollout,) = await store.enqueue_many_rollouts([request])
+        await store.cancel_rollout(rollout.rollout_id)
+        await listener.until("groups", run_id=run.run_id)
 
 
 async def test_what_happens_at_once_is_said_once(http, store):
