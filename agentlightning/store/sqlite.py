@@ -24,6 +24,8 @@ Synchronous: TypeAlias = Literal["FULL", "NORMAL"]
 
 _BEGIN: Final = "BEGIN IMMEDIATE"
 _PATIENCE: Final = 600_000  # milliseconds; only a file that is written anew keeps others waiting
+_LOG_SECONDS: Final = 60.0  # for readers to be done with the log of earlier writes
+_PAUSE_SECONDS: Final = 0.1
 _STEPS: Final = 1000  # of SQLite's machine between two looks at the clock: some 20 µs
 
 
@@ -242,8 +244,12 @@ def _vacuum(path: Path) -> None:
         with contextlib.closing(connect(path, "FULL")) as connection:
             connection.execute("PRAGMA temp_store = FILE")  # the new file is made there: memory may not hold it
             connection.execute("VACUUM")
-            if connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
-                raise UnavailableError("a query that is going on needs the log of earlier writes")
+            connection.execute("PRAGMA busy_timeout = 0")  # while it waited for a reader, nobody could write
+            give_up = time.monotonic() + _LOG_SECONDS
+            while connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
+                if time.monotonic() > give_up:
+                    raise UnavailableError("a query that is going on needs the log of earlier writes")
+                time.sleep(_PAUSE_SECONDS)
     except sqlite3.Error as error:
         raise UnavailableError(str(error)) from None
 
