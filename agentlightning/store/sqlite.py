@@ -58,9 +58,6 @@ class SqliteConnection(sqlite3.Connection):
         finally:
             self.set_progress_handler(None, 0)
 
-    def settle(self) -> None:
-        self.execute("COMMIT")
-
     def revive(self) -> None:
         """A file is not lost."""
 
