@@ -63,7 +63,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FitResult:
-    """What `Trainer.fit` reached. `checkpoint` loads with `AutoModelForCausalLM.from_pretrained`."""
+    """What `Trainer.fit` reached. `checkpoint`, the last weights, and `best_checkpoint`, those with the highest reward,
+    load with `AutoModelForCausalLM.from_pretrained`."""
 
     run_id: str
     directory: Path
@@ -72,6 +73,7 @@ class FitResult:
     evaluations: tuple[Evaluation, ...]
     metrics: tuple[Metrics, ...]
     seconds: float
+    best_checkpoint: Path | None = None
 
 
 class Trainer:
@@ -287,10 +289,12 @@ class Trainer:
                 context.deadline = asyncio.get_running_loop().time() + self.time_limit
             stack.enter_context(stopping_at_interrupt(context.stop))
             await self._run_beside_runner(agent, context)
+            checkpoints = Checkpoints(directory.path / "checkpoints")
             return FitResult(
                 run_id=context.run.run_id,
                 directory=directory.path,
-                checkpoint=Checkpoints(directory.path / "checkpoints").latest(),
+                checkpoint=checkpoints.latest(),
+                best_checkpoint=checkpoints.best(),
                 stopped_because=getattr(algorithm, "stopped_because", "done"),
                 evaluations=tuple(getattr(algorithm, "evaluations", ())),
                 metrics=tuple(await context.store.query_metrics(context.run.run_id)),

@@ -334,14 +334,19 @@ def _beside(run_file: Path, value: Any, must_exist: bool = False) -> Any:
 _ENGINES: Final = ("vllm", "sglang", "fsdp", "tinker", "verl")
 
 
+def read_value(where: str, text: str) -> Any:
+    """What a YAML value on the command line says. ConfigError, which begins with `where`, for what is none."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError:
+        raise ConfigError(f"{where}: {text!r} is no YAML value; quote it") from None
+
+
 def _assign(values: dict[str, Any], assignment: str) -> None:
     key, equals, text = assignment.partition("=")
     if not equals or not key:
         raise ConfigError(f"--set {assignment!r} is no assignment; write --set key=value, such as algorithm.steps=20")
-    try:
-        value = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError:
-        raise ConfigError(f"--set {key}: {text!r} is no YAML value; quote it") from None
+    value = read_value(f"--set {key}", text)
     *parents, last = key.split(".")
     inner: dict[str, Any] = values
     for parent in parents:

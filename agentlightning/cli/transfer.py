@@ -20,7 +20,8 @@ import click
 import msgspec
 
 from agentlightning.cli.options import print_json, tell
-from agentlightning.cli.place import NEW, NEWEST, Place, with_place
+from agentlightning.cli.place import ANY_RUN, NEW, Place, newest_store, with_place
+from agentlightning.cli.runs import choose_run
 from agentlightning.errors import ConfigError
 from agentlightning.types import Filter, Mode
 
@@ -102,29 +103,32 @@ def _number(count: int, what: str) -> str:
 @click.option("--format", "kind", type=click.Choice([*_UNITS, "rollouts"]), required=True,
               help="parquet: transitions; sft: conversations to imitate; dpo: pairs to prefer; rollouts: all there is, "
                    "as .jsonl or .jsonl.gz for `agl import`.")  # fmt: skip
-@click.option("--run", "run_id", metavar="ID", help="Only rollouts of this run.")
+@click.option("--run", "run_name", metavar="RUN", help="Only of this run: an id, or its directory, found below runs/.")
 @click.option("--mode", "modes", multiple=True, type=click.Choice(["train", "val", "test"]),
               help="Only of this mode. Repeatable; default all, but for sft and dpo not the held-out val.")  # fmt: skip
 @click.option("--status", "statuses", multiple=True, type=click.Choice(["succeeded", "failed", "cancelled"]),
               help="Only of this status. Repeatable; default all, for sft and dpo succeeded.")  # fmt: skip
 @click.option("--model", "models", multiple=True, metavar="NAME", help="Learn only from this model, frozen or not.")
 @click.option("--agents", metavar="PATTERN", help="Learn only from these agents: 'writer|rewriter'.")
+@click.option("--label", "labels", multiple=True, metavar="LABEL",
+              help="Only rollouts that `agl rollouts annotate` gave this label. Repeatable.")  # fmt: skip
 @click.option("--min-reward", type=float, metavar="X", help="Only rollouts of at least this reward.")
 @click.option("--best-of-group", is_flag=True, help="sft: only the best rollout of each group.")
 @click.option("--pairs", type=click.Choice(["best", "all"]), default="best", show_default=True,
               help="dpo: of each prompt the pair that differs most in reward, or all.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
-@with_place(NEWEST)
+@with_place(ANY_RUN)
 async def export(
     place: Place,
     file: Path | None,
     out: str | None,
     kind: str,
-    run_id: str | None,
+    run_name: str | None,
     modes: tuple[str, ...],
     statuses: tuple[str, ...],
     models: tuple[str, ...],
     agents: str | None,
+    labels: tuple[str, ...],
     min_reward: float | None,
     best_of_group: bool,
     pairs: str,
@@ -139,6 +143,8 @@ async def export(
         raise click.UsageError("Missing argument 'FILE', where to write to")
     if best_of_group and kind != "sft":
         raise click.UsageError("--best-of-group goes with --format sft")
+    if labels and kind == "rollouts":
+        raise click.UsageError("--label goes with --format parquet, sft or dpo")
     if pairs == "all" and kind != "dpo":
         raise click.UsageError("--pairs goes with --format dpo")
     from agentlightning.data.agents import agent_pattern
@@ -147,7 +153,20 @@ async def export(
 
     if agents is not None:
         agent_pattern(agents)  # refused before any store is opened
-    wanted = Wanted(frozenset(models) or None, agents, min_reward, best_of_group, all_pairs=pairs == "all")
+    wanted = Wanted(
+        models=frozenset(models) or None,
+        agents=agents,
+        labels=frozenset(labels) or None,
+        min_reward=min_reward,
+        best_of_group=best_of_group,
+        all_pairs=pairs == "all",
+    )
+    run_id = None
+    if run_name is not None:
+        run = await choose_run(run_name, place)
+        place, run_id = run.place, run.run.run_id
+    elif not place.named:
+        place = Place(newest_store())
     everything = kind not in ("sft", "dpo")
     where = finished_rollouts(
         run_id,

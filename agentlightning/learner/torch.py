@@ -6,6 +6,7 @@ Whoever owns the engine keeps it from reading weights during `step`.
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -122,9 +123,11 @@ class TorchLearner:
         self.model = policy.model
         self.model.eval()  # no dropout: what is trained is the distribution that was sampled
         self.keeps_reference = bool(reference)
+        self._started_from: str | None = None
         self.reference = reference if isinstance(reference, PreTrainedModel) else None
         if reference is True and policy.adapter is None:
             self.reference = copy.deepcopy(self.model).requires_grad_(False)
+            self._started_from = _fingerprint(self.reference)
         self.critic = None if critic is None else ValueModel(self.model, critic)
         self._masters, self._trained = _trained(self.model, self.critic)
         own_rate = critic.learning_rate if critic else None
@@ -362,8 +365,9 @@ class TorchLearner:
         self._save_state(directory, self.optimizer.state_dict(), self._masters.state())
 
     def _save_state(self, directory: Path, optimizer: Any, masters: Sequence[Tensor]) -> None:
+        state = {"optimizer": optimizer, "steps": self.steps, "masters": masters, "reference": self._started_from}
         with written():
-            torch.save({"optimizer": optimizer, "steps": self.steps, "masters": masters}, directory / OPTIMIZER_FILE)
+            torch.save(state, directory / OPTIMIZER_FILE)
 
     def load(self, directory: Path) -> None:
         """See `Learner.load`. Weights are copied into the live model, so that whoever shares it sees them."""
@@ -377,6 +381,8 @@ class TorchLearner:
             self._load_state(state)
             for group in self.optimizer.param_groups:  # it has the settings of the run before
                 group |= {"betas": self.config.betas, "weight_decay": self.config.weight_decay}
+            if self._started_from and state.get("reference") not in (None, self._started_from):
+                raise ValueError("with reference=True it needs the model it started from; load that one again")
         except (OSError, RuntimeError, SafetensorError, ValueError, KeyError) as error:
             raise ConfigError(f"checkpoint {directory} cannot be resumed from: {error}") from None
         self.steps = int(state["steps"])
@@ -398,6 +404,14 @@ class TorchLearner:
     def _placed(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Weights of the model by name, as its state takes them."""
         return weights
+
+
+def _fingerprint(model: PreTrainedModel) -> str:
+    """Tells weights from what training makes of them, by some of each tensor."""
+    digest = hashlib.sha256()
+    for weights in model.parameters():
+        digest.update(weights.detach().flatten()[:1000].float().cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _trained(model: PreTrainedModel, critic: ValueModel | None) -> tuple[MasterWeights, dict[str, list[Tensor]]]:

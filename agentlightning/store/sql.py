@@ -87,8 +87,7 @@ READS: Final = _by_name(
     *(records.query_metrics, records.query_workers, records.statistics, access_keys.query_keys),
 )
 _LOOK_UPS: Final = {"get_rollout_by_id", "get_resources_by_id", "get_time"}
-_SEARCHES: Final = {"page_rollouts", "page_spans", "statistics"}
-"""Calls that may have to look at every row."""
+_SEARCHES: Final = {"page_rollouts", "page_spans", "statistics"}  # may have to look at every row
 
 
 class SqlStore(LightningStore):
@@ -117,6 +116,7 @@ class SqlStore(LightningStore):
         self._complete: Waiters[None] = Waiters()  # for groups
         self._finishes: Waiters[set[str]] = Waiters()  # for all of these rollouts
         self._alarm = Alarm()
+        self._clocks = asyncio.Lock()  # held while nobody can be heard
         self._subscribers: Subscribers[Changes] = Subscribers()
         self._keys: dict[str, ApiKey] = {}  # issued ones that were shown to be valid, by secret
         self._latest: dict[str, Attempt] = {}  # by rollout
@@ -285,7 +285,8 @@ class SqlStore(LightningStore):
 
     async def expire_overdue(self) -> int:
         """End the attempts whose clock has run out and return how many did; the store does this by itself, on time."""
-        return await self._write(attempts.expire)
+        async with self._clocks:
+            return await self._write(attempts.expire)
 
     async def _watch(self) -> None:
         while True:
@@ -446,9 +447,15 @@ class SqlStore(LightningStore):
         return deleted
 
     async def _scrub(self) -> None:
-        """Leave no trace of what was removed."""
+        """Leave no trace of what was removed. Nobody is heard while a file is written anew, and no clock runs."""
+        began, anew = self._clock(), self._opened.writing.dialect == "sqlite"
         try:
-            await asyncio.to_thread(self._opened.clean_up)
+            async with self._clocks if anew else contextlib.nullcontext():
+                try:
+                    await asyncio.to_thread(self._opened.clean_up)
+                finally:  # also where it fails at the end
+                    if anew:
+                        await self._write(lambda tx: attempts.go_on_after(tx, began))
         except UnavailableError as error:
             raise UnavailableError(
                 f"what matched was removed, but traces of it are left in the database's files: {error}. Ask again later"

@@ -24,8 +24,7 @@ Synchronous: TypeAlias = Literal["FULL", "NORMAL"]
 
 _BEGIN: Final = "BEGIN IMMEDIATE"
 _PATIENCE: Final = 600_000  # milliseconds; only a file that is written anew keeps others waiting
-_LOG_SECONDS: Final = 60.0  # for readers to be done with the log of earlier writes
-_PAUSE_SECONDS: Final = 0.1
+_TRIES: Final = 1200  # to empty the log, in a minute
 _STEPS: Final = 1000  # of SQLite's machine between two looks at the clock: some 20 µs
 
 
@@ -242,11 +241,11 @@ def _vacuum(path: Path) -> None:
             connection.execute("PRAGMA temp_store = FILE")  # the new file is made there: memory may not hold it
             connection.execute("VACUUM")
             connection.execute("PRAGMA busy_timeout = 0")  # while it waited for a reader, nobody could write
-            give_up = time.monotonic() + _LOG_SECONDS
-            while connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
-                if time.monotonic() > give_up:
-                    raise UnavailableError("a query that is going on needs the log of earlier writes")
-                time.sleep(_PAUSE_SECONDS)
+            for _ in range(_TRIES):  # it is busy at once while a writer's commit moves the log into the file
+                if not connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
+                    return
+                time.sleep(0.05)
+            raise UnavailableError("a query that is going on needs the log of earlier writes")
     except sqlite3.Error as error:
         raise UnavailableError(str(error)) from None
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import click
 import pytest
 
+from agentlightning.cli.fit import make_algorithm
 from agentlightning.cli.main import COMMANDS, FORMER, agl, run
-from agentlightning.cli.training import make_algorithm
 from agentlightning.errors import ConfigError
 
 

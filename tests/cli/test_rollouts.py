@@ -111,3 +111,19 @@ def test_without_a_store_or_the_rollout_it_says_what_to_do(capsys: pytest.Captur
     fill()
     assert run(["rollouts", "show", "nope"]) == 1
     assert "see `agl rollouts ls`" in capsys.readouterr().err
+
+
+def test_a_rollout_is_annotated_where_it_is_found_and_exported_by_its_label(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("runs/first").mkdir(parents=True)
+    good, _ = fill("runs/first/store.sqlite")
+    fill()  # the newest store, which does not have it
+    assert run(["rollouts", "annotate", good, "--label", "good", "--note", "two\x1b[31m\nlines", "--answer", "x"]) == 0
+    assert "in runs/first/store.sqlite" in capsys.readouterr().err
+    assert run(["rollouts", "annotate", good, "--answer", "", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"label": "good", "note": "two\x1b[31m\nlines"}
+    assert run(["rollouts", "show", good]) == 0
+    told = capsys.readouterr()
+    assert "label: good" in told.out and "\x1b[31m" not in told.out and "in runs/first" in told.err
+    for wrong, message in (([good], "say something"), (["nobody", "--label", "x"], "in any of 2 stores here")):
+        assert run(["rollouts", "annotate", *wrong]) != 0
+        assert message in capsys.readouterr().err

@@ -197,6 +197,14 @@ async def test_another_sites_page_cannot_use_a_session(place, sent):
     await browser.get("/runs", origin=place.url, **{"sec-fetch-site": "same-origin"})
 
 
+async def test_a_key_that_reads_gives_no_score(place):
+    rollout = (await record(place.store, [1.0, 0.0]))[0]
+    issued = await place.store.issue_key(name="reader", scopes=["read"])
+    browser = await place.logged_in(issued.api_key)
+    assert len((await browser.post("/rollouts", {}))["items"]) == 2
+    await browser.post(f"/rollouts/{rollout.rollout_id}/score", {"reward": 1.0}, status=403)
+
+
 # --- rollouts -----------------------------------------------------------------------------------------------------
 
 
@@ -420,6 +428,11 @@ async def test_a_persons_score_becomes_the_reward(place):
     row = await browser.post(f"/rollouts/{one.rollout_id}/score", {"comment": "only said"})
     assert row["reward"] == 0.25
     await browser.post(f"/rollouts/{one.rollout_id}/score", {}, status=422)
+
+
+async def test_a_rollout_never_tried_cannot_be_scored(place):
+    waiting = await place.store.enqueue_rollout("task")
+    await place.post(f"/rollouts/{waiting.rollout_id}/score", {"reward": 1.0}, status=409)
 
 
 async def test_the_stores_own_actions_take_the_session(place):

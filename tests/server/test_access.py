@@ -332,6 +332,17 @@ async def test_models_answer_whom_the_store_would(store, headers, let_in):
             assert let_in or "admin key" in text
 
 
+async def test_a_key_that_may_call_models_does_so_from_anywhere(store):
+    place = await furnish(store, "a")
+    keys = {place.attempt_key: 404, await issue(store, "worker"): 404, await issue(store, "read"): 403}
+    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+    app = create_app(store, gateway=Gateway(ModelTable(), store))
+    async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http:
+        for key, status in keys.items():
+            sent = {"json": body, "headers": {"host": "host.docker.internal:8123"}}
+            assert (await Caller(http, key).request("POST", "/v1/chat/completions", **sent))[0] == status
+
+
 @pytest.mark.parametrize("guarded", [False, True])
 async def test_models_without_a_store_are_this_machines_too_unless_something_else_asks_for_a_key(guarded):
     app = create_app(None, gateway=Gateway(ModelTable()), guarded=guarded)

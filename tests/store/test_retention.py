@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import sqlite3
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import anyio
@@ -305,6 +307,43 @@ async def test_every_kind_of_store_can_be_asked_to_leave_no_trace(store):
     kept = await finish(store)
     assert (await delete(store, Condition("input", "contains", "ZEBRA"), scrub=True)).rollouts == 1
     assert [rollout.rollout_id for rollout in await store.query_rollouts()] == [kept.rollout_id]
+
+
+@pytest.mark.slow
+async def test_writing_a_large_file_anew_costs_nobody_their_lease_or_time(tmp_path):
+    """A clock that runs sixty times as fast makes 200 MB as long as 12 GB. Somebody writes all the time."""
+    began = time.monotonic()
+    store = await SqlStore.open(tmp_path / "store.db", clock=lambda: 1e6 + 60 * (time.monotonic() - began))
+    for number in range(20):
+        rollout = await store.start_rollout("ZEBRA" if number % 2 else "horse", rollout_id=f"r-{number}")
+        ids = rollout.rollout_id, rollout.attempt.attempt_id
+        texts = [os.urandom(500_000).hex(" ", 4) for _ in range(10)]
+        await store.add_many_spans([a_span(*ids, f"{number}-{n}", text=text) for n, text in enumerate(texts)])
+        await store.update_attempt(*ids, status="succeeded")
+    attempted = await store.start_rollout("at work")
+    ids = attempted.rollout_id, attempted.attempt.attempt_id
+
+    async def work() -> None:
+        while True:  # as a runner does: every third of a lease, and not again before the answer
+            assert attempted.lease is not None
+            await store.heartbeat(*ids, attempted.lease.token)
+            await asyncio.sleep(30 / 60 / 3)
+
+    async def write() -> None:
+        while True:
+            await store.enqueue_rollout("x" * 100_000)
+
+    tasks = [asyncio.create_task(work()), asyncio.create_task(write())]
+    deleted = await delete(store, Condition("input", "contains", "ZEBRA"), scrub=True)
+    await store.expire_overdue()
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    attempt = await store.get_latest_attempt(ids[0])
+    assert deleted.rollouts == 10 and attempt is not None
+    assert attempt.status == "preparing" and attempt.held_seconds > 10
+    assert traces(tmp_path, b"ZEBRA") == []
+    await store.close()
 
 
 # --- bringing in -------------------------------------------------------------------------------------------------
