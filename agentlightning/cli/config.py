@@ -19,6 +19,7 @@ import msgspec
 import yaml
 
 from agentlightning.cli.options import INSTRUMENT_HELP, ISOLATION_HELP, Duration, Option, seconds_in, together
+from agentlightning.data.hub import is_hub_name
 from agentlightning.data.references import is_reference, load_reference
 from agentlightning.errors import ConfigError, nearest
 from agentlightning.runner.command import CommandAgent, RewardSource, command
@@ -320,7 +321,7 @@ def _is_word(text: str) -> bool:
 
 def _beside(run_file: Path, value: Any, must_exist: bool = False) -> Any:
     """`value` seen from the run file's folder, if it is a path; a model name on a hub or a module stays as it is."""
-    if not isinstance(value, str):
+    if not isinstance(value, str) or is_hub_name(value):
         return value
     location, _, attribute = value.rpartition(":") if is_reference(value) else (value, "", "")
     if attribute and not location.endswith(".py"):

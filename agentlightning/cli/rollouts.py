@@ -206,7 +206,7 @@ def _print_attempts(console: Console, attempts: Sequence[Attempt], shown: Attemp
 
 def _print_logs(console: Console, spans: Sequence[Span], *, everything: bool) -> None:
     from agentlightning.semconv import LOG, LOG_STREAM, LOG_TEXT
-    from agentlightning.tracing.tree import printable
+    from agentlightning.tracing.tree import one_line, printable
 
     for span in spans:
         if span.name != LOG:
@@ -214,6 +214,7 @@ def _print_logs(console: Console, spans: Sequence[Span], *, everything: bool) ->
         lines = str(span.attributes.get(LOG_TEXT, "")).splitlines()
         shown = lines if everything else lines[-_LOG_LINES:]
         earlier = len(lines) - len(shown)
-        console.print(f"── {span.attributes.get(LOG_STREAM)}{f' ({earlier} lines before, see --logs)' * bool(earlier)}")
+        stream = one_line(str(span.attributes.get(LOG_STREAM)))
+        console.print(f"── {stream}{f' ({earlier} lines before, see --logs)' * bool(earlier)}", markup=False)
         for line in shown:
             console.print(printable(line), markup=False)

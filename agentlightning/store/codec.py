@@ -157,8 +157,11 @@ def span_columns(span: Span) -> SpanColumns:
         raise InvalidError(
             f"the sequence_id of span {span.span_id} is {span.sequence_id}; give 1, 2 …, or 0 for the next"
         )
-    if not (math.isfinite(span.start_time) and math.isfinite(span.end_time)):
-        raise InvalidError(f"span {span.span_id} runs from {span.start_time} to {span.end_time}; both must be finite")
+    if not math.isfinite(span.end_time - span.start_time):  # PostgreSQL takes it for queries by duration
+        raise InvalidError(
+            f"span {span.span_id} runs from {span.start_time} to {span.end_time}; these, and how long it is, must be "
+            "finite"
+        )
     tokens = (None, None, None, None) if span.tokens is None else token_columns(span.tokens)
     place = f"of span {span.name!r} ({span.span_id})"
     return SpanColumns(
@@ -179,15 +182,23 @@ def span_columns(span: Span) -> SpanColumns:
     )
 
 
-def text_size(span: Span) -> int:
-    """About how many characters a span holds."""
-    parts = (span.attributes, span.resource, *(part.attributes for part in (*span.events, *span.links)))
-    size = len(span.name) + len(span.status.description or "")
-    for name, value in (item for attributes in parts for item in attributes.items()):
-        for one in value if isinstance(value, list | tuple) else (value,):
-            size += len(one) if isinstance(one, str) else 1
-        size += len(name)
-    return size
+def larger(spans: Sequence[Span], limit: int) -> bool:
+    """Whether spans hold more than about so many characters and parts; counted no further than that."""
+    size = 0
+    for span in spans:
+        parts = (*span.events, *span.links)
+        size += len(span.name) + len(span.status.description or "") + len(parts)
+        attributes = (span.attributes, span.resource, *(part.attributes for part in parts))
+        for name, value in (item for several in attributes for item in several.items()):
+            if isinstance(value, list | tuple):
+                size += len(value)
+                size += sum(len(one) for one in value if isinstance(one, str)) if size <= limit else 0
+            else:
+                size += len(value) if isinstance(value, str) else 1
+            size += len(name)
+            if size > limit:
+                return True
+    return size > limit
 
 
 def span_from_columns(rollout_id: str, attempt_id: str, columns: Sequence[Any]) -> Span:

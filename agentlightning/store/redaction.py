@@ -212,7 +212,7 @@ def _basic(match: re.Match[str]) -> str:
 _W: Final = "[A-Za-z0-9_-]"
 # In each pattern the mark comes first and what must not stand before it second: so the search is for a fixed text.
 _KEYS: Final[Mapping[tuple[str, ...], str]] = {
-    ("agl-",): rf"agl-(?<!{_W}agl-){_W}{{8,}}+\.{_W}{{20,}}+",
+    ("agl-",): rf"agl-(?<!{_W}agl-){_W}{{5,}}+\.{_W}{{20,}}+",
     ("aglk-",): rf"aglk-(?<!{_W}aglk-){_W}{{20,}}+",
     ("sk-",): rf"sk-(?<!{_W}sk-)(?=(?:[A-Za-z_-]*+\d){{2}}){_W}{{16,}}+",
     ("k_live_", "k_test_"): r"\b[rs]k_(?:live|test)_[A-Za-z0-9]{16,}+",

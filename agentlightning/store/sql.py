@@ -61,7 +61,7 @@ LEASE_SECONDS: Final = 30.0
 READ_SECONDS: Final = 10.0
 _RETRY_SECONDS: Final = 1.0
 _FEW: Final = 8  # rows
-_LARGE: Final = 256_000  # characters of spans; they take some milliseconds
+_LARGE: Final = 256_000  # characters and parts of spans; they take some milliseconds
 _KNOWN: Final = 10_000  # attempts
 _REMOVE_SECRETS: Final = redaction("full")
 _log: Final = logging.getLogger(__name__)
@@ -371,7 +371,7 @@ class SqlStore(LightningStore):
 
     async def _prepared(self, given: Sequence[Span]) -> Prepared:
         """What takes more than a moment is done in a thread."""
-        if sum(map(codec.text_size, given)) > _LARGE:
+        if codec.larger(given, _LARGE):
             return await asyncio.to_thread(prepare, given, self._redact)
         return prepare(given, self._redact)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentlightning.cli.main import run
+from agentlightning.semconv import EXCEPTION
 from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.context import AttemptTracer, bind
 from agentlightning.tracing.emit import emit_reward
@@ -82,6 +83,31 @@ def test_a_rollout_is_shown_with_the_last_lines_it_wrote(capsys: pytest.CaptureF
     assert "── stdout (20 lines before, see --logs)\nline 20 [31m\n" in shown and "line 19" not in shown
     assert run(["rollouts", "show", good, "--logs"]) == 0
     assert "line 0 [31m" in capsys.readouterr().out
+
+
+def test_what_an_agent_calls_things_reaches_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names of tools, models, agents and streams are an agent's own words, as texts are."""
+    wild = "\x1b]0;owned\x07\u202e\n[/]"
+
+    async def work() -> str:
+        store = await SqlStore.open("agentlightning.sqlite")
+        leased = await store.start_rollout(wild)
+        tracer = AttemptTracer(leased.rollout_id, leased.attempt.attempt_id)
+        record_log(tracer, wild, wild)
+        names = ("gen_ai.tool.name", "gen_ai.agent.name", "gen_ai.request.model", "agentlightning.reward.0.name")
+        for name in (*names, "exception.type"):
+            kind = {"gen_ai.tool.name": "execute_tool", "gen_ai.agent.name": "invoke_agent"}.get(name, "chat")
+            value = {"agentlightning.reward.0.value": 1.0} if "reward" in name else {"gen_ai.operation.name": kind}
+            tracer.record(EXCEPTION if name == "exception.type" else wild, {name: wild, **value})
+        await store.add_many_spans(tracer.drain())
+        await store.close()
+        return leased.rollout_id
+
+    rollout_id = asyncio.run(work())
+    assert run(["rollouts", "show", rollout_id]) == 0
+    shown = capsys.readouterr().out
+    assert not {"\x1b", "\x07", "\u202e"} & set(shown)
+    assert all(f"{word} " in shown for word in ("tool", "agent", "call", "reward", "──"))
 
 
 def test_attempts_are_shown_with_their_ends_and_any_of_them_by_its_number(capsys: pytest.CaptureFixture[str]) -> None:

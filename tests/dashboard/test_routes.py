@@ -244,6 +244,7 @@ async def test_a_query_that_cannot_be_meant_is_refused(place):
     await place.post("/rollouts", {"limit": 1000}, status=422)
     await place.get("/rollouts/none", status=404)
     await place.post("/series", {"run_ids": ["none"], "names": []}, status=404)
+    await place.post("/series", {"run_ids": ["none"] * 200, "names": ["reward"] * 100}, status=422)
     await place.get("/quality", status=422)
 
 

@@ -205,6 +205,9 @@ async def test_an_attempts_key_leaves_room_for_what_is_recorded_later(store, htt
         caller = Caller(roomy, place.attempt_key)
         assert (await caller(CALLS["store_spans"](spans=[large])))[0] == 413
         assert (await caller.request("POST", "/v1/traces", **otlp(large)))[0] == 413
+        asked = {"where": {"op": "eq", "field": "rollout_id", "value": "x" * ATTEMPT_BYTES}}
+        reader = Caller(roomy, await issue(store, "read"))
+        assert (await reader.request("POST", "/api/v1/rollouts/query", json=asked))[0] == 413
         worker = Caller(roomy, await issue(store, "worker"))
         assert (await worker(CALLS["store_spans"](spans=[large])))[0] == 200
 

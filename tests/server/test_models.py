@@ -281,6 +281,15 @@ async def test_a_name_is_its_owners_as_long_as_its_server_lives() -> None:
         assert list(place.models) == []
 
 
+async def test_a_name_can_be_taken_over_on_purpose() -> None:
+    async with served() as place, upstreams(2) as (one, other):
+        await place.put("m", base_url=one.url, owner="run-1")
+        assert (await place.put("m", base_url=other.url, owner="run-2", replace=True))[0] == 200
+        assert [(model["owner"], model["replicas"][0]["base_url"]) for model in await place.list()] == [
+            ("run-2", other.url)
+        ]
+
+
 async def test_a_model_of_the_server_itself_is_not_replaced_by_accident() -> None:
     async with served() as place, upstreams(2) as (own, other):
         place.models.put(ModelEntry("policy", HttpBackend(own.url)))
