@@ -372,6 +372,22 @@ def test_an_endpoint_is_measured_but_not_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
+async def test_an_agent_at_an_endpoint_gets_the_sampling_parameters_that_were_given_with_it(tmp_path: Path) -> None:
+    seen: list[agl.LLM] = []
+
+    async def asks(task: Any, llm: agl.LLM) -> float:
+        seen.append(llm)
+        return await agents.vowels(task, llm)
+
+    async with hosted_model() as hosted:
+        llm = agl.LLM(endpoint=hosted.url, model="gpt-4o", api_key="theirs", sampling_parameters={"temperature": 0})
+        trainer_ = trainer(tmp_path, model=None, algorithm=agl.Baseline(), initial_resources={"llm": llm})
+        await trainer_.fit_async(asks, val_dataset=TASKS[:1])
+    assert [one.sampling_parameters for one in seen] == [{"temperature": 0}]
+    assert hosted.url not in seen[0].endpoint and seen[0].api_key != "theirs"  # the gateway's
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize("through_server", [False, True])
 async def test_frozen_models_are_asked_as_the_agent_asks_and_get_no_key_of_ours(
     tmp_path: Path, through_server: bool

@@ -70,9 +70,9 @@ class Scope:
         return self.attempt is None and "admin" in self.opens
 
     def refuses(self, span: Span) -> str | None:
-        """Why the caller may not add a span with this content, or None: an attempt's key does not speak for the
-        gateway, and gives rewards only if it was issued to."""
-        if self.attempt is not None and speaks_for_gateway(span):
+        """Why the caller may not add a span with this content, or None: neither an attempt's key nor a grader's speaks
+        for the gateway, and an attempt's gives rewards only if it was issued to."""
+        if (self.attempt is not None or "worker" not in self.opens) and speaks_for_gateway(span):
             return (
                 f"span {span.span_id} holds what only the gateway records; leave out `tokens` (token ids) and names "
                 f"that begin with {CALL}"

@@ -261,8 +261,8 @@ _END: Final = r"[\"'\\.]"
 # at the speed of memory: most texts hold no sign, and this search is all they cost. In the pattern of a rule the mark
 # comes first and what must not stand before it second, so that the search is for a fixed text.
 _RULES: Final[Mapping[str, Sequence[Rule]]] = {
-    r"-(?:(?<=agl-)|(?<=aglk-)|(?<=sk-)|(?<=glpat-))[a-z0-9_-]{8}": (
-        _rule(rf"agl-(?<!{_W}agl-){_W}{{8,}}+\.{_W}{{20,}}+"),
+    r"-(?:(?<=agl-)|(?<=aglk-)|(?<=sk-)|(?<=glpat-))[a-z0-9_-]{5}": (
+        _rule(rf"agl-(?<!{_W}agl-){_W}{{5,}}+\.{_W}{{20,}}+"),
         _rule(rf"aglk-(?<!{_W}aglk-){_W}{{20,}}+"),
         _rule(rf"sk-(?<!{_W}sk-)(?=(?:[A-Za-z_-]*+\d){{2}}){_W}{{16,}}+"),
         _rule(rf"glpat-{_W}{{16,}}+"),

@@ -99,6 +99,7 @@ def test_a_flag_is_no_secret():
 SECRETS = [
     (ATTEMPT_KEY, REDACTED),
     (ISSUED_KEY, REDACTED),
+    (keys.sign_worker(b"s" * 32, "w"), REDACTED),
     (OPENAI_KEY, REDACTED),
     ("sk-ant-api03-h3Yp0q9Vb-1K2mZr7T5wXcDfG", REDACTED),
     ("sk_live_h3Yp0q9Vb1K2mZr7T5wX", REDACTED),
