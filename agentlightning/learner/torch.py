@@ -125,6 +125,7 @@ class TorchLearner:
         self.reference = reference if isinstance(reference, PreTrainedModel) else None
         if reference is True and policy.adapter is None:
             self.reference = copy.deepcopy(self.model).requires_grad_(False)
+        self._frozen = _sample_of_frozen(self.reference or self.model).to(self.dtype)
         self.critic = None if critic is None else ValueModel(self.model, critic)
         self._masters, self._trained = _trained(self.model, self.critic)
         own_rate = critic.learning_rate if critic else None
@@ -362,8 +363,9 @@ class TorchLearner:
         self._save_state(directory, self.optimizer.state_dict(), self._masters.state())
 
     def _save_state(self, directory: Path, optimizer: Any, masters: Sequence[Tensor]) -> None:
+        state = {"optimizer": optimizer, "steps": self.steps, "masters": masters, "frozen": self._frozen}
         with written():
-            torch.save({"optimizer": optimizer, "steps": self.steps, "masters": masters}, directory / OPTIMIZER_FILE)
+            torch.save(state, directory / OPTIMIZER_FILE)
 
     def load(self, directory: Path) -> None:
         """See `Learner.load`. Weights are copied into the live model, so that whoever shares it sees them."""
@@ -374,6 +376,11 @@ class TorchLearner:
                 self.critic.load(directory)
             copied = self.model.device.type != "cpu"  # to where the weights are, so that the file may go
             state = torch.load(directory / OPTIMIZER_FILE, weights_only=True, map_location="cpu", mmap=copied)
+            if len(self._frozen) and len(state["frozen"]) and not torch.equal(state["frozen"], self._frozen):
+                raise ValueError(
+                    "its run started from other weights, which are kept as the reference or under the adapter. Give "
+                    "the model that it started from; if this process has trained that one, load it again"
+                )
             self._load_state(state)
             for group in self.optimizer.param_groups:  # it has the settings of the run before
                 group |= {"betas": self.config.betas, "weight_decay": self.config.weight_decay}
@@ -398,6 +405,13 @@ class TorchLearner:
     def _placed(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Weights of the model by name, as its state takes them."""
         return weights
+
+
+def _sample_of_frozen(model: PreTrainedModel) -> Tensor:
+    """A few numbers of each tensor that is not trained, by which other weights are told from these."""
+    frozen = [one.detach() for one in model.parameters() if not one.requires_grad]
+    whole: list[Tensor] = [getattr(one, "full_tensor", one.detach)() for one in frozen]
+    return torch.cat([torch.zeros(0), *(one.flatten()[:8].float().cpu() for one in whole)])
 
 
 def _trained(model: PreTrainedModel, critic: ValueModel | None) -> tuple[MasterWeights, dict[str, list[Tensor]]]:
