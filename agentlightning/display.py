@@ -5,9 +5,14 @@ On a terminal it is one live panel; elsewhere (a log file, a CI job) it is a lin
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final, Self
 
 from rich.console import Console, Group, RenderableType
@@ -30,6 +35,17 @@ FIGURES: Final = {
 }
 """The metrics worth a line, in words."""
 LONG_PHASE = 30.0  # seconds without a line after which there is one about a phase that goes on
+
+
+def runnable(command: str, folder: Path = Path()) -> str:
+    """`agl …` as it runs in `folder` in this shell: with its path where the PATH has another `agl`, or none."""
+    name, _, arguments = command.partition(" ")
+    program = Path(sys.executable).with_name(name)
+    found = shutil.which(name)
+    if not program.exists() or (found is not None and Path(found).resolve() == program.resolve()):
+        return command
+    shown = min(str(program), os.path.relpath(program, folder), key=len)
+    return f"{shlex.quote(shown)} {arguments}".rstrip()
 
 
 def duration(seconds: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -61,9 +62,18 @@ class TrainingError(AgentLightningError):
 def nearest(name: str, known: Iterable[str]) -> str:
     """A ready-made hint: `did you mean 'group_size'? Known: …`, for a name that is not in `known`."""
     known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    close.sort(key=lambda other: sorted(other) != sorted(name))  # letters swapped first: gpro is grpo, not gspo
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}Known: {', '.join(known) or 'nothing'}"
+
+
+def docs_page(name: str) -> Path:
+    """Where a page of the documentation lies: in the installed package, or in the checkout."""
+    package = Path(__file__).parent
+    return next(
+        (page for page in (package / "docs" / name, package.parent / "docs" / name) if page.is_file()), Path(name)
+    )
 
 
 def imported(module: str, what: str, requirement: str) -> Any:

@@ -21,6 +21,7 @@ from agentlightning.algorithm.base import Progress
 from agentlightning.algorithm.directory import MARK, START, read_mark
 from agentlightning.algorithm.evaluation import Evaluation
 from agentlightning.data.conversations import first_tool
+from agentlightning.display import runnable
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.trainer import FitResult, Trainer
 
@@ -193,7 +194,7 @@ class QuickstartReport:
         lines.append(("\nWhat to try next", "bold"))
         for purpose, command in NEXT:
             if checkpoint is not None or "{checkpoint}" not in command:
-                lines += [(f"  {purpose}:", ""), (f"    {command.format(**values)}", "cyan")]
+                lines += [(f"  {purpose}:", ""), (f"    {runnable(command.format(**values))}", "cyan")]
         for line, style in lines:  # unwrapped, so that they can be copied
             console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
@@ -214,7 +215,7 @@ def _report(result: FitResult, example: FlightExample, seed: int, seconds: float
     if not result.evaluations:
         raise TrainingError(
             f"stopped before the first evaluation was done ({result.stopped_because}); "
-            f"continue with: agl quickstart --resume --out {result.directory}"
+            f"continue with: {runnable(f'agl quickstart --resume --out {result.directory}')}"
         )
     before, after = result.evaluations[0], result.evaluations[-1]
     right: dict[str, str] = example.tasks.RIGHT_FIRST_TOOL

@@ -30,6 +30,7 @@ from agentlightning.algorithm.measures import Measures, measured, summarise
 from agentlightning.algorithm.rl.checkpoints import Checkpoints
 from agentlightning.algorithm.tracking import Tracker, make_tracker
 from agentlightning.data.datasets import load_dataset
+from agentlightning.data.hub import fetched_model
 from agentlightning.display import LiveProgress, hide_library_progress
 from agentlightning.environments.base import tasks_of
 from agentlightning.errors import ConfigError, UnavailableError, check_settings
@@ -63,7 +64,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FitResult:
-    """What `Trainer.fit` reached. `checkpoint` loads with `AutoModelForCausalLM.from_pretrained`."""
+    """What `Trainer.fit` reached. `checkpoint`, the last weights, and `best_checkpoint`, those with the highest reward,
+    load with `AutoModelForCausalLM.from_pretrained`."""
 
     run_id: str
     directory: Path
@@ -72,15 +74,17 @@ class FitResult:
     evaluations: tuple[Evaluation, ...]
     metrics: tuple[Metrics, ...]
     seconds: float
+    best_checkpoint: Path | None = None
 
 
 class Trainer:
     """Trains or evaluates an agent.
 
     Args:
-        model: what is trained: a directory, a Hugging Face id, a loaded `Policy`, or `file.py:function` that makes one
-            from the seed; or several of these by name, each of which learns from its own calls. None evaluates an
-            endpoint given in `initial_resources`. A `Policy` is trained in place: the next fit goes on from there.
+        model: what is trained: a directory, a Hugging Face id (`hf:ORG/NAME@REVISION` for one revision), a loaded
+            `Policy`, or `file.py:function` that makes one from the seed; or several of these by name, each of which
+            learns from its own calls. None evaluates an endpoint given in `initial_resources`. A `Policy` is trained in
+            place: the next fit goes on from there.
         models: frozen ones beside it by name, as `{"judge": {"endpoint": "https://…/v1", "frozen": True}}`: calls go
             through the gateway, are recorded and sampled as the agent asks (see `FrozenModel`).
         model_name: what agents call a single one by; trainers that share a server each need one of their own.
@@ -150,7 +154,8 @@ class Trainer:
         deterministic: bool = False,
         run_file: Mapping[str, Any] | None = None,
     ) -> None:
-        self.models = dict(model) if isinstance(model, Mapping) else {} if model is None else {model_name: model}
+        models_given = dict(model) if isinstance(model, Mapping) else {} if model is None else {model_name: model}
+        self.models = {name: fetched_model(one) for name, one in models_given.items()}
         self.frozen = read_frozen(models or {}, self.models)
         n_runners = n_workers if n_runners is None else n_runners
         if adapter is not None:
@@ -287,10 +292,12 @@ class Trainer:
                 context.deadline = asyncio.get_running_loop().time() + self.time_limit
             stack.enter_context(stopping_at_interrupt(context.stop))
             await self._run_beside_runner(agent, context)
+            checkpoints = Checkpoints(directory.path / "checkpoints")
             return FitResult(
                 run_id=context.run.run_id,
                 directory=directory.path,
-                checkpoint=Checkpoints(directory.path / "checkpoints").latest(),
+                checkpoint=checkpoints.latest(),
+                best_checkpoint=checkpoints.best(),
                 stopped_because=getattr(algorithm, "stopped_because", "done"),
                 evaluations=tuple(getattr(algorithm, "evaluations", ())),
                 metrics=tuple(await context.store.query_metrics(context.run.run_id)),

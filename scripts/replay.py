@@ -31,9 +31,9 @@ from agentlightning.algorithm.rl.groups import trace_group
 from agentlightning.algorithm.rl.policies import Policies, optimiser_steps
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.cli.config import build, load_config
+from agentlightning.cli.fit import make_algorithm
 from agentlightning.cli.options import json_option, print_json
 from agentlightning.cli.place import STORE_FILE, Place
-from agentlightning.cli.training import make_algorithm
 from agentlightning.data.recorded import rewarded_group
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.display import hide_library_progress

@@ -31,6 +31,9 @@ reachable() {
     "$venv/bin/python" -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5)' "$1" 2>/dev/null
 }
 
+say() { echo "setup: $*" >&2; }
+
+say "making a virtual environment in $venv; this takes one to three minutes"
 if [ ! -x "$venv/bin/python" ]; then
     "$(find_python)" -m venv "$venv"
 fi
@@ -40,9 +43,12 @@ $pip install --quiet --upgrade 'pip>=25.1' # the first with --group
 cpu_index=https://download.pytorch.org/whl/cpu
 if wants_cpu_torch; then
     if reachable "$cpu_index/torch/"; then
+        say "1/2 installing torch for the CPU (about 200 MB)"
         $pip install --quiet --index-url "$cpu_index" "$(grep '^torch==' constraints.txt)"
     else
         echo "cannot reach $cpu_index; taking torch from pip's own configuration" >&2
     fi
 fi
+say "2/2 installing agentlightning with what training, tests and docs need (about 100 packages)"
 $pip install --quiet --editable '.[all]' --group test --group docs --constraint constraints.txt
+say "done; start with: $venv/bin/agl --help   (or: source $venv/bin/activate)"

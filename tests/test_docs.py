@@ -16,8 +16,8 @@ import yaml
 
 import agentlightning as agl
 from agentlightning.cli.config import FIELDS, load_config
+from agentlightning.cli.fit import make_algorithm
 from agentlightning.cli.main import agl as command_line
-from agentlightning.cli.training import make_algorithm
 from scripts.reference import keys
 
 ROOT = Path(__file__).parent.parent

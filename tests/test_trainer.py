@@ -29,7 +29,7 @@ from agentlightning.store.base import CALLS
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.trainer import Trainer
-from agentlightning.types import AttemptedRollout
+from agentlightning.types import AttemptedRollout, RolloutConfig
 from tests import agents
 from tests.runner.world import serving as hosted_model
 
@@ -136,6 +136,13 @@ async def test_so_are_those_that_come_through_a_server(tmp_path: Path, held_in_s
     assert held_in_steps == [{"policy"}, {"policy"}]
 
 
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
+    runs = [trainer(tmp_path, run_dir=tmp_path / name, seed=5).fit(agents.vowels, TASKS) for name in ("a", "b")]
+    first, second = ([m.values["reward"] for m in run.metrics] for run in runs)
+    assert first == pytest.approx(second, abs=0.05)
+
+
 def test_a_run_records_what_is_needed_to_repeat_it(tmp_path: Path) -> None:
     result = trainer(tmp_path, seed=7).fit(agents.vowels, TASKS)
 
@@ -161,6 +168,23 @@ def test_a_run_records_what_is_needed_to_repeat_it(tmp_path: Path) -> None:
     assert len(group.rollout_ids) == 4
     assert len(traced.transitions) == 2
     assert traced.reward is not None
+
+
+def test_an_agent_that_always_raises_ends_the_run_in_its_own_words(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="RuntimeError: the tool server is gone"):
+        trainer(tmp_path).fit(agents.raises, TASKS)
+
+
+@pytest.mark.parametrize(("agent", "said"), [(agents.not_a_number, "nan"), (agents.nonsense, "str")])
+def test_an_agent_that_returns_nonsense_ends_the_run_in_clear_words(tmp_path: Path, agent: Any, said: str) -> None:
+    with pytest.raises(TrainingError, match=f"(?i){said}"):
+        trainer(tmp_path).fit(agent, TASKS)
+
+
+def test_an_agent_that_hangs_is_timed_out(tmp_path: Path) -> None:
+    impatient = algorithm(steps=1, rollout=RolloutConfig(timeout_seconds=0.3))
+    with pytest.raises(TrainingError, match="timeout"):
+        trainer(tmp_path, algorithm=impatient).fit(agents.hangs, TASKS)
 
 
 def test_rollouts_that_fail_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -348,6 +372,22 @@ def test_an_endpoint_is_measured_but_not_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
+async def test_an_agent_at_an_endpoint_gets_the_sampling_parameters_that_were_given_with_it(tmp_path: Path) -> None:
+    seen: list[agl.LLM] = []
+
+    async def asks(task: Any, llm: agl.LLM) -> float:
+        seen.append(llm)
+        return await agents.vowels(task, llm)
+
+    async with hosted_model() as hosted:
+        llm = agl.LLM(endpoint=hosted.url, model="gpt-4o", api_key="theirs", sampling_parameters={"temperature": 0})
+        trainer_ = trainer(tmp_path, model=None, algorithm=agl.Baseline(), initial_resources={"llm": llm})
+        await trainer_.fit_async(asks, val_dataset=TASKS[:1])
+    assert [one.sampling_parameters for one in seen] == [{"temperature": 0}]
+    assert hosted.url not in seen[0].endpoint and seen[0].api_key != "theirs"  # the gateway's
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize("through_server", [False, True])
 async def test_frozen_models_are_asked_as_the_agent_asks_and_get_no_key_of_ours(
     tmp_path: Path, through_server: bool
@@ -401,6 +441,17 @@ def test_a_run_that_could_not_begin_leaves_its_directory_free(tmp_path: Path) ->
     with pytest.raises(ConfigError, match="does not exist"):
         trainer(tmp_path, model=tmp_path / "nowhere").fit(agents.vowels, TASKS)
     assert trainer(tmp_path, algorithm=algorithm(steps=1)).fit(agents.vowels, TASKS).stopped_because == "all steps done"
+
+
+def test_a_directory_that_holds_a_run_is_not_overwritten(tmp_path: Path) -> None:
+    trainer(tmp_path, algorithm=algorithm(steps=1)).fit(agents.vowels, TASKS)
+    with pytest.raises(ConfigError, match="holds a run already"):
+        trainer(tmp_path).fit(agents.vowels, TASKS)
+
+
+def test_a_task_may_have_numbers_as_keys(tmp_path: Path) -> None:
+    tasks = [{**task, 1: "one"} for task in TASKS]
+    assert trainer(tmp_path, algorithm=algorithm(steps=1)).fit(agents.vowels, tasks).metrics[-1].step == 1
 
 
 @agl.rollout
@@ -474,6 +525,38 @@ def test_a_resumed_run_keeps_to_the_weights_it_started_from(tmp_path: Path, sett
         trainer(tmp_path, **settings).fit(agents.vowels, TASKS, resume=True)
     result = trainer(tmp_path, **settings | {"model": policy()}).fit(agents.vowels, TASKS, resume=True)
     assert result.metrics[-1].values["reference_kl"] > 0
+
+
+def test_a_time_limit_that_ends_the_first_evaluation_ends_the_run(tmp_path: Path) -> None:
+    slow = algorithm(rollout=RolloutConfig(timeout_seconds=4.0))
+    result = trainer(tmp_path, algorithm=slow, time_limit=1.0).fit(agents.hangs, TASKS, TASKS[:1])
+    assert result.stopped_because == "time limit reached"
+    assert not result.evaluations
+
+
+@pytest.mark.slow
+def test_a_resumed_run_sets_aside_the_time_for_its_closing_evaluation(tmp_path: Path) -> None:
+    """Its first evaluation is read from the store in no time."""
+    deadlines: list[float] = []
+
+    class Watched(agl.GRPO):
+        async def run(self, context: RunContext) -> None:
+            self.context = context
+            deadlines.append(context.deadline or 0.0)
+            await super().run(context)
+
+    async def slowly_measured(task: dict, llm: agl.LLM, rollout: AttemptedRollout) -> float:
+        if rollout.mode == "val":
+            await asyncio.sleep(1.0)
+        elif deadlines:
+            deadlines.append(watched.context.deadline or 0.0)
+        return await agents.vowels(task, llm)
+
+    trainer(tmp_path, algorithm=algorithm(steps=1)).fit(slowly_measured, TASKS, TASKS[:1])
+    watched = Watched(steps=2, tasks_per_step=3, group_size=4, max_tokens=6, temperature=2.0)
+    result = trainer(tmp_path, algorithm=watched, time_limit=60.0).fit(slowly_measured, TASKS, TASKS[:1], resume=True)
+    assert result.stopped_because == "all steps done"
+    assert all(deadlines[0] - later >= 1.5 for later in deadlines[1:]) and len(deadlines) == 13
 
 
 @pytest.mark.parametrize("late", [False, True])

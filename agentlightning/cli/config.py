@@ -18,7 +18,8 @@ import click
 import msgspec
 import yaml
 
-from agentlightning.cli.options import INSTRUMENT_HELP, ISOLATION_HELP, Option, together
+from agentlightning.cli.options import INSTRUMENT_HELP, ISOLATION_HELP, Duration, Option, seconds_in, together
+from agentlightning.data.hub import is_hub_name
 from agentlightning.data.references import is_reference, load_reference
 from agentlightning.errors import ConfigError, nearest
 from agentlightning.runner.command import CommandAgent, RewardSource, command
@@ -122,7 +123,9 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     lora: Annotated[
         dict[str, Any] | None, _key("Train a low-rank adapter instead of all weights: `rank`, `alpha`, `targets`.")
     ] = None
-    time_limit: Annotated[float | None, _flag("Stop training then; measure and save.", "SECONDS")] = None
+    time_limit: Annotated[
+        float | None, _flag("Stop training after so long; measure and save.", "90s|5m|2h", type=Duration(bare=True))
+    ] = None
     n_runners: Annotated[int | None, _flag("Rollouts at once here; 0 leaves them to `agl runner`.", "N")] = None
     isolation: Annotated[Isolation, _flag(ISOLATION_HELP)] = "auto"
     instrument: Annotated[str | None, _flag(INSTRUMENT_HELP, "[NAMES]", is_flag=False, flag_value="all")] = None
@@ -171,7 +174,7 @@ def _option(name: str, hint: Any) -> Option:
     if typing.get_origin(kinds[0]) is Literal:
         settings["type"] = click.Choice(typing.get_args(kinds[0]))
     elif kinds[0] in (int, float):
-        settings["type"] = kinds[0]
+        settings.setdefault("type", kinds[0])
     return click.option(f"--{name.replace('_', '-')}", *settings.pop("names"), name, **settings)
 
 
@@ -221,6 +224,11 @@ def load_config(
     for key in values:
         if key not in FIELDS:
             raise ConfigError(f"{where}: unknown key {key!r}; {nearest(str(key), FIELDS)}")
+    if isinstance(limit := values.get("time_limit"), str):
+        try:
+            values["time_limit"] = seconds_in(limit, bare=True)
+        except ValueError as error:
+            raise ConfigError(f"{where}: time_limit: {error}") from None
     missing = [name for name in _needed(values) if values.get(name) is None]
     if missing:
         flags_hint = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
@@ -332,7 +340,7 @@ def _is_word(text: str) -> bool:
 
 def _beside(run_file: Path, value: Any, must_exist: bool = False) -> Any:
     """`value` seen from the run file's folder, if it is a path; a model name on a hub or a module stays as it is."""
-    if not isinstance(value, str):
+    if not isinstance(value, str) or is_hub_name(value):
         return value
     location, _, attribute = value.rpartition(":") if is_reference(value) else (value, "", "")
     if attribute and not location.endswith(".py"):
@@ -346,14 +354,19 @@ def _beside(run_file: Path, value: Any, must_exist: bool = False) -> Any:
 _ENGINES: Final = ("vllm", "sglang", "fsdp", "tinker", "verl")
 
 
+def read_value(where: str, text: str) -> Any:
+    """What a YAML value on the command line says. ConfigError, which begins with `where`, for what is none."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError:
+        raise ConfigError(f"{where}: {text!r} is no YAML value; quote it") from None
+
+
 def _assign(values: dict[str, Any], assignment: str) -> None:
     key, equals, text = assignment.partition("=")
     if not equals or not key:
         raise ConfigError(f"--set {assignment!r} is no assignment; write --set key=value, such as algorithm.steps=20")
-    try:
-        value = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError:
-        raise ConfigError(f"--set {key}: {text!r} is no YAML value; quote it") from None
+    value = read_value(f"--set {key}", text)
     *parents, last = key.split(".")
     inner: dict[str, Any] = values
     for parent in parents:

@@ -18,7 +18,7 @@ import msgspec
 from agentlightning.cli.backends import Upstream, with_backend
 from agentlightning.cli.options import json_option, tell
 from agentlightning.cli.place import RUNS
-from agentlightning.errors import AgentLightningError, ConfigError
+from agentlightning.errors import AgentLightningError, ConfigError, docs_page
 from agentlightning.tracing.tree import one_line
 
 
@@ -58,7 +58,7 @@ def _gpu() -> Check:
         return Check("gpu", "ok", "torch is not installed, and only training needs one")
     import torch
 
-    fix = "install the build of torch for this driver (docs/install.md), or train with --device cpu"
+    fix = f"install the build of torch for this driver ({docs_page('install.md')}), or train with --device cpu"
     if torch.cuda.is_available():
         try:
             torch.ones(8, device="cuda").sum().item()

@@ -20,9 +20,10 @@ import msgspec
 from rich.console import Console
 
 from agentlightning.cli.config import TrainConfig, key_flags, load_config
+from agentlightning.cli.fit import fit
 from agentlightning.cli.options import Numbers, json_option, make_table, print_json, print_table
 from agentlightning.cli.place import Place
-from agentlightning.cli.training import INTERRUPTED, fit
+from agentlightning.cli.training import INTERRUPTED
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.tracing.tree import printable, rollout_tree
 from agentlightning.types import LLM, Mode, PromptTemplate, Rollout

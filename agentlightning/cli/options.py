@@ -72,27 +72,35 @@ class Numbers(click.ParamType[tuple[int, ...]]):
 
 
 _SECONDS: Final = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
-_WRITTEN: Final = re.compile(r"(\d+(?:\.\d+)?)([dhms])", re.ASCII)
+_WRITTEN: Final = re.compile(r"(\d+(?:\.\d+)?)([dhms]?)", re.ASCII)
+
+
+def seconds_in(text: str, *, zero: bool = False, bare: bool = False) -> float:
+    """`"1.5h"` → 5400.0. ValueError says how a duration is written; `bare` allows seconds without a unit."""
+    written = _WRITTEN.fullmatch(text.strip())
+    if written is None or not (written[2] or bare):
+        raise ValueError(f"{text!r} is no duration; write a number and d, h, m or s, such as 30d or 12h")
+    seconds = float(written[1]) * _SECONDS[written[2] or "s"]
+    if seconds == 0 and not zero:
+        raise ValueError(f"{text!r} is no time at all; give more than that")
+    return seconds
 
 
 class Duration(click.ParamType[float]):
-    """`"1.5h"` → 5400.0 seconds. A usage error says how a duration is written; `zero` allows one of no length."""
+    """`seconds_in` of what is written, as a number; a usage error where it is none."""
 
     name = "duration"
 
-    def __init__(self, *, zero: bool = False) -> None:
-        self._zero = zero
+    def __init__(self, *, zero: bool = False, bare: bool = False) -> None:
+        self._zero, self._bare = zero, bare
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
         if isinstance(value, float):
             return value
-        written = _WRITTEN.fullmatch(str(value))
-        if written is None:
-            self.fail(f"{value!r} is no duration; write a number and d, h, m or s, such as 30d or 12h", param, ctx)
-        seconds = float(written[1]) * _SECONDS[written[2]]
-        if seconds == 0 and not self._zero:
-            self.fail(f"{value!r} is no time at all; give more than that", param, ctx)
-        return seconds
+        try:
+            return seconds_in(str(value), zero=self._zero, bare=self._bare)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 # --- printing ----------------------------------------------------------------------------------------------------

@@ -80,12 +80,19 @@ def require_file(address: str) -> None:
         raise ConfigError(f"there is no store at {address} (looked in {Path.cwd()})")
 
 
-def newest_store() -> str:
-    """The store that a command reads where none is named. ConfigError where there is none."""
-    found = [path for path in (SERVER_STORE, *RUNS.glob(f"*/{STORE_FILE}")) if path.is_file()]
+def stores_here() -> list[str]:
+    """The stores of this folder's runs and its server's, the one written to last first. ConfigError for none."""
+    levels = ("*/", "*/*/")  # a run, a folder of runs with several seeds
+    files = [SERVER_STORE, *(path for level in levels for path in RUNS.glob(f"{level}{STORE_FILE}"))]
+    found = sorted((path for path in files if path.is_file()), key=_written, reverse=True)
     if not found:
         raise ConfigError(f"there is no {SERVER_STORE} and no run in {RUNS.absolute()}; name a --store")
-    return str(max(found, key=_written))
+    return list(map(str, found))
+
+
+def newest_store() -> str:
+    """The store that a command reads where none is named. ConfigError where there is none."""
+    return stores_here()[0]
 
 
 def _written(store: Path) -> float:

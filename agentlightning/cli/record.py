@@ -75,6 +75,7 @@ def record(
     agl record --harness claude-code --model claude-sonnet-5 -- -p "fix the test\""""
     from rich.console import Console
 
+    from agentlightning.display import runnable
     from agentlightning.tracing.tree import rollout_tree
 
     instrument_agents(instrument, here=False)
@@ -100,7 +101,7 @@ def record(
             click.echo(_NO_CALLS, err=True)
         server = place.server
         where = f"--server {server}" if server else f"--store {shlex.quote(text_without_secrets(str(place)))}"
-        click.echo(f"agl rollouts show {rollout.rollout_id} {where}", err=True)
+        click.echo(runnable(f"agl rollouts show {rollout.rollout_id} {where}"), err=True)
         page = f"/#/rollouts/{quote(rollout.rollout_id, safe='')}"
         served = server.rstrip("/") + page if server else f"http://127.0.0.1:8123{page} while `agl server {where}` runs"
         click.echo(f"dashboard: {served}", err=True)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 import click
 import msgspec
 
-from agentlightning.cli.options import STATUSES, make_table, print_json, print_table
-from agentlightning.cli.place import NEWEST, Place, on_store, with_place
+from agentlightning.cli.options import STATUSES, make_table, print_json, print_table, tell
+from agentlightning.cli.place import ANY_RUN, NEWEST, Place, stores_here, with_place
 from agentlightning.cli.runs import ListingGroup, repeated, watch_option
 from agentlightning.errors import NotFoundError
 from agentlightning.semconv import reward_value
@@ -132,34 +132,62 @@ def _input(rollout: Rollout) -> str:
 @click.argument("rollout_id", metavar="ID")
 @click.option("--attempt", "number", type=click.IntRange(min=1), metavar="N", help="The Nth attempt; default the last.")
 @click.option("--logs", is_flag=True, help="All that is kept of what it wrote, instead of the last lines.")
-@on_store(NEWEST, reading=True)
-async def show(
-    store: LightningStore,
-    rollout_id: str,
-    as_json: bool,
-    number: int | None,
-    logs: bool,
-) -> None:
+@with_place(ANY_RUN)
+async def show(place: Place, rollout_id: str, as_json: bool, number: int | None, logs: bool) -> None:
     """Show a rollout: how its attempts ended, and what one of them did, call by call."""
     from rich.console import Console
 
-    from agentlightning.tracing.tree import rollout_tree
+    from agentlightning.data.annotations import annotation_of
+    from agentlightning.tracing.tree import printable, rollout_tree
 
-    rollout = await store.get_rollout_by_id(rollout_id)
-    if rollout is None:
-        raise NotFoundError(f"there is no rollout {rollout_id!r} in this store; see `agl rollouts ls`")
-    attempts = await store.query_attempts(rollout_id)
-    if number is not None and number > len(attempts):
-        raise NotFoundError(f"rollout {rollout_id} has {len(attempts)} attempts; there is no {number}")
-    shown = attempts[(number or len(attempts)) - 1] if attempts else None
-    spans = await store.query_spans(rollout_id, shown.attempt_id) if shown else []
+    place, rollout = await _find(place, rollout_id)
+    async with place.open(reading=True) as store:
+        attempts = await store.query_attempts(rollout_id)
+        if number is not None and number > len(attempts):
+            raise NotFoundError(f"rollout {rollout_id} has {len(attempts)} attempts; there is no {number}")
+        shown = attempts[(number or len(attempts)) - 1] if attempts else None
+        spans = await store.query_spans(rollout_id, shown.attempt_id) if shown else []
     if as_json:
         print_json({"rollout": rollout, "attempts": attempts, "spans": spans}, enc_hook=plain)
         return
     console = Console(highlight=False)
     console.print(rollout_tree(rollout, spans))
+    for part, text in msgspec.to_builtins(annotation_of(rollout)).items():
+        console.print(printable(f"{part}: {text}"), markup=False)
     _print_attempts(console, attempts, shown)
     _print_logs(console, spans, everything=logs)
+
+
+@rollouts.command()
+@click.argument("rollout_id", metavar="ID")
+@click.option("--label", help="A word to find it by, such as good; see `agl export --label`. Empty removes it.")
+@click.option("--note", help="What there is to say of it. Empty removes it.")
+@click.option("--answer", help="What it should have answered last; `agl export` teaches that. Empty removes it.")
+@with_place(ANY_RUN)
+async def annotate(place: Place, rollout_id: str, as_json: bool, **parts: str | None) -> None:
+    """Say what you think of a rollout, for whoever reads or exports it later."""
+    from agentlightning.data.annotations import annotated, annotation_of
+
+    if all(text is None for text in parts.values()):
+        raise click.UsageError("say something: --label, --note or --answer")
+    place, rollout = await _find(place, rollout_id)
+    async with place.open() as store:
+        rollout = await store.update_rollout(rollout_id, metadata=annotated(rollout, **parts))
+    tell(as_json, annotation_of(rollout), f"annotated {rollout_id}")
+
+
+async def _find(named: Place, rollout_id: str) -> tuple[Place, Rollout]:
+    """The rollout and where it is: in the store that is named, or in whichever below runs/ has it."""
+    places = [named] if named.named else [Place(store) for store in stores_here()]
+    for place in places:
+        async with place.open(reading=True) as store:
+            rollout = await store.get_rollout_by_id(rollout_id)
+        if rollout is not None:
+            if len(places) > 1:
+                click.echo(f"in {place}", err=True)
+            return place, rollout
+    where = f"any of {len(places)} stores here" if len(places) > 1 else text_without_secrets(str(places[0]))
+    raise NotFoundError(f"there is no rollout {rollout_id!r} in {where}; see `agl rollouts ls`")
 
 
 def _print_attempts(console: Console, attempts: Sequence[Attempt], shown: Attempt | None) -> None:
@@ -178,7 +206,7 @@ def _print_attempts(console: Console, attempts: Sequence[Attempt], shown: Attemp
 
 def _print_logs(console: Console, spans: Sequence[Span], *, everything: bool) -> None:
     from agentlightning.semconv import LOG, LOG_STREAM, LOG_TEXT
-    from agentlightning.tracing.tree import printable
+    from agentlightning.tracing.tree import one_line, printable
 
     for span in spans:
         if span.name != LOG:
@@ -186,6 +214,7 @@ def _print_logs(console: Console, spans: Sequence[Span], *, everything: bool) ->
         lines = str(span.attributes.get(LOG_TEXT, "")).splitlines()
         shown = lines if everything else lines[-_LOG_LINES:]
         earlier = len(lines) - len(shown)
-        console.print(f"── {span.attributes.get(LOG_STREAM)}{f' ({earlier} lines before, see --logs)' * bool(earlier)}")
+        stream = one_line(str(span.attributes.get(LOG_STREAM)))
+        console.print(f"── {stream}{f' ({earlier} lines before, see --logs)' * bool(earlier)}", markup=False)
         for line in shown:
             console.print(printable(line), markup=False)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import re
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -88,9 +90,23 @@ def serve(**options: Any) -> None:
         run_on_fastest_loop(_serve(**options))
 
 
-async def _serve(
-    model: str, host: str, port: int, key: str | None, model_name: str, seed: int, as_json: bool, **sizes: Any
-) -> None:
+async def _serve(model: str, key: str | None, as_json: bool, **options: Any) -> None:
+    async with served_model(model, key=key, **options) as url:
+        example = "any" if key is None else "KEY"
+        await until_stopped(
+            f"serving {model} as {options['model_name']!r} at {url}/v1\n"
+            f"    OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={example} python your_agent.py\n"
+            f"    ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={example} python your_agent.py",
+            {"url": url, "model": options["model_name"]} if as_json else None,
+        )
+
+
+@contextlib.asynccontextmanager
+async def served_model(
+    model: str, *, model_name: str, seed: int, host: str = "127.0.0.1", port: int = 0, key: str | None = None,
+    **sizes: Any,
+) -> AsyncGenerator[str]:  # fmt: skip
+    """The URL at which the embedded engine answers for a model; nothing is stored."""
     from agentlightning.display import hide_library_progress
     from agentlightning.gateway.app import Gateway
     from agentlightning.gateway.models import ModelEntry, ModelTable
@@ -107,15 +123,8 @@ async def _serve(
         app = create_app(None, gateway=gateway, guarded=key is not None)
         if key is not None:
             app.add_middleware(RequireKey, key=key)
-        example = "any" if key is None else "KEY"
-        http = HttpServer(app, host=host, port=port)
-        async with http:
-            await until_stopped(
-                f"serving {model} as {model_name!r} at {http.url}/v1\n"
-                f"    OPENAI_BASE_URL={http.url}/v1 OPENAI_API_KEY={example} python your_agent.py\n"
-                f"    ANTHROPIC_BASE_URL={http.url} ANTHROPIC_API_KEY={example} python your_agent.py",
-                {"url": http.url, "model": model_name} if as_json else None,
-            )
+        async with HttpServer(app, host=host, port=port) as http:
+            yield http.url
     finally:
         served.service.close()
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
-import msgspec
 from rich.console import Console
 
-from agentlightning.cli.config import ALGORITHMS, TrainConfig, build, kept, key_flags, load_config
-from agentlightning.cli.options import instrument_agents, json_option, print_json
-from agentlightning.errors import ConfigError, nearest
+from agentlightning.cli.config import TrainConfig, key_flags, load_config
+from agentlightning.cli.dry_run import run_dry
+from agentlightning.cli.fit import fit
+from agentlightning.cli.options import Duration, json_option, print_json
+from agentlightning.cli.place import RUNS
+from agentlightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentlightning.trainer import FitResult
@@ -22,16 +22,23 @@ if TYPE_CHECKING:
 RUN_FILE: Final = Path("run.yaml")
 TEMPLATE: Final = Path(__file__).parents[1] / "templates" / "agent"
 INTERRUPTED: Final = 130
-_NOT_THE_TRAINERS: Final = {
-    *("agent", "environment", "instrument", "train_dataset", "val_dataset", "resume"),
-    *("algorithm", "optimizer", "lora"),
-}
+
+
+def _print_schema(ctx: click.Context, param: click.Parameter, asked: bool) -> None:
+    if asked:
+        from agentlightning.cli.schema import run_file_schema
+
+        print_json(run_file_schema())
+        ctx.exit()
 
 
 @click.command()
 @click.argument("run_file", type=click.Path(dir_okay=False, path_type=Path), required=False, metavar="[RUN.yaml]")
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Change one key: algorithm.group_size=4")
 @click.option("--steps", type=int, help="Training steps; short for --set algorithm.steps=…")
+@click.option("--schema", is_flag=True, is_eager=True, expose_value=False, callback=_print_schema,
+              help="Print the JSON schema of run files, for editors, and exit.")  # fmt: skip
+@click.option("--dry-run", is_flag=True, help="Run one group, say what all will take, and keep nothing.")
 @json_option
 @key_flags()
 def train(
@@ -39,18 +46,24 @@ def train(
     assignments: tuple[str, ...],
     as_json: bool,
     steps: int | None,
+    dry_run: bool,
     **flags: Any,
 ) -> int:
-    """Train an agent as RUN.yaml, or flags, or both say; a flag wins over --set, and --set over the file.
+    """Train an agent from RUN.yaml, flags or both; a flag wins over --set, and --set over the file.
 
-    Without RUN.yaml, --agent and --environment it is the run.yaml of this folder, with --resume --run-dir that of the
-    run in there. Each run's directory has one, by which it can be repeated."""
+    Without RUN.yaml, --agent or --environment, the run.yaml of this folder is used; with --resume, that of the run to
+    resume, so that no other flag is needed. Each run's directory has one, which repeats the run."""
     assignments += () if steps is None else (f"algorithm.steps={steps}",)
     console = Console(stderr=as_json)
     if run_file is None and flags["agent"] is None and flags["environment"] is None:
-        own = Path(flags["run_dir"]) / RUN_FILE if flags["resume"] and flags["run_dir"] else RUN_FILE
-        run_file = next((one for one in (own, RUN_FILE) if one.is_file()), None)
+        if flags["resume"]:
+            flags["run_dir"], run_file = _run_to_resume(flags["run_dir"])
+        elif RUN_FILE.is_file():
+            run_file = RUN_FILE
     config = load_config(run_file, assignments, flags)
+    if dry_run:
+        run_dry(config, console, as_json=as_json)
+        return 0
     result = fit(config, console)
     show_fit(console, result)
     if as_json:
@@ -58,58 +71,45 @@ def train(
     return exit_code(result.stopped_because)
 
 
-def fit(config: TrainConfig, console: Console, limit: int | None = None) -> FitResult:
-    """Train once, as `config` says, with the progress shown on `console`; of held-out tasks only the first `limit`."""
-    algorithm = make_algorithm(config.algorithm)
-    from agentlightning.display import LiveProgress, hide_library_progress
-    from agentlightning.environments.base import tasks_of
-    from agentlightning.learner.base import AdamW, LoRA
-    from agentlightning.runner.ending import watched
-    from agentlightning.trainer import Trainer
+def _run_to_resume(named: str | None) -> tuple[str, Path]:
+    """The directory of the run in `named`, or of the newest below runs/, and its run file. ConfigError for no run."""
+    from agentlightning.algorithm.directory import MARK
 
-    hide_library_progress()
-    optimizer = build(AdamW, config.optimizer, "optimizer")
-    lora = None if config.lora is None else build(LoRA, config.lora, "lora")
-    passed = {key: value for key, value in msgspec.structs.asdict(config).items() if key not in _NOT_THE_TRAINERS}
-    instrument_agents(config.instrument, here=isinstance(config.agent, str))
-    with LiveProgress(console, steps=getattr(algorithm, "steps", None), time_limit=config.time_limit) as progress:
-        trainer = Trainer(
-            algorithm=algorithm, optimizer=optimizer, lora=lora, progress=progress, run_file=kept(config), **passed
-        )
-        agent, val_dataset = config.load_agent(), config.val_dataset
-        if limit is not None:
-            val_dataset = tasks_of(agent, config.train_dataset, val_dataset)[1][:limit]
-        with watched():
-            return trainer.fit(agent, config.train_dataset, val_dataset, resume=config.resume)
-
-
-def make_algorithm(spec: Mapping[str, Any]) -> Any:
-    """The algorithm that `{"name": …, field: value}` describes, with every field's name and type checked."""
-    from agentlightning.data.references import is_reference, load_reference
-
-    fields = dict(spec)
-    name = fields.pop("name", "grpo")
-    if not isinstance(name, str) or (name not in ALGORITHMS and not is_reference(name)):
-        raise ConfigError(f"algorithm.name: no algorithm {name!r}; {nearest(str(name), ALGORITHMS)} or file.py:Class")
-    maker = load_reference(f"agentlightning.algorithm:{ALGORITHMS[name]}" if name in ALGORITHMS else name)
-    if not isinstance(maker, type) or not dataclasses.is_dataclass(maker):
-        raise ConfigError(f"algorithm.name: {name} is no dataclass; an algorithm declares its fields as one")
-    return build(maker, fields, "algorithm")
+    found = sorted(RUNS.glob(f"*/{MARK}"), key=lambda mark: mark.stat().st_mtime)
+    if named is None and not found:
+        raise ConfigError(f"there is no run to resume below {RUNS.absolute()}; name its directory with --run-dir")
+    directory = found[-1].parent if named is None else Path(named).expanduser()
+    if not (directory / MARK).is_file():
+        newest = f"; the newest run here is in {found[-1].parent}" if found else ""
+        raise ConfigError(f"{directory} holds no run to resume{newest}")
+    if not (directory / RUN_FILE).is_file():
+        raise ConfigError(f"{directory} has no {RUN_FILE}: resume the run with the program or command that started it")
+    return str(directory), directory / RUN_FILE
 
 
 def show_fit(console: Console, result: FitResult) -> None:
     """What a run reached, and where it is."""
+    from agentlightning.display import runnable
+
     lines = [f"Stopped: {result.stopped_because}, after {result.seconds:.0f} s."]
     rewards = [f"{evaluation.reward:.3f}" for evaluation in result.evaluations]
     if rewards:
         lines.append(f"Held-out reward: {rewards[0]}" + (f" before, {rewards[-1]} after." if rewards[1:] else "."))
+    steps = [one.values for one in result.metrics if "groups_without_variance" in one.values]
+    if steps and not any(step.get("sequences") for step in steps):
+        lines.append(
+            f"Nothing was learned: in none of {len(steps)} steps did a group have two different rewards. Give tasks "
+            "that are neither always nor never solved, a finer reward, or a larger group_size."
+        )
     lines.append(f"Run:        {result.directory}")
     if exit_code(result.stopped_because):
-        lines.append(f"Go on:      agl train --resume --run-dir {result.directory}")
+        lines.append(f"Go on:      {runnable(f'agl train --resume --run-dir {result.directory}')}")
     if result.checkpoint is not None:
         lines.append(f"Checkpoint: {result.checkpoint}")
+        if result.best_checkpoint not in (None, result.checkpoint):
+            lines.append(f"Best:       {result.best_checkpoint}, by held-out reward")
         if not (result.checkpoint / "tinker.json").exists():  # its weights are on the server
-            lines.append(f"Serve it:   agl serve {result.checkpoint}")
+            lines.append(f"Serve it:   {runnable(f'agl serve {result.checkpoint}')}")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -121,6 +121,7 @@ def _summary(result: FitResult, config: TrainConfig) -> dict[str, Any]:
         "run_id": result.run_id,
         "directory": str(result.directory),
         "checkpoint": None if result.checkpoint is None else str(result.checkpoint),
+        "best_checkpoint": None if result.best_checkpoint is None else str(result.best_checkpoint),
         "stopped_because": result.stopped_because,
         "reward": {"before": rewards[0], "after": rewards[-1]} if rewards else None,
         "seconds": round(result.seconds, 3),
@@ -153,20 +154,20 @@ def init(folder: Path, as_json: bool) -> None:
     if as_json:
         print_json({"folder": str(folder.resolve())})
         return
+    from agentlightning.display import runnable
+
     click.echo(f"An agent with tasks, a reward and tests is in {folder.resolve()}. Now:\n")
     if folder.resolve() != Path.cwd():
         click.echo(f"  cd {folder}")
-    click.echo("  agl train              # about a minute on a laptop, nothing is downloaded")
-    click.echo("  pytest                 # the checks that come with it\n")
+    click.echo(f"  {runnable('agl train', folder):<22} # about a minute on a laptop, nothing is downloaded")
+    click.echo(f"  {runnable('pytest', folder):<22} # the checks that come with it\n")
     click.echo("README.md says how to make it yours.")
 
 
 @click.command()
 @click.option("--seed", type=int, help="The source of all randomness; default 1, or that of the run resumed.")
 @click.option("--steps", type=click.IntRange(min=1), help="Training steps, instead of the recipe's.")
-@click.option(
-    "--time-limit", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Stop training then."
-)
+@click.option("--time-limit", type=Duration(bare=True), metavar="90s|5m|2h", help="Stop training after so long.")
 @click.option("--resume", is_flag=True, help="Continue the newest quickstart, or the one in --out.")
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",

@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import gzip
 import itertools
+import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -20,7 +21,9 @@ import click
 import msgspec
 
 from agentlightning.cli.options import print_json, tell
-from agentlightning.cli.place import NEW, NEWEST, Place, with_place
+from agentlightning.cli.place import ANY_RUN, NEW, Place, newest_store, with_place
+from agentlightning.cli.runs import StoredRun, choose_run
+from agentlightning.data.hub import is_hub_name, push, read_hub_name
 from agentlightning.errors import ConfigError
 from agentlightning.types import Filter, Mode
 
@@ -97,48 +100,55 @@ def _number(count: int, what: str) -> str:
 
 
 @click.command()
-@click.argument("file", type=click.Path(dir_okay=False, path_type=Path), required=False)
+@click.argument("file", metavar="FILE", required=False)
 @click.option("--out", hidden=True, help="Another way to name FILE; the argument is the store then.")
-@click.option("--format", "kind", type=click.Choice([*_UNITS, "rollouts"]), required=True,
+@click.option("--format", "kind", type=click.Choice([*_UNITS, "rollouts", "model"]), required=True,
               help="parquet: transitions; sft: conversations to imitate; dpo: pairs to prefer; rollouts: all there is, "
-                   "as .jsonl or .jsonl.gz for `agl import`.")  # fmt: skip
-@click.option("--run", "run_id", metavar="ID", help="Only rollouts of this run.")
+                   "as .jsonl or .jsonl.gz for `agl import`; model: the best weights of --run.")  # fmt: skip
+@click.option("--run", "run_name", metavar="RUN", help="Only of this run: an id, or its directory, found below runs/.")
 @click.option("--mode", "modes", multiple=True, type=click.Choice(["train", "val", "test"]),
               help="Only of this mode. Repeatable; default all, but for sft and dpo not the held-out val.")  # fmt: skip
 @click.option("--status", "statuses", multiple=True, type=click.Choice(["succeeded", "failed", "cancelled"]),
               help="Only of this status. Repeatable; default all, for sft and dpo succeeded.")  # fmt: skip
 @click.option("--model", "models", multiple=True, metavar="NAME", help="Learn only from this model, frozen or not.")
 @click.option("--agents", metavar="PATTERN", help="Learn only from these agents: 'writer|rewriter'.")
+@click.option("--label", "labels", multiple=True, metavar="LABEL",
+              help="Only rollouts that `agl rollouts annotate` gave this label. Repeatable.")  # fmt: skip
 @click.option("--min-reward", type=float, metavar="X", help="Only rollouts of at least this reward.")
 @click.option("--best-of-group", is_flag=True, help="sft: only the best rollout of each group.")
 @click.option("--pairs", type=click.Choice(["best", "all"]), default="best", show_default=True,
               help="dpo: of each prompt the pair that differs most in reward, or all.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
-@with_place(NEWEST)
+@with_place(ANY_RUN)
 async def export(
     place: Place,
-    file: Path | None,
+    file: str | None,
     out: str | None,
     kind: str,
-    run_id: str | None,
+    run_name: str | None,
     modes: tuple[str, ...],
     statuses: tuple[str, ...],
     models: tuple[str, ...],
     agents: str | None,
+    labels: tuple[str, ...],
     min_reward: float | None,
     best_of_group: bool,
     pairs: str,
     force: bool,
     as_json: bool,
 ) -> None:
-    """Write recorded rollouts that have ended to FILE, as a dataset or as they are."""
+    """Write recorded rollouts that have ended to FILE, as a dataset or as they are.
+
+    FILE may be on the Hugging Face hub: hf:ORG/NAME/FILE.jsonl, or, for --format model, hf:ORG/NAME."""
     if out is not None:
-        place = place if file is None or place.server else Place(str(file))
-        file = Path(out)
+        place = place if file is None or place.server else Place(file)
+        file = out
     if file is None:
         raise click.UsageError("Missing argument 'FILE', where to write to")
     if best_of_group and kind != "sft":
         raise click.UsageError("--best-of-group goes with --format sft")
+    if labels and kind == "rollouts":
+        raise click.UsageError("--label goes with --format parquet, sft or dpo")
     if pairs == "all" and kind != "dpo":
         raise click.UsageError("--pairs goes with --format dpo")
     from agentlightning.data.agents import agent_pattern
@@ -147,22 +157,63 @@ async def export(
 
     if agents is not None:
         agent_pattern(agents)  # refused before any store is opened
-    wanted = Wanted(frozenset(models) or None, agents, min_reward, best_of_group, all_pairs=pairs == "all")
+    wanted = Wanted(
+        models=frozenset(models) or None,
+        agents=agents,
+        labels=frozenset(labels) or None,
+        min_reward=min_reward,
+        best_of_group=best_of_group,
+        all_pairs=pairs == "all",
+    )
+    run = None if run_name is None else await choose_run(run_name, place)
+    if kind == "model":
+        _push_model(run, file, as_json)
+        return
     everything = kind not in ("sft", "dpo")
     where = finished_rollouts(
-        run_id,
+        run and run.run.run_id,
         modes or (("train", "val", "test") if everything else LEARNED_FROM),
         statuses or (ENDED if everything else ("succeeded",)),
     )
-    async with place.open(reading=True) as store:
-        if kind == "rollouts":
-            from agentlightning.store.transfer import export_rollouts
+    place = run.place if run is not None else place if place.named else Place(newest_store())
+    with _destination(file) as path:
+        async with place.open(reading=True) as store:
+            if kind == "rollouts":
+                from agentlightning.store.transfer import export_rollouts
 
-            copied = await export_rollouts(store, file, where=where, overwrite=force)
-            tell(as_json, copied, f"wrote {copied.rollouts} rollouts, {copied.attempts} attempts, {copied.spans} spans")
-            return
-        done = await _export(store, where, wanted, kind, file, force, str(place))
-    _tell(kind, done, file, as_json)
+                copied = await export_rollouts(store, path, where=where, overwrite=force)
+            else:
+                done = await _export(store, where, wanted, kind, path, force, str(place))
+                _tell(kind, done, file, as_json)
+                return
+    tell(as_json, copied, f"wrote {copied.rollouts} rollouts, {copied.attempts} attempts, {copied.spans} spans")
+
+
+@contextlib.contextmanager
+def _destination(file: str) -> Generator[Path]:
+    """Where to write to: the file, or one that goes to the hub once it is whole."""
+    if not is_hub_name(file):
+        yield Path(file)
+        return
+    name = read_hub_name(file).file or ""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / (Path(name).name or "file")
+        yield path
+        click.echo(f"pushed to {push(path, file)}", err=True)
+
+
+def _push_model(run: StoredRun | None, target: str, as_json: bool) -> None:
+    """The best weights of a run, or its last, go to the hub."""
+    from agentlightning.algorithm.rl.checkpoints import Checkpoints
+
+    if run is None or not is_hub_name(target):
+        raise click.UsageError("--format model pushes the best weights of --run; FILE is hf:ORG/NAME")
+    checkpoints = Checkpoints(Path(str(run.place.address)).parent / "checkpoints")
+    weights = checkpoints.best() or checkpoints.latest()
+    if weights is None:
+        raise ConfigError(f"the run {run.run.run_id} has no checkpoint beside its store, {run.place}")
+    address = push(weights, target)
+    tell(as_json, {"checkpoint": str(weights), "address": address}, f"pushed {weights} to {address}")
 
 
 @dataclass
@@ -204,11 +255,11 @@ async def _export(
     return done
 
 
-def _tell(kind: str, done: _Exported, out: Path, as_json: bool) -> None:
+def _tell(kind: str, done: _Exported, out: str, as_json: bool) -> None:
     from agentlightning.data.export import FEWEST_LINES
 
     if as_json:
-        told = {"file": str(out), _UNITS[kind]: done.written, "rollouts": done.rollouts}
+        told = {"file": out, _UNITS[kind]: done.written, "rollouts": done.rollouts}
         print_json(told | {"left_out": dict(done.left_out)})
         return
     print(f"wrote {done.written:,} {_UNITS[kind]} of {done.rollouts:,} rollouts to {out}")

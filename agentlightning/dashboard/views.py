@@ -9,11 +9,12 @@ from typing import Annotated, Any, Final, get_type_hints
 import msgspec
 
 from agentlightning.dashboard import credit, rollouts, runs, tokens
-from agentlightning.errors import NotFoundError
+from agentlightning.errors import InvalidError, NotFoundError
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.types import Filter, Order, Rollout
 
+_MOST_CURVES: Final = 20_000  # of an answer, which is made in memory
 NEWEST_FIRST: Final = (Order(field="number", descending=True),)
 
 
@@ -80,6 +81,8 @@ class ShowSeries(View, frozen=True, kw_only=True):
     points: Annotated[int, msgspec.Meta(ge=20, le=2000)] = 400
 
     async def read(self, sources: Sources) -> list[runs.RunSeries]:
+        if len(self.run_ids) * (1 + len(self.names)) > _MOST_CURVES:
+            raise InvalidError(f"these are more than {_MOST_CURVES:,} curves; ask for fewer runs or names at once")
         found = [await runs.find_run(sources.store, run_id) for run_id in self.run_ids]
         measured = [await sources.measured.by(sources.store, run) for run in found]
         return [

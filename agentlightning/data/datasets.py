@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from agentlightning.data.hub import fetched_file, is_hub_name
 from agentlightning.data.references import is_reference, load_reference
 from agentlightning.errors import ConfigError, InvalidError, imported, nearest
 from agentlightning.store.codec import to_json
@@ -20,13 +21,16 @@ from agentlightning.store.codec import to_json
 def load_dataset(source: Any) -> list[Any]:
     """All tasks of `source`, in order.
 
-    `source` is a list or other iterable; a path to `.jsonl`, `.json`, `.csv` or `.parquet`; a pandas DataFrame; a
+    `source` is a list or other iterable; a path to `.jsonl`, `.json`, `.csv` or `.parquet`, or such a file of the hub,
+    `hf:ORG/NAME/FILE.jsonl`; a pandas DataFrame; a
     Hugging Face `Dataset`; or a reference `module:attribute` or `file.py:attribute` to one of those or to a function
     that returns one. ConfigError says which file, line or type is wrong, and refuses a dataset
     without tasks, and a task that no store can hold.
     """
     name = str(source) if isinstance(source, str | Path) else type(source).__name__
-    if isinstance(source, str) and is_reference(source):
+    if isinstance(source, str) and is_hub_name(source):
+        source = fetched_file(source)
+    elif isinstance(source, str) and is_reference(source):
         source = load_reference(source)
         source = source() if callable(source) else source
     tasks = _read_file(Path(source)) if isinstance(source, str | Path) else _from_object(source)

@@ -12,16 +12,18 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from agentlightning.data.agents import agent_pattern
+from agentlightning.data.annotations import annotation_of
 from agentlightning.data.conversations import NOT_RECORDED, ChatCall, Message, conversations, read_calls
 from agentlightning.data.recorded import Recorded
 
 # Why a rollout or a pair of them gives no line.
 NO_REWARD: Final = "rollouts without a reward"
 LOW_REWARD: Final = "rollouts of less reward than asked"
+OTHER_LABEL: Final = "rollouts without the label asked for"
 NOT_BEST: Final = "rollouts that are not the best of their group"
 NO_CALL: Final = "rollouts without a call"
 NO_CONTENT: Final = "rollouts whose messages were not recorded"
@@ -46,11 +48,13 @@ FEWEST_LINES: Final = 10
 @dataclass(frozen=True)
 class Wanted:
     """What to learn from: answers of these models (None: of all that are not frozen) and agents (a pattern; None: of
-    all), in rollouts of at least `min_reward`; with `best_of_group` only the best of each group. `all_pairs` gives
-    every pair of rollouts that answered a prompt differently, instead of the two whose rewards differ most."""
+    all), in rollouts with one of these labels (None: any or none) and at least `min_reward`; with `best_of_group` only
+    the best of each group. `all_pairs` gives every pair of rollouts that answered a prompt differently, instead of the
+    two whose rewards differ most."""
 
     models: frozenset[str] | None = None
     agents: str | None = None
+    labels: frozenset[str] | None = None
     min_reward: float | None = None
     best_of_group: bool = False
     all_pairs: bool = False
@@ -67,11 +71,13 @@ class Lines:
 def sft_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
     """A line for each conversation of the rollouts of a group (or of one without) that has something to learn from.
 
-    It ends with the last answer to learn from. Each such answer has weight in one line only; whatever else the
-    assistant said in it has `"weight": 0`."""
+    It ends with the last answer to learn from, for which an annotation's answer stands in. Each answer has weight in
+    one line only; whatever else the assistant said in it has `"weight": 0`."""
     found = Lines()
     for recorded in _kept(group, wanted, found.left_out):
-        for chain in conversations(_calls(recorded, wanted, found.left_out)):
+        calls = _calls(recorded, wanted, found.left_out)
+        calls[-1:] = [corrected for _, corrected in _corrections(recorded, calls)] or calls[-1:]
+        for chain in conversations(calls):
             learnable = [index for index, call in enumerate(chain) if call.unlearnable is None]
             if not learnable:
                 continue
@@ -91,8 +97,13 @@ def sft_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
 
 def dpo_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
     """Lines for pairs of a group's rollouts: a better and a worse answer to the first prompt that both were sent and
-    answered differently. The better rollout is one of at least `min_reward`."""
+    answered differently. The better rollout is one of at least `min_reward`. An annotation's answer is preferred to the
+    one that it corrects."""
     found = Lines()
+    group = list(labelled(group, wanted, found.left_out))
+    for recorded in group:
+        for given, corrected in _corrections(recorded, _calls(recorded, wanted, Counter())):
+            _add_pair(found, corrected, given)
     if len(group) < 2 or group[0].rollout.group_id is None:
         found.left_out[NO_GROUP] += len(group)
         return found
@@ -114,22 +125,46 @@ def dpo_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
         chosen = candidates if wanted.all_pairs else [max(candidates, key=lambda one: one[0])]
         found.left_out[LESSER_PAIR] += len(candidates) - len(chosen)
         for _, better, worse in chosen:
-            line = {
-                "input": {"messages": better.messages, **_tools(better)},
-                "preferred_output": [better.answer],
-                "non_preferred_output": [worse.answer],
-            }
-            _add(found, "pairs", line, [*better.messages, better.answer, worse.answer])
+            _add_pair(found, better, worse)
     return Lines(found.lines, +found.left_out)  # without the reasons that were none
 
 
+def _add_pair(found: Lines, better: ChatCall, worse: ChatCall) -> None:
+    line = {
+        "input": {"messages": better.messages, **_tools(better)},
+        "preferred_output": [better.answer],
+        "non_preferred_output": [worse.answer],
+    }
+    _add(found, "pairs", line, [*better.messages, better.answer, worse.answer])
+
+
+def _corrections(recorded: Recorded, calls: Sequence[ChatCall]) -> list[tuple[ChatCall, ChatCall]]:
+    """The last call as it was and as its annotation corrects it; nothing where none does."""
+    answer = annotation_of(recorded.rollout).answer
+    if answer is None or not calls:
+        return []
+    message = {"role": "assistant", "content": answer}
+    return [(calls[-1], replace(calls[-1], answer=message, unlearnable=None, answered=answer))]
+
+
+def labelled(group: Sequence[Recorded], wanted: Wanted, left_out: Counter[str]) -> Iterator[Recorded]:
+    """The rollouts of a group whose label is asked for; the others are counted."""
+    for one in group:
+        if wanted.labels is None or annotation_of(one.rollout).label in wanted.labels:
+            yield one
+        else:
+            left_out[OTHER_LABEL] += 1
+
+
 def _kept(group: Sequence[Recorded], wanted: Wanted, left_out: Counter[str]) -> Iterator[Recorded]:
-    """The rollouts that the wanted rewards keep. Of several best ones, the first."""
+    """The rollouts that labels and rewards keep, and those that were corrected. Of several best ones, the first."""
     asked = wanted.min_reward is not None or wanted.best_of_group
     best = max(group, key=lambda one: -math.inf if one.reward is None else one.reward)
     grouped = group[0].rollout.group_id is not None
-    for one in group:
-        if one.reward is None and asked:
+    for one in labelled(group, wanted, left_out):
+        if annotation_of(one.rollout).answer is not None:
+            yield one
+        elif one.reward is None and asked:
             left_out[NO_REWARD] += 1
         elif wanted.min_reward is not None and one.reward is not None and one.reward < wanted.min_reward:
             left_out[LOW_REWARD] += 1

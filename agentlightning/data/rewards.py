@@ -20,7 +20,7 @@ from agentlightning.data.clocks import TOOL_CALL_IDS
 from agentlightning.errors import ConfigError
 from agentlightning.tracing.links import extract_links_from_attributes
 from agentlightning.tracing.rewards import find_final_reward, find_reward_spans, get_reward_value, is_final_reward
-from agentlightning.tracing.steps import Step, tool_requests
+from agentlightning.tracing.steps import DEPTH, Step, tool_requests
 from agentlightning.types import Span
 
 # Why a reward is no transition's and not the rollout's.
@@ -128,10 +128,10 @@ class _Receivers:
 
 
 def ancestors(span: Span, above: Mapping[str, str | None]) -> list[str]:
-    """The ids of the spans around this one, the nearest first."""
+    """The ids of the spans around this one, the nearest first, at most DEPTH."""
     found: list[str] = []
     at = span.parent_id
-    while at is not None and at in above and at not in found:
+    while at is not None and at in above and at not in found and len(found) < DEPTH:
         found.append(at)
         at = above[at]
     return found

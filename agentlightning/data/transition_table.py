@@ -14,8 +14,9 @@ import msgspec
 
 from agentlightning import semconv
 from agentlightning.data.agents import agent_of
+from agentlightning.data.annotations import annotation_of
 from agentlightning.data.call_filter import UNUSED_CHOICE, CallFilter
-from agentlightning.data.export import LOW_REWARD, NO_CALL, Lines, Wanted
+from agentlightning.data.export import LOW_REWARD, NO_CALL, Lines, Wanted, labelled
 from agentlightning.data.recorded import Recorded
 from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.errors import imported
@@ -50,6 +51,9 @@ COLUMNS: Final[Mapping[str, tuple[str, str]]] = {
     "tools": ("list<tool>", "its tool calls: tool, status (1 returned, −1 failed), duration in seconds"),
     "trained": ("bool", "whether training would use it"),
     "excluded": ("string", "why it would not"),
+    "label": ("string", "the rollout's annotation: its label"),
+    "note": ("string", "a note"),
+    "corrected_answer": ("string", "the answer that it should have given last"),
 }
 
 _OF_A_ROLLOUT: Final = ("rollout_id", "run_id", "group_id", "group_index", "mode", "status")
@@ -58,7 +62,7 @@ _OF_A_ROLLOUT: Final = ("rollout_id", "run_id", "group_id", "group_index", "mode
 def transition_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
     """The rows of the rollouts of a group, those of at least the wanted reward."""
     found = Lines()
-    for recorded in group:
+    for recorded in labelled(group, wanted, found.left_out):
         rows = transition_rows(recorded, wanted)
         reward = rows[0]["reward"] if rows else None
         if not rows:
@@ -75,6 +79,8 @@ def transition_rows(recorded: Recorded, wanted: Wanted) -> list[dict[str, Any]]:
     rollout = recorded.rollout
     traced = trace_rollout(rollout, recorded.spans, calls=CallFilter(models=wanted.models, agents=wanted.agents))
     common = {name: getattr(rollout, name) for name in _OF_A_ROLLOUT}
+    said = annotation_of(rollout)
+    common |= {"label": said.label, "note": said.note, "corrected_answer": said.answer}
     common |= {"input": msgspec.json.encode(rollout.input).decode(), "reward": traced.reward}
     rows = [{**common, **row} for row in _calls(recorded.spans, traced)]
     return sorted(rows, key=lambda row: (row["call_index"], row["choice"]))

@@ -64,6 +64,13 @@ class _Asked(NamedTuple):
         return ours and (self.entry.trainable or self.caller.attempt is not None)
 
     @property
+    def admitted(self) -> tuple[CallRequest, list[str]]:
+        """(what may be sent of the request, names of its fields that are not). CallRefused where that is not enough."""
+        if not self.guarded:
+            return self.request, []
+        return admit(self.request, trained=self.entry.trainable, training=self.learns)
+
+    @property
     def run_sampling(self) -> Sampling | None:
         """What the run decides about sampling: None in test mode, without an attempt, or where it is left open."""
         return {"train": self.entry.train, "val": self.entry.val}.get(self.caller.mode or "test")
@@ -105,11 +112,13 @@ class Calls:
             # Meanwhile the attempt may have ended, and the model may be another.
             asked = await self._asked(endpoint, body, headers, path_ids)
         caller, request, entry = asked.caller, asked.request, asked.entry
+        admitted, dropped = asked.admitted
         attempt = caller.attempt
+        # Numbered once it is admitted: an attempt that seems to lack a call is not trained.
         index = next(caller.call_indices) if attempt else None
         request_id = f"{attempt[1]}-{index}" if attempt else secrets.token_hex(12)
         response_id = endpoint.id_prefix + (f"{request_id}-{self._run}" if attempt else request_id)
-        sent, overridden, dropped = _sent(asked, request_id, index)
+        sent, overridden = _sent(asked, admitted, request_id, index)
         relayed = None
         if request.relayed is not None:
             fields = request.relayed
@@ -130,7 +139,7 @@ class Calls:
             remember=self._conversations.remember,
             index=index,
             overridden=overridden,
-            dropped=dropped,
+            dropped=[*dropped, *request.dropped],
             discards=discards,
             held_seconds=held_seconds,
             made_by=caller_attributes(headers, request.messages),
@@ -146,7 +155,7 @@ class Calls:
         asked = await self._asked(endpoint, body, headers, path_ids)
         backend, fields = asked.entry.backend, asked.request.relayed
         if fields is None:
-            return await backend.count_tokens(_sent(asked, "", None)[0])
+            return await backend.count_tokens(_sent(asked, asked.admitted[0], "", None)[0])
         async with backend.relay(RelayedCall(endpoint.path, asked.model, fields, _let_through(headers))) as answer:
             return await _counted(answer)
 
@@ -191,14 +200,13 @@ class Calls:
         return replace(entry, trainable=False)
 
 
-def _sent(asked: _Asked, request_id: str, index: int | None) -> tuple[CallRequest, dict[str, Any], list[str]]:
-    """(what the backend is sent, the sampling that the agent asked for in vain, names of fields that are not sent).
+def _sent(
+    asked: _Asked, request: CallRequest, request_id: str, index: int | None
+) -> tuple[CallRequest, dict[str, Any]]:
+    """(what the backend is sent of an admitted request, the sampling that the agent asked for in vain).
 
     What is trained has no penalty: vLLM takes those that are left out from the model's generation config."""
-    request, dropped = asked.request, list[str]()
     sampling, overridden = request.sampling, dict[str, Any]()
-    if asked.guarded:
-        request, dropped = admit(request, trained=asked.entry.trainable, training=asked.learns)
     if request.relayed is None:  # what is passed on says itself how it is sampled
         sampling, overridden = _effective_sampling(asked, index)
     extra = request.extra
@@ -209,7 +217,7 @@ def _sent(asked: _Asked, request_id: str, index: int | None) -> tuple[CallReques
     sent = msgspec.structs.replace(
         request, request_id=request_id, model=asked.model, session=asked.session, sampling=sampling, extra=extra
     )
-    return sent, overridden, [*dropped, *request.dropped]
+    return sent, overridden
 
 
 def _effective_sampling(asked: _Asked, index: int | None) -> tuple[Sampling, dict[str, Any]]:

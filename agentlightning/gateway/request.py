@@ -28,6 +28,7 @@ NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 # Lists and fields of a request are looked at one by one, while other calls wait.
 MANY: Final = Meta(max_length=100_000)  # messages, or parts of one
 SOME: Final = Meta(max_length=10_000)  # tools
+MOST_PARTS: Final = 2_000_000  # of a body: one of three bytes takes seventy in memory
 OBJECT: Final = msgspec.json.Decoder(Annotated[dict[str, msgspec.Raw], Meta(max_length=1000)])
 TopLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
 # The fields of sampling, by the names and with the ranges of chat completions.
@@ -95,7 +96,11 @@ class Fields:
     def read(self, body: bytes, *required: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, msgspec.Raw]]:
         """(fields the gateway reads, all others, every field as it was written); nulls count as not given.
 
-        CallRefused (400) names the field that is missing, of the wrong type, out of range or another protocol's."""
+        CallRefused (400) names the field that is missing, of the wrong type, out of range or another protocol's; 413
+        for a body of more than MOST_PARTS lists, objects and commas."""
+        if len(body) > MOST_PARTS and sum(map(body.count, (b"[", b"{", b","))) > MOST_PARTS:
+            message = f"the request body has more than {MOST_PARTS:,} parts; send fewer"
+            raise CallRefused(message, status=413, code="body_too_large")
         try:
             raw = OBJECT.decode(body)
         except NOT_JSON as error:

@@ -103,9 +103,9 @@ class Serving:
                     await exchange.end(end)
 
     async def _body(self, exchange: Exchange) -> bytes:
-        """Memory for a large body is had with a key alone, where one is needed."""
+        """Memory for a large body is had by those alone who may call."""
         if int(exchange.headers.get("content-length") or _LARGE) >= _LARGE:
-            await self._calls.attributor.check_key(exchange.headers)
+            await self._calls.attributor.attribute(exchange.ids, exchange.headers)
         return await exchange.body(self._body_limit)
 
     async def _count(self, endpoint: Endpoint, exchange: Exchange) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from agentlightning.data.hub import fetched_model
 from agentlightning.data.references import is_reference, load_reference
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.errors import ConfigError
@@ -94,7 +95,7 @@ def open_policy(
         policy = source
         if device is not None:
             _move(policy, device)
-    elif is_reference(str(source)):
+    elif is_reference(str(source := fetched_model(source))):
         make = load_reference(str(source))
         try:
             inspect.signature(make).bind(seed)

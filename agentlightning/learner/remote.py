@@ -166,7 +166,7 @@ class RemoteSampler:
                     await self._finished()
                 await self._load(self._servers, weights)
             finally:
-                self._settle()
+                self._open_or_close()
 
     async def sample(self) -> list[TrainingSequence]:
         return [await short_answer(server) for server in self._servers if not server.connection.unusable]
@@ -207,16 +207,16 @@ class RemoteSampler:
                     self._gone.discard(server)
                     with suppress(BackendError):  # its connection says why
                         await self._load([server], self._weights)
-            self._settle()
+            self._open_or_close()
 
     def _lost(self, server: RemoteBackend) -> None:
         """Send a server no calls before it has been given the newest weights."""
         server.connection.unusable = f"the server at {server.name} was lost, and with it the weights that it had"
         server.connection.lost = True
         self._gone.add(server)
-        self._settle()
+        self._open_or_close()
 
-    def _settle(self) -> None:
+    def _open_or_close(self) -> None:
         """Calls wait where no server can be used."""
         if all(server.connection.unusable for server in self._servers):
             self._usable.clear()

@@ -60,8 +60,9 @@ class Scope:
             raise ForbiddenError(f"{kind.method} needs a key with the scope {kind.scope!r}; {self.name} has not")
 
     def body_limit(self, limit: int) -> int:
-        """Of the `limit` on a request's bytes, how much this caller may send: an agent, who is not trusted, less."""
-        return limit if self.attempt is None else min(limit, ATTEMPT_BYTES)
+        """Of the `limit` on a request's bytes, how much this caller may send: less from an agent, who is not trusted,
+        and from who only reads."""
+        return limit if self.attempt is None and "grader" in self.opens else min(limit, ATTEMPT_BYTES)
 
     @property
     def is_admin(self) -> bool:
@@ -69,9 +70,9 @@ class Scope:
         return self.attempt is None and "admin" in self.opens
 
     def refuses(self, span: Span) -> str | None:
-        """Why the caller may not add a span with this content, or None: an attempt's key does not speak for the
-        gateway, and gives rewards only if it was issued to."""
-        if self.attempt is not None and speaks_for_gateway(span):
+        """Why the caller may not add a span with this content, or None: neither an attempt's key nor a grader's speaks
+        for the gateway, and an attempt's gives rewards only if it was issued to."""
+        if (self.attempt is not None or "worker" not in self.opens) and speaks_for_gateway(span):
             return (
                 f"span {span.span_id} holds what only the gateway records; leave out `tokens` (token ids) and names "
                 f"that begin with {CALL}"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from typing import Any, Final
 
@@ -25,7 +26,7 @@ from starlette.routing import Route
 
 from agentlightning.errors import ForbiddenError, UnavailableError
 from agentlightning.server.access import Access
-from agentlightning.server.requests import caller_of
+from agentlightning.server.requests import caller_of, refusal
 from agentlightning.server.rest import PREFIX
 from agentlightning.store.base import CALLS
 from agentlightning.store.sql import SqlStore
@@ -33,6 +34,7 @@ from agentlightning.store.transaction import Changes
 from agentlightning.types import Rollout
 
 HEARTBEAT_SECONDS: Final = 15.0
+_MOST_STREAMS: Final = 100  # of one caller: each looks at every change
 _HEARTBEAT: Final = b": alive\n\n"
 _RESET: Final = b"event: reset\ndata: {}\n\n"
 _SHOWN: Final = ("rollout_id", "status", "mode", "run_id", "group_id", "start_time", "end_time")
@@ -43,6 +45,7 @@ class EventRoutes:
 
     def __init__(self, store: SqlStore, access: Access, heartbeat_seconds: float = HEARTBEAT_SECONDS) -> None:
         self.open = 0
+        self._listening: Counter[str] = Counter()  # by who listens
         self._store = store
         self._access = access
         self._heartbeat = heartbeat_seconds
@@ -56,17 +59,22 @@ class EventRoutes:
 
     async def _listen(self, request: Request) -> Response:
         """What happens in the store, as server-sent events"""
-        await self._admit(request)
+        caller = await self._admit(request)
+        if self._listening[caller] >= _MOST_STREAMS:
+            return refusal(429, "rate_limited", f"{caller} listens {_MOST_STREAMS} times already; end a stream first")
         # Proxies that would hold events back (nginx) are told not to.
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        return StreamingResponse(self._stream(request), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(self._stream(request, caller), media_type="text/event-stream", headers=headers)
 
-    async def _admit(self, request: Request) -> None:
-        """Whoever may query rollouts may hear of them."""
-        (await caller_of(request, self._access)).require(CALLS["page_rollouts"])
+    async def _admit(self, request: Request) -> str:
+        """Whoever may query rollouts may hear of them; their name."""
+        scope = await caller_of(request, self._access)
+        scope.require(CALLS["page_rollouts"])
+        return scope.name
 
-    async def _stream(self, request: Request) -> AsyncGenerator[bytes, None]:
+    async def _stream(self, request: Request, caller: str) -> AsyncGenerator[bytes, None]:
         self.open += 1
+        self._listening[caller] += 1
         stopping = asyncio.ensure_future(self._stopping.wait())
         try:
             with self._store.events() as queue:
@@ -84,6 +92,7 @@ class EventRoutes:
         finally:
             stopping.cancel()
             self.open -= 1
+            self._listening[caller] -= 1
 
     async def _next(
         self, queue: asyncio.Queue[Changes | None], stopping: asyncio.Future[Any]
@@ -124,7 +133,7 @@ class EventRoutes:
                 yield _event("spans", {"rollout_id": rollout_id})
         for run_id in dict.fromkeys(changes.runs):
             yield _event("metrics", {"run_id": run_id})
-        for run_id in dict.fromkeys(run_id for one in several if one is not None for run_id in one.runs_with_groups):
+        for run_id in dict.fromkeys(changes.runs_with_groups):
             yield _event("groups", {"run_id": run_id})
 
     async def _look_up(self, rollout_ids: Iterable[str]) -> dict[str, Rollout]:

@@ -353,6 +353,15 @@ def expire(tx: Transaction, limit: int = 500) -> int:
     return ended
 
 
+def go_on_after(tx: Transaction, began: float) -> None:
+    """Since `began` nobody could be heard: the clocks of active attempts stood still, and leases begin anew."""
+    rows = tx.connection.execute(_STANDING + f"WHERE a.status IN {ACTIVE} AND a.start_time < ?", (began,)).fetchall()
+    for number, before in map(_standing, rows):
+        held = lifecycle.hold(before, began, tx.now - began)
+        lease_expires = max(held.lease_expires, tx.now + tx.lease_seconds)
+        save_standing(tx, number, before, msgspec.structs.replace(held, lease_expires=lease_expires))
+
+
 def grant_grace(tx: Transaction) -> None:
     """Nobody could be heard while the store was closed: leases and silence count from now, also where the clock has
     been set back since. Whoever held a call back says so again."""

@@ -157,8 +157,11 @@ def span_columns(span: Span) -> SpanColumns:
         raise InvalidError(
             f"the sequence_id of span {span.span_id} is {span.sequence_id}; give 1, 2 …, or 0 for the next"
         )
-    if not (math.isfinite(span.start_time) and math.isfinite(span.end_time)):
-        raise InvalidError(f"span {span.span_id} runs from {span.start_time} to {span.end_time}; both must be finite")
+    if not math.isfinite(span.end_time - span.start_time):  # PostgreSQL takes it for queries by duration
+        raise InvalidError(
+            f"span {span.span_id} runs from {span.start_time} to {span.end_time}; these, and how long it is, must be "
+            "finite"
+        )
     tokens = (None, None, None, None) if span.tokens is None else token_columns(span.tokens)
     place = f"of span {span.name!r} ({span.span_id})"
     return SpanColumns(
@@ -179,15 +182,23 @@ def span_columns(span: Span) -> SpanColumns:
     )
 
 
-def text_size(span: Span) -> int:
-    """About how many characters a span holds."""
-    parts = (span.attributes, span.resource, *(part.attributes for part in (*span.events, *span.links)))
-    size = len(span.name) + len(span.status.description or "")
-    for name, value in (item for attributes in parts for item in attributes.items()):
-        for one in value if isinstance(value, list | tuple) else (value,):
-            size += len(one) if isinstance(one, str) else 1
-        size += len(name)
-    return size
+def larger(spans: Sequence[Span], limit: int) -> bool:
+    """Whether spans hold more than about so many characters and parts; counted no further than that."""
+    size = 0
+    for span in spans:
+        parts = (*span.events, *span.links)
+        size += len(span.name) + len(span.status.description or "") + len(parts)
+        attributes = (span.attributes, span.resource, *(part.attributes for part in parts))
+        for name, value in (item for several in attributes for item in several.items()):
+            if isinstance(value, list | tuple):
+                size += len(value)
+                size += sum(len(one) for one in value if isinstance(one, str)) if size <= limit else 0
+            else:
+                size += len(value) if isinstance(value, str) else 1
+            size += len(name)
+            if size > limit:
+                return True
+    return size > limit
 
 
 def span_from_columns(rollout_id: str, attempt_id: str, columns: Sequence[Any]) -> Span:
@@ -267,7 +278,7 @@ def token_columns(tokens: TokenCapture) -> Tokens:
     return Tokens(_pack(_INT32, tokens.prompt_token_ids), ids, logprobs, to_json(choices, "the choices of a call"))
 
 
-class Column(Sequence[Any]):
+class Numbers(Sequence[Any]):
     """The numbers of a column as they were read: equal to the tuple of them, and pickled as it.
 
     There is no object for each number before it is asked for, and NumPy makes a read-only array of all without a copy:
@@ -290,7 +301,7 @@ class Column(Sequence[Any]):
         return iter(self._numbers.tolist())
 
     def __eq__(self, other: object) -> bool:
-        return tuple(self) == tuple(other) if isinstance(other, (tuple, Column)) else NotImplemented
+        return tuple(self) == tuple(other) if isinstance(other, (tuple, Numbers)) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(tuple(self))
@@ -303,28 +314,28 @@ class Column(Sequence[Any]):
 
 
 def plain(value: object) -> Any:
-    """The `enc_hook` of encoders of what a store returns: spans hold `Column`s."""
-    if isinstance(value, Column):
+    """The `enc_hook` of encoders of what a store returns: spans hold `Numbers`."""
+    if isinstance(value, Numbers):
         return tuple(value)
     raise TypeError(f"a {type(value).__name__} cannot be encoded")
 
 
 def tokens_from_columns(columns: Tokens) -> TokenCapture:
-    """The capture that `token_columns` wrote; a `Column` takes the place of each tuple of numbers."""
+    """The capture that `token_columns` wrote; a `Numbers` takes the place of each tuple of numbers."""
     choices: list[SampledChoice] = []
     token, logprob = 0, 0  # bytes
     for choice in _choices.decode(columns.choices):
         end, logprob_end = token + _SIZE * choice.tokens, logprob + _SIZE * choice.logprobs
         choices.append(
             SampledChoice(
-                token_ids=cast("tuple[int, ...]", Column(_INT32, columns.token_ids[token:end])),
-                logprobs=cast("tuple[float, ...]", Column(_FLOAT32, columns.logprobs[logprob:logprob_end])),
+                token_ids=cast("tuple[int, ...]", Numbers(_INT32, columns.token_ids[token:end])),
+                logprobs=cast("tuple[float, ...]", Numbers(_FLOAT32, columns.logprobs[logprob:logprob_end])),
                 finish_reason=choice.finish_reason,
                 versions=choice.versions,
             )
         )
         token, logprob = end, logprob_end
-    prompt = cast("tuple[int, ...]", Column(_INT32, columns.prompt_token_ids))
+    prompt = cast("tuple[int, ...]", Numbers(_INT32, columns.prompt_token_ids))
     return TokenCapture(prompt_token_ids=prompt, choices=tuple(choices))
 
 

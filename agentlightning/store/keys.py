@@ -73,7 +73,9 @@ def verify_worker(secret: bytes, api_key: str) -> str | None:
         worker_id = _bytes(api_key.removeprefix(_WORKER).partition(".")[0]).decode()
     except ValueError:
         return None
-    genuine = hmac.compare_digest(api_key.encode(), sign_worker(secret, worker_id).encode())
+    genuine = hmac.compare_digest(
+        api_key.encode(errors="surrogatepass"), sign_worker(secret, worker_id).encode(errors="surrogatepass")
+    )
     return worker_id if genuine else None
 
 

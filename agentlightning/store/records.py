@@ -36,7 +36,7 @@ def add_resources(
             raise InvalidError(f"resource {name!r} is a {type(resource).__name__}; give an LLM or a PromptTemplate")
     if resources_id is not None:
         codec.check_id(resources_id, "resources_id")
-        stored = _find_resources(tx.connection, resources_id)
+        stored = get_resources_by_id(tx, resources_id)
         if stored is not None:
             if not codec.same(stored.resources, resources, "the resources"):
                 raise ConflictError(f"resources {resources_id} are stored with other content; versions are immutable")
@@ -60,7 +60,7 @@ def add_resources(
 
 
 def get_resources_by_id(tx: Transaction, resources_id: str) -> ResourcesUpdate | None:
-    return _find_resources(tx.connection, resources_id)
+    return RESOURCES.one(tx.connection, "WHERE resources_id = ?", resources_id)
 
 
 def get_latest_resources(tx: Transaction) -> ResourcesUpdate | None:
@@ -69,10 +69,6 @@ def get_latest_resources(tx: Transaction) -> ResourcesUpdate | None:
 
 def query_resources(tx: Transaction) -> list[ResourcesUpdate]:
     return RESOURCES.all(tx.connection, "ORDER BY version")
-
-
-def _find_resources(connection: Connection, resources_id: str) -> ResourcesUpdate | None:
-    return RESOURCES.one(connection, "WHERE resources_id = ?", resources_id)
 
 
 # --- runs --------------------------------------------------------------------------------------------------------

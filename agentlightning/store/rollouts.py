@@ -54,7 +54,7 @@ def set_status(tx: Transaction, rollout_id: str, status: RolloutStatus) -> None:
 # --- numbering what has finished ---------------------------------------------------------------------------------
 
 
-def settle(connection: Connection, changes: Changes) -> None:
+def number_finished(connection: Connection, changes: Changes) -> None:
     """Number the rollouts and groups that this transaction finished, as the last thing it does.
 
     One connection writes, so that numbers become visible in their order: nothing appears behind a cursor that has

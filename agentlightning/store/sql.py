@@ -61,7 +61,7 @@ LEASE_SECONDS: Final = 30.0
 READ_SECONDS: Final = 10.0
 _RETRY_SECONDS: Final = 1.0
 _FEW: Final = 8  # rows
-_LARGE: Final = 256_000  # characters of spans; they take some milliseconds
+_LARGE: Final = 256_000  # characters and parts of spans; they take some milliseconds
 _KNOWN: Final = 10_000  # attempts
 _REMOVE_SECRETS: Final = redaction("full")
 _log: Final = logging.getLogger(__name__)
@@ -87,8 +87,7 @@ READS: Final = _by_name(
     *(records.query_metrics, records.query_workers, records.statistics, access_keys.query_keys),
 )
 _LOOK_UPS: Final = {"get_rollout_by_id", "get_resources_by_id", "get_time"}
-_SEARCHES: Final = {"page_rollouts", "page_spans", "statistics"}
-"""Calls that may have to look at every row."""
+_SEARCHES: Final = {"page_rollouts", "page_spans", "statistics"}  # may have to look at every row
 
 
 class SqlStore(LightningStore):
@@ -117,6 +116,7 @@ class SqlStore(LightningStore):
         self._complete: Waiters[None] = Waiters()  # for groups
         self._finishes: Waiters[set[str]] = Waiters()  # for all of these rollouts
         self._alarm = Alarm()
+        self._clocks = asyncio.Lock()  # held while nobody can be heard
         self._subscribers: Subscribers[Changes] = Subscribers()
         self._keys: dict[str, ApiKey] = {}  # issued ones that were shown to be valid, by secret
         self._latest: dict[str, Attempt] = {}  # by rollout
@@ -137,7 +137,7 @@ class SqlStore(LightningStore):
             "get_latest_attempt": self._get_latest_attempt,
         }
         self._writer = DatabaseThread(
-            opened.writing, "agl-store-writer", begin=opened.begin, settle=self._settle, committed=self._announce
+            opened.writing, "agl-store-writer", begin=opened.begin, before_commit=self._number, committed=self._announce
         )
         kinds = {"reader": opened.reading, "search": opened.searching}
         self._readers = {kind: Readers(several, kind) for kind, several in kinds.items() if several}
@@ -251,10 +251,10 @@ class SqlStore(LightningStore):
 
         return self._writer.submit(run, changes)
 
-    def _settle(self, connection: Connection, several: list[Changes]) -> Changes:
-        """End a transaction: number what has finished."""
+    def _number(self, connection: Connection, several: list[Changes]) -> Changes:
+        """Number what has finished, at the end of a transaction."""
         changes = Changes.merged(several)
-        rollouts.settle(connection, changes)
+        rollouts.number_finished(connection, changes)
         return changes
 
     def _announce(self, changes: Changes) -> None:
@@ -285,7 +285,8 @@ class SqlStore(LightningStore):
 
     async def expire_overdue(self) -> int:
         """End the attempts whose clock has run out and return how many did; the store does this by itself, on time."""
-        return await self._write(attempts.expire)
+        async with self._clocks:
+            return await self._write(attempts.expire)
 
     async def _watch(self) -> None:
         while True:
@@ -370,7 +371,7 @@ class SqlStore(LightningStore):
 
     async def _prepared(self, given: Sequence[Span]) -> Prepared:
         """What takes more than a moment is done in a thread."""
-        if sum(map(codec.text_size, given)) > _LARGE:
+        if codec.larger(given, _LARGE):
             return await asyncio.to_thread(prepare, given, self._redact)
         return prepare(given, self._redact)
 
@@ -446,9 +447,15 @@ class SqlStore(LightningStore):
         return deleted
 
     async def _scrub(self) -> None:
-        """Leave no trace of what was removed."""
+        """Leave no trace of what was removed. Nobody is heard while a file is written anew, and no clock runs."""
+        began, anew = self._clock(), self._opened.writing.dialect == "sqlite"
         try:
-            await asyncio.to_thread(self._opened.clean_up)
+            async with self._clocks if anew else contextlib.nullcontext():
+                try:
+                    await asyncio.to_thread(self._opened.clean_up)
+                finally:  # also where it fails at the end
+                    if anew:
+                        await self._write(lambda tx: attempts.go_on_after(tx, began))
         except UnavailableError as error:
             raise UnavailableError(
                 f"what matched was removed, but traces of it are left in the database's files: {error}. Ask again later"

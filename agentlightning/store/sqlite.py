@@ -24,6 +24,7 @@ Synchronous: TypeAlias = Literal["FULL", "NORMAL"]
 
 _BEGIN: Final = "BEGIN IMMEDIATE"
 _PATIENCE: Final = 600_000  # milliseconds; only a file that is written anew keeps others waiting
+_TRIES: Final = 1200  # to empty the log, in a minute
 _STEPS: Final = 1000  # of SQLite's machine between two looks at the clock: some 20 µs
 
 
@@ -55,9 +56,6 @@ class SqliteConnection(sqlite3.Connection):
             yield
         finally:
             self.set_progress_handler(None, 0)
-
-    def settle(self) -> None:
-        self.execute("COMMIT")
 
     def revive(self) -> None:
         """A file is not lost."""
@@ -240,9 +238,14 @@ def _vacuum(path: Path) -> None:
     of it in pages that rows were moved out of. UnavailableError says what is in the way."""
     try:
         with contextlib.closing(connect(path, "FULL")) as connection:
+            connection.execute("PRAGMA temp_store = FILE")  # the new file is made there: memory may not hold it
             connection.execute("VACUUM")
-            if connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
-                raise UnavailableError("a query that is going on needs the log of earlier writes")
+            connection.execute("PRAGMA busy_timeout = 0")  # while it waited for a reader, nobody could write
+            for _ in range(_TRIES):  # it is busy at once while a writer's commit moves the log into the file
+                if not connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
+                    return
+                time.sleep(0.05)
+            raise UnavailableError("a query that is going on needs the log of earlier writes")
     except sqlite3.Error as error:
         raise UnavailableError(str(error)) from None
 

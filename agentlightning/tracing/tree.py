@@ -64,7 +64,7 @@ def rollout_tree(rollout: Rollout, spans: Sequence[Span], *, limit: int = LINES)
     for log in (span.attributes for span in spans if span.name == semconv.LOG):
         logged[str(log.get(semconv.LOG_STREAM))] += len(str(log.get(semconv.LOG_TEXT, "")).splitlines())
     for stream, lines in logged.items():
-        tree.add(Text(f"{stream}: {lines} line{'s' * (lines != 1)}", "dim"))
+        tree.add(Text(f"{one_line(stream)}: {lines} line{'s' * (lines != 1)}", "dim"))
     return tree
 
 
@@ -84,7 +84,9 @@ def _grow(tree: Tree, steps: Sequence[Step], spans: Sequence[Span], limit: int) 
     shown = arranged(steps, spans)
     branches: list[Tree] = []
     for step, place in shown[:limit]:
-        branches.append((tree if place is None else branches[place]).add(_line(step)))
+        line = _line(step)
+        line.plain = printable(line.plain.replace("\n", " "))  # names, too, are what an agent said
+        branches.append((tree if place is None else branches[place]).add(line))
     if len(shown) > limit:
         tree.add(Text(f"… and {len(shown) - limit} more", "bold"))
 

@@ -24,6 +24,7 @@ def algorithm(steps: int | None = None) -> GRPO:
         clip_high=0.28,
         max_tokens=40,
         target_reward=0.97,
+        evaluate_every=0,
     )
 
 

@@ -300,6 +300,22 @@ async def test_an_unusable_edit_is_sent_back_once_then_rejected_with_the_reason(
 
 
 @pytest.mark.anyio
+async def test_an_edit_that_is_mended_when_sent_back_counts(tmp_path: Path) -> None:
+    async with optimizer() as (script, url):
+        given: set[str] = set()
+
+        def forgetful(prompt: str, number: int) -> str:
+            first = "first" not in given
+            given.add("first")
+            return "Certainly!" if first else f"<prompt>{prompt} GOOD{number}</prompt>"
+
+        script.edit = forgetful
+        algorithm = apo(url, beam_rounds=1, beam_width=1, branch_factor=1)
+        await trainer(tmp_path, algorithm).fit_async(counts_good, TASKS, TASKS)
+    assert algorithm.get_best_prompt().template.count("GOOD") == 1
+
+
+@pytest.mark.anyio
 async def test_an_optimiser_that_fails_ends_the_run_and_loses_nothing(tmp_path: Path) -> None:
     async with optimizer() as (script, url):
         script.status = 503
@@ -318,6 +334,15 @@ async def test_an_optimiser_that_never_answers_is_given_up(tmp_path: Path) -> No
         script.delay = 1.0
         with pytest.raises(TrainingError, match=r"gave no answer within 0\.05 s"):
             await trainer(tmp_path, apo(url, model_timeout=0.05)).fit_async(counts_good, TASKS, TASKS)
+
+
+@pytest.mark.anyio
+async def test_a_branch_that_fails_is_skipped_and_counted(tmp_path: Path) -> None:
+    async with optimizer() as (script, url):
+        script.edit = lambda prompt, number: f"<prompt>{prompt} GOOD</prompt>"  # every branch the same
+        result = await trainer(tmp_path, apo(url, beam_rounds=1)).fit_async(counts_good, TASKS, TASKS)
+    assert result.metrics[1].values["rejected"] == 3
+    assert result.metrics[1].values["candidates"] == 2
 
 
 @pytest.mark.anyio

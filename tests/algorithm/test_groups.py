@@ -78,6 +78,17 @@ async def right(task: dict, llm: agl.LLM) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flowing", [{"dynamic_sampling": True}, {"max_staleness": 1}])
+def test_where_no_group_teaches_anything_steps_go_on_and_say_so(tmp_path: Path, flowing: dict[str, Any]) -> None:
+    result = trainer(tmp_path, algorithm=algorithm(steps=2, tasks_per_step=1, group_size=2, **flowing)).fit(
+        right, TASKS
+    )
+    assert result.stopped_because == "all steps done"
+    assert all(count >= 10 for count in flow(result, "groups_dropped"))
+    assert flow(result, "policy_version") == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flowing", [{"dynamic_sampling": True}, {"max_staleness": 1}])
 def test_the_reward_of_a_step_counts_groups_that_were_replaced_for_being_right(
     tmp_path: Path, flowing: dict[str, Any]
 ) -> None:
@@ -85,6 +96,28 @@ def test_the_reward_of_a_step_counts_groups_that_were_replaced_for_being_right(
     result = trainer(tmp_path, algorithm=easy).fit(right, TASKS)
     assert result.stopped_because == "mean training reward reached 0.97"
     assert flow(result, "reward") == [1, 1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agent", [agents.raises, agents.unrewarded])
+def test_an_overlapping_run_whose_agent_never_earns_anything_ends_with_the_reason(tmp_path: Path, agent: Any) -> None:
+    with pytest.raises(agl.errors.TrainingError, match="rewarded"):
+        trainer(tmp_path, algorithm=algorithm(max_staleness=2)).fit(agent, TASKS)
+
+
+async def fails_often(task: dict, llm: agl.LLM) -> float:
+    reward = await agents.vowels(task, llm)
+    if random.random() < 0.4:
+        raise RuntimeError("the tool server is gone")
+    return reward
+
+
+@pytest.mark.slow
+def test_failures_do_not_use_up_the_room_for_groups(tmp_path: Path) -> None:
+    failing = algorithm(steps=8, group_size=2, max_staleness=1)
+    result = trainer(tmp_path, algorithm=failing).fit(fails_often, TASKS)
+    assert result.metrics[-1].step == 8
+    assert sum(flow(result, "groups_dropped/too few rewarded")) > 0
 
 
 @pytest.mark.slow

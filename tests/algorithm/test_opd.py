@@ -14,7 +14,7 @@ import torch
 from aiohttp import web
 
 import agentlightning as agl
-from agentlightning.cli.training import make_algorithm
+from agentlightning.cli.fit import make_algorithm
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError, TrainingError

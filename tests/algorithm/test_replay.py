@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -59,3 +60,14 @@ def test_steps_of_stale_rollouts_give_the_same_bits(tmp_path: Path, capsys: Any)
     trainer(tmp_path, algorithm=overlapping, model=tmp_path / "model").fit(agents.vowels, TASKS)
     assert replay([str(tmp_path / "run"), "--steps", "1-4", "--json"]) == 0
     assert summary(capsys)["equal"] is True
+
+
+def test_other_bits_are_told(finished: Path, tmp_path: Path, capsys: Any) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(finished, copy)
+    weights = copy / "checkpoints" / "step-000003" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(bytes(content))
+    assert replay([str(copy)]) == 1
+    assert "but those of" in capsys.readouterr().out

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import agentlightning as agl
 from agentlightning.algorithm.base import NoProgress
@@ -22,6 +23,7 @@ from agentlightning.algorithm.tracking import TrackedRun, Tracking, make_tracker
 from agentlightning.cli.config import load_config
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner import losses
+from agentlightning.learner.policy import load_policy
 from agentlightning.learner.torch import TorchLearner
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import Metrics
@@ -234,6 +236,26 @@ def test_gradients_explode_where_they_leave_what_was_usual_behind() -> None:
     assert [norms.add(norm) for norm in (60.0, 80.0, 0.0, 1.0)] == [1, 2, 0, 0]
     few = GradientNorms()
     assert [few.add(norm) for norm in (1.0, 30.0)] == [0, 0]  # nothing is usual yet
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("allowed", [2, 0])
+def test_an_exploding_gradient_is_noted_and_ends_the_run_where_that_was_asked_for(
+    tmp_path: Path, spoil: Any, allowed: int
+) -> None:
+    spoil(1e5, first=6)
+    progress = Notes()
+    asked = algorithm(steps=9, stop_on_explosion=allowed, checkpoint_every=1)
+    trained = trainer(tmp_path, algorithm=asked, progress=progress)
+    if allowed:
+        with pytest.raises(TrainingError, match=r"step 7: grad_norm is .* for 2 steps in a row\. The batch is kept"):
+            trained.fit(agents.vowels, TASKS)
+    else:
+        assert trained.fit(agents.vowels, TASKS).stopped_because == "all steps done"
+    assert sum("times what was usual" in note for note in progress.notes) == 1
+    latest = Checkpoints(tmp_path / "run" / "checkpoints").latest()
+    assert latest is not None
+    assert all(torch.isfinite(weight).all() for weight in load_policy(latest).model.state_dict().values())
 
 
 def test_a_row_of_zeros_is_a_collapse_only_where_chance_does_not_give_it() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import agentlightning as agl
-from agentlightning.cli.training import make_algorithm
+from agentlightning.cli.fit import make_algorithm
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.references import load_reference
 from agentlightning.data.transitions import Transition

@@ -60,7 +60,7 @@ def test_flags_alone_make_a_configuration() -> None:
         ("seed: many", r"run\.yaml: seed: expected `int`, got `str`"),
         ("seed: 1\nseed: 2", r"the key 'seed' is given twice \(line 8\)"),
         ("seed: [", r"run\.yaml is not YAML"),
-        ("time_limit: 4 minutes", r"time_limit: expected `float \| null`, got `str`"),
+        ("time_limit: 4 minutes", "is no duration"),
         ("5: x", r"unknown key 5"),
         ("dtype: float16", r"run\.yaml: dtype: 'float16' is none of its values; did you mean 'bfloat16'"),
         ("models: {judge: gpt}", r"run\.yaml: models\.judge: expected `object`, got `str`"),
@@ -171,3 +171,14 @@ def test_a_key_among_flags_is_left_out_of_what_is_kept() -> None:
     flags = ["--api-key", "first", "--dtype", "bfloat16", "--api-key=second"]
     kept = settings_without_secrets({"sampler": {"sglang": "start", "flags": flags, "api_key": "third"}})
     assert kept == {"sampler": {"sglang": "start", "flags": ["--api-key", "--dtype", "bfloat16", "--api-key"]}}
+
+
+@pytest.mark.parametrize(("written", "seconds"), [("5m", 300.0), ("1.5h", 5400.0), ("90s", 90.0), ("90", 90.0)])
+def test_a_time_limit_takes_units(run_file: Path, written: str, seconds: float) -> None:
+    assert load_config(run_file, [f"time_limit={written}"]).time_limit == seconds
+
+
+@pytest.mark.parametrize("written", ["5x", "soon", "0s", "-5m", "٣m"])
+def test_a_time_limit_that_is_none_is_refused(run_file: Path, written: str) -> None:
+    with pytest.raises(ConfigError, match=r"time_limit: .* is no"):
+        load_config(run_file, [f"time_limit={written}"])

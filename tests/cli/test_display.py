@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from agentlightning.algorithm.base import Progress
-from agentlightning.display import BLOCKS, LiveProgress, Pace, sparkline
+from agentlightning.display import BLOCKS, LiveProgress, Pace, runnable, sparkline
 
 
 class Clock:
@@ -138,3 +141,17 @@ def test_a_phase_that_takes_long_is_told_of_where_there_is_no_terminal(clock: Cl
         "[0:30] evaluate 30/100 · 1/s · about 1:10 left",
         "[1:00] evaluate 60/100 · 1/s · about 0:40 left",
     ]
+
+
+def test_a_command_is_shown_as_it_runs_in_this_shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    programs = tmp_path / "my env" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "agl").write_text("#!/bin/sh\n")
+    (programs / "agl").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))
+    monkeypatch.chdir(tmp_path)
+    assert runnable("agl serve x") == "'my env/bin/agl' serve x"
+    assert runnable("agl train", Path("project")) == "'../my env/bin/agl' train"
+    assert runnable("unknown train") == "unknown train"
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    assert runnable("agl serve x") == "agl serve x"

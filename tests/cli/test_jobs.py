@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -19,6 +20,8 @@ from openai import AuthenticationError, OpenAI
 
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.tiny import chat_text, make_model, make_tokenizer
+from agentlightning.store.client import LightningStoreClient
+from agentlightning.types import LLM
 
 AGENT = """
 import asyncio
@@ -134,6 +137,39 @@ def test_each_trace_is_shown_and_why_an_agent_failed(project: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_dry_run_measures_one_group_and_keeps_nothing(project: Path) -> None:
+    before = sorted(project.iterdir())
+    out, _ = finish(start(project, "train", "--dry-run", "--json"))
+    told = last_json(out)
+    assert told["training_rollouts"] == 2 * 2 * 4 and told["evaluations"] == 2 and told["val_tasks"] == 3
+    assert told["calls"] == 16 + 2 * 3 and 0 < told["answer_tokens"] <= 8 * told["calls"] <= 2 * told["prompt_tokens"]
+    assert told["rollout_seconds"] > 0
+    assert sorted(project.iterdir()) == before
+    flags = ("--agent", "agent.py:agent", "--train-dataset", "tasks.jsonl", "--model", "model")
+    _, err = finish(start(project, "train", "--dry-run", "--algorithm", "baseline", *flags), 1)
+    assert "--dry-run measures reinforcement learning" in err
+
+
+@pytest.mark.slow
+def test_a_chat_keeps_the_conversation_until_it_begins_anew(project: Path) -> None:
+    def talk(*arguments: str, said: str, code: int = 0) -> tuple[str, str]:
+        command = [sys.executable, "-m", "agentlightning.cli.main", "chat", *arguments]
+        done = subprocess.run(command, cwd=project, input=said, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stderr
+        assert "Traceback" not in done.stderr
+        return done.stdout, done.stderr
+
+    out, _ = talk("model", "--max-tokens", "4", "--json", "--temperature", "0", said="one\n/new\n\none\none\n/quit\n")
+    first, again, third = [json.loads(line) for line in out.splitlines()]
+    assert first == again and third["question"] == "one"
+    with staying_up(project, "serve", "model", "--port", "0") as (_, url):
+        out, _ = talk(f"{url}/v1", "--max-tokens", "4", "--temperature", "0", said="one\n")
+        assert out == f"{first['answer']}\n"
+    _, err = talk(url, said="one\ntwo\n", code=1)
+    assert err.count("error: Connection error") == 2
+
+
+@pytest.mark.slow
 def test_serve_answers_openai_and_anthropic_clients_that_have_the_key(project: Path) -> None:
     arguments = ("serve", "model", "--port", "0", "--model-name", "mine", "--json")
     with staying_up(project, *arguments, AGL_KEY="secret-key") as (process, url):
@@ -191,3 +227,29 @@ def test_server_runner_and_trainer_as_three_processes(project: Path) -> None:
         runner.send_signal(signal.SIGTERM)
         told = json.loads(finish(runner)[0])
         assert (told["agent"], told["server"], told["concurrency"]) == ("agent.py:agent", url, 8)
+
+
+@pytest.mark.slow
+def test_a_runner_told_twice_to_stop_hands_its_rollouts_back(project: Path) -> None:
+    with staying_up(project, "server", "--port", "0", "--store", "twice.sqlite") as (_, url):
+        runner = start(project, "runner", "agent.py:hanging", "--server", url)
+        assert runner.stdout is not None
+        asyncio.run(enqueue_one(url))
+        assert runner.stdout.readline() == "begun\n"
+        runner.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            runner.wait(1)
+        runner.send_signal(signal.SIGTERM)
+        finish(runner, code=130)
+        assert asyncio.run(enqueue_one(url))["rollouts_failed"] == 1
+
+
+async def enqueue_one(url: str) -> dict[str, int]:
+    """Enqueue a rollout; the server's statistics then."""
+    store = LightningStoreClient(url)
+    try:
+        await store.add_resources({"llm": LLM(endpoint=f"{url}/v1", model="policy", gateway=True)})
+        await store.enqueue_rollout("task")
+        return await store.statistics()
+    finally:
+        await store.close()

@@ -11,8 +11,8 @@ from pathlib import Path
 import click
 import pytest
 
+from agentlightning.cli.fit import make_algorithm
 from agentlightning.cli.main import COMMANDS, FORMER, agl, run
-from agentlightning.cli.training import make_algorithm
 from agentlightning.errors import ConfigError
 
 
@@ -102,6 +102,21 @@ def test_a_job_that_cannot_be_done_ends_with_1_and_the_reason(
     assert captured.out == ""
 
 
+def test_resuming_says_where_there_is_no_run_and_which_one_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["train", "--resume"]) == 1
+    assert "there is no run to resume below" in capsys.readouterr().err
+    run_ = Path("runs/grpo-1")
+    run_.mkdir(parents=True)
+    (run_ / "run.json").write_text('{"run_id": "r", "kind": "grpo"}')
+    assert run(["train", "--resume", "--run-dir", "nowhere"]) == 1
+    assert "nowhere holds no run to resume; the newest run here is in runs/grpo-1" in capsys.readouterr().err
+    assert run(["train", "--resume"]) == 1
+    assert "runs/grpo-1 has no run.yaml" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("missing", "arguments", "extra"),
     [
@@ -147,6 +162,7 @@ def test_help_needs_no_torch_web_framework_or_database() -> None:
             {"name": "grpo", "rollout": {"retry_condition": ["fail"]}},
             r"algorithm\.rollout\.retry_condition\[0\]: 'fail' is none of its values; did you mean 'failed'",
         ),
+        ({"name": "gpro"}, r"did you mean 'grpo'"),
         ({"name": "json:dumps"}, r"json:dumps is no dataclass"),
     ],
 )

@@ -339,3 +339,43 @@ def test_an_interrupt_is_the_programs_to_answer(desk: Desk) -> None:
         assert process.stdout.read() == b"asked 1\n"
     assert process.returncode == 5
     assert desk.recorded().rollout.status == "failed"
+
+
+def test_a_sitecustomize_of_the_programs_own_is_imported_too(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Path("own").mkdir()
+    Path("own/sitecustomize.py").write_text("print('own')")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["own", str(Path(__file__).parents[2])]))
+    assert desk.run("print('ran')", "--instrument") == 0
+    assert capfd.readouterr().out == "own\nran\n"
+
+
+def test_a_process_that_the_program_leaves_running_is_not_waited_for(
+    desk: Desk, capfd: pytest.CaptureFixture[str]
+) -> None:
+    left = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True)"
+    assert desk.run(left) == 0
+    os.kill(int(capfd.readouterr().out), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_on_a_terminal_the_program_has_a_terminal_and_hears_ctrl_c_once(desk: Desk) -> None:
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(command(ANSWERS), stdin=theirs, stdout=theirs, stderr=theirs,
+                               start_new_session=True, preexec_fn=lambda: os.login_tty(0))  # fmt: skip
+    os.close(theirs)
+    shown = b""
+    while b"ready True\r\n" not in shown:
+        shown += os.read(ours, 1000)
+    os.write(ours, b"\x03")
+    while b"asked" not in shown:
+        shown += os.read(ours, 1000)
+    assert b"asked 1\r\n" in shown + os.read(ours, 100)
+    while process.poll() is None:  # what it prints at its end must be read for it to end
+        try:
+            os.read(ours, 1000)
+        except OSError:  # nobody writes there any more
+            process.wait(10)
+    os.close(ours)
+    assert process.returncode == 5

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentlightning.cli.main import run
+from agentlightning.semconv import EXCEPTION
 from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.context import AttemptTracer, bind
 from agentlightning.tracing.emit import emit_reward
@@ -84,6 +85,31 @@ def test_a_rollout_is_shown_with_the_last_lines_it_wrote(capsys: pytest.CaptureF
     assert "line 0 [31m" in capsys.readouterr().out
 
 
+def test_what_an_agent_calls_things_reaches_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Names of tools, models, agents and streams are an agent's own words, as texts are."""
+    wild = "\x1b]0;owned\x07\u202e\n[/]"
+
+    async def work() -> str:
+        store = await SqlStore.open("agentlightning.sqlite")
+        leased = await store.start_rollout(wild)
+        tracer = AttemptTracer(leased.rollout_id, leased.attempt.attempt_id)
+        record_log(tracer, wild, wild)
+        names = ("gen_ai.tool.name", "gen_ai.agent.name", "gen_ai.request.model", "agentlightning.reward.0.name")
+        for name in (*names, "exception.type"):
+            kind = {"gen_ai.tool.name": "execute_tool", "gen_ai.agent.name": "invoke_agent"}.get(name, "chat")
+            value = {"agentlightning.reward.0.value": 1.0} if "reward" in name else {"gen_ai.operation.name": kind}
+            tracer.record(EXCEPTION if name == "exception.type" else wild, {name: wild, **value})
+        await store.add_many_spans(tracer.drain())
+        await store.close()
+        return leased.rollout_id
+
+    rollout_id = asyncio.run(work())
+    assert run(["rollouts", "show", rollout_id]) == 0
+    shown = capsys.readouterr().out
+    assert not {"\x1b", "\x07", "\u202e"} & set(shown)
+    assert all(f"{word} " in shown for word in ("tool", "agent", "call", "reward", "──"))
+
+
 def test_attempts_are_shown_with_their_ends_and_any_of_them_by_its_number(capsys: pytest.CaptureFixture[str]) -> None:
     _, bad = fill()
     assert run(["rollouts", "show", bad]) == 0
@@ -111,3 +137,19 @@ def test_without_a_store_or_the_rollout_it_says_what_to_do(capsys: pytest.Captur
     fill()
     assert run(["rollouts", "show", "nope"]) == 1
     assert "see `agl rollouts ls`" in capsys.readouterr().err
+
+
+def test_a_rollout_is_annotated_where_it_is_found_and_exported_by_its_label(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("runs/first").mkdir(parents=True)
+    good, _ = fill("runs/first/store.sqlite")
+    fill()  # the newest store, which does not have it
+    assert run(["rollouts", "annotate", good, "--label", "good", "--note", "two\x1b[31m\nlines", "--answer", "x"]) == 0
+    assert "in runs/first/store.sqlite" in capsys.readouterr().err
+    assert run(["rollouts", "annotate", good, "--answer", "", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"label": "good", "note": "two\x1b[31m\nlines"}
+    assert run(["rollouts", "show", good]) == 0
+    told = capsys.readouterr()
+    assert "label: good" in told.out and "\x1b[31m" not in told.out and "in runs/first" in told.err
+    for wrong, message in (([good], "say something"), (["nobody", "--label", "x"], "in any of 2 stores here")):
+        assert run(["rollouts", "annotate", *wrong]) != 0
+        assert message in capsys.readouterr().err

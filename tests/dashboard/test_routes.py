@@ -197,6 +197,14 @@ async def test_another_sites_page_cannot_use_a_session(place, sent):
     await browser.get("/runs", origin=place.url, **{"sec-fetch-site": "same-origin"})
 
 
+async def test_a_key_that_reads_gives_no_score(place):
+    rollout = (await record(place.store, [1.0, 0.0]))[0]
+    issued = await place.store.issue_key(name="reader", scopes=["read"])
+    browser = await place.logged_in(issued.api_key)
+    assert len((await browser.post("/rollouts", {}))["items"]) == 2
+    await browser.post(f"/rollouts/{rollout.rollout_id}/score", {"reward": 1.0}, status=403)
+
+
 # --- rollouts -----------------------------------------------------------------------------------------------------
 
 
@@ -236,6 +244,7 @@ async def test_a_query_that_cannot_be_meant_is_refused(place):
     await place.post("/rollouts", {"limit": 1000}, status=422)
     await place.get("/rollouts/none", status=404)
     await place.post("/series", {"run_ids": ["none"], "names": []}, status=404)
+    await place.post("/series", {"run_ids": ["none"] * 200, "names": ["reward"] * 100}, status=422)
     await place.get("/quality", status=422)
 
 
@@ -420,6 +429,11 @@ async def test_a_persons_score_becomes_the_reward(place):
     row = await browser.post(f"/rollouts/{one.rollout_id}/score", {"comment": "only said"})
     assert row["reward"] == 0.25
     await browser.post(f"/rollouts/{one.rollout_id}/score", {}, status=422)
+
+
+async def test_a_rollout_never_tried_cannot_be_scored(place):
+    waiting = await place.store.enqueue_rollout("task")
+    await place.post(f"/rollouts/{waiting.rollout_id}/score", {"reward": 1.0}, status=409)
 
 
 async def test_the_stores_own_actions_take_the_session(place):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -13,9 +14,10 @@ from pyarrow import parquet
 
 from agentlightning.data import export
 from agentlightning.data.conversations import CUT, FROZEN
-from agentlightning.data.export import Wanted, dpo_lines, sft_lines
+from agentlightning.data.export import OTHER_LABEL, Wanted, dpo_lines, sft_lines
 from agentlightning.data.recorded import Recorded
-from agentlightning.data.transition_table import COLUMNS, TransitionFile, transition_rows
+from agentlightning.data.transition_table import COLUMNS, TransitionFile, transition_lines, transition_rows
+from agentlightning.errors import InvalidError
 from agentlightning.types import Span, TokenCapture
 from tests.data.recorded import SYSTEM, TOOL, asks_for, call, recorded, reward, says, tool_says
 
@@ -29,6 +31,10 @@ def answering(answer: Any, value: float | None, index: int = 0, **attributes: An
     """A rollout of one call and its reward."""
     spans = [call(0, [SYSTEM, USER], answer, **attributes)]
     return recorded(*spans, *([] if value is None else [reward(value)]), index=index)
+
+
+def annotated(of: Recorded, **annotation: str) -> Recorded:
+    return replace(of, rollout=msgspec.structs.replace(of.rollout, metadata={"annotation": annotation}))
 
 
 # --- sft ---------------------------------------------------------------------------------------------------------
@@ -192,3 +198,40 @@ def test_rows_are_read_back_from_a_file_with_their_types_and_what_they_mean() ->
     assert [row["rollout_id"] for row in rows] == ["r0", "r1", "r2"]
     assert (rows[0]["prompt_ids"], rows[0]["response_ids"], rows[0]["versions"]) == ([1, 2, 0], [7, 8], [3, 4])
     assert np.float32(rows[0]["logprobs"]).tolist() == [-0.5, -0.25]
+
+
+# --- annotations -------------------------------------------------------------------------------------------------
+
+
+def test_a_corrected_answer_is_taught_whatever_the_reward_and_preferred_to_the_one_given() -> None:
+    group = [annotated(answering(NO, 0.0), answer="of course"), answering(HI, 1.0, 1)]
+    assert sft_lines(group, Wanted(min_reward=0.5)).lines == [
+        {"messages": [SYSTEM, USER, says("assistant", text)]} for text in ("of course", "hi")
+    ]
+    first, second = dpo_lines(group, ANYTHING).lines
+    assert (first["preferred_output"], first["non_preferred_output"]) == ([says("assistant", "of course")], [NO])
+    assert (second["preferred_output"], second["non_preferred_output"]) == ([HI], [NO])
+    alone = recorded(call(0, [USER], NO), group=None)
+    assert len(dpo_lines([annotated(alone, answer="yes")], ANYTHING).lines) == 1
+
+
+def test_a_correction_stands_in_for_an_answer_that_is_not_to_be_learned() -> None:
+    cut = answering(NO, 0.0, GEN_AI_FINISH_REASONS=["length"])
+    assert not sft_lines([cut], ANYTHING).lines
+    assert sft_lines([annotated(cut, answer="yes")], ANYTHING).lines[0]["messages"][-1] == says("assistant", "yes")
+
+
+def test_only_rollouts_with_a_label_are_taken_and_the_others_counted() -> None:
+    group = [annotated(answering(NO, 0.0), label="bad"), answering(HI, 1.0, 1)]
+    wanted = Wanted(labels=frozenset({"bad"}))
+    for lines_of in (sft_lines, dpo_lines, transition_lines):
+        assert lines_of(group, wanted).left_out[OTHER_LABEL] == 1
+    (line,) = sft_lines(group, wanted).lines
+    assert line["messages"][-1] == NO
+    (row,) = transition_lines(group, wanted).lines
+    assert (row["label"], row["note"], row["corrected_answer"]) == ("bad", None, None)
+
+
+def test_an_annotation_of_another_kind_is_refused_with_the_rollout() -> None:
+    with pytest.raises(InvalidError, match=r"annotation of rollout .* is malformed"):
+        sft_lines([annotated(answering(HI, 1.0), label=5)], ANYTHING)  # pyright: ignore[reportArgumentType]

@@ -9,9 +9,10 @@ import msgspec
 import pytest
 
 from agentlightning import semconv
-from agentlightning.data.rewards import RewardSpec
+from agentlightning.data.rewards import RewardSpec, ancestors
 from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.errors import ConfigError
+from agentlightning.tracing.steps import DEPTH
 from agentlightning.types import Rollout, SampledChoice, Span, TokenCapture
 
 SUCCEEDED = Rollout(rollout_id="r", input="task", start_time=0.0, status="succeeded")
@@ -73,6 +74,15 @@ def test_a_reward_inside_an_agents_span_belongs_to_a_call_of_that_span() -> None
         reward(0.1, 3.6, "agent-lead"),
     ]
     assert rewards(trace_rollout(SUCCEEDED, spans)) == [None, 0.2, 0.1]
+
+
+def test_spans_within_spans_within_spans_take_no_time_of_their_own() -> None:
+    """An agent may put every call at the bottom of 20,000 spans: only so many around it count."""
+    chain = [span("at0", 0, 9), *(span(f"at{depth}", 0, 9, f"at{depth - 1}") for depth in range(1, 20_000))]
+    spans = [*chain, *(call(index, 1, chain[-1].span_id) for index in range(100)), reward(0.5, 2, chain[-1].span_id)]
+    above = {one.span_id: one.parent_id for one in spans}
+    assert len(ancestors(spans[-1], above)) == DEPTH
+    assert sum(filter(None, rewards(trace_rollout(SUCCEEDED, spans)))) == 0.5
 
 
 def test_a_call_that_has_not_ended_did_not_earn_it() -> None:

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from agentlightning.engine.engine import Engine, Generation, GenerationRequest, SampledToken
+from agentlightning.engine.forward import cache_bytes
 from agentlightning.errors import BackendError, ConfigError
 from tests.models import tiny_model
 
@@ -121,6 +122,16 @@ def test_variants_of_the_architecture_are_exact(changes: dict[str, object]) -> N
         assert worst_error(model, request, output) < 1e-4
 
 
+def test_projections_of_large_models_are_read_in_place_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("qwen2")
+    request = GenerationRequest([5, 6, 7], max_tokens=20, seed=3)
+    [joined] = run(make_engine(model), request)
+    monkeypatch.setattr("agentlightning.engine.weights.LARGEST_JOINED", 0)
+    [separate] = run(make_engine(model), request)
+    assert ids(joined) == ids(separate)
+    assert worst_error(model, request, separate) < 1e-4
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_next_turn_continues_in_its_slot(family: str) -> None:
     model = tiny_model(family)
@@ -191,6 +202,18 @@ def test_after_a_weight_update_running_sequences_go_on_with_the_new_weights(fami
         assert [token.version for token in output] == sorted(token.version for token in output)
     assert {token.version for output in outputs for token in output} == {0, 7}
     assert all(token.version == 7 for output in outputs[6:] for token in output)
+
+
+def test_a_prefix_computed_with_old_weights_is_never_used() -> None:
+    model = tiny_model()
+    engine = make_engine(model)
+    request = GenerationRequest(prompt(random.Random(5), 30), max_tokens=5)
+    run(engine, request)
+    disturb(model, 1)
+    engine.update_weights(1)
+    [output] = run(engine, request)
+    assert engine.statistics.reused_tokens == 0
+    assert worst_error(model, request, output) < 1e-4
 
 
 def test_bfloat16_stays_within_its_measured_tolerance() -> None:
@@ -285,6 +308,13 @@ def test_tokens_end_with_the_end_of_sequence_or_a_stop_id() -> None:
     assert stopped[-1].finish_reason == "stop"
 
 
+def test_no_max_tokens_means_as_many_as_fit() -> None:
+    engine = make_engine(tiny_model(), eos_token_ids=[])
+    [output] = run(engine, GenerationRequest(prompt(random.Random(0), 100)))
+    assert len(output) == 28
+    assert output[-1].finish_reason == "length"
+
+
 def test_a_seed_fixes_the_tokens_whatever_else_is_in_the_batch() -> None:
     model = tiny_model()
     request = GenerationRequest([5, 6, 7], max_tokens=40, seed=11)
@@ -296,6 +326,15 @@ def test_a_seed_fixes_the_tokens_whatever_else_is_in_the_batch() -> None:
     assert ids(together) == ids(alone)
     [again] = run(engine, request)
     assert ids(again) == ids(alone)
+
+
+def test_requests_without_a_seed_differ_and_repeat_with_the_engines_seed() -> None:
+    model = tiny_model()
+    request = GenerationRequest([5, 6, 7], max_tokens=20)
+    first = run(make_engine(model, seed=3), request, request)
+    second = run(make_engine(model, seed=3), request, request)
+    assert ids(first[0]) != ids(first[1])
+    assert [ids(output) for output in first] == [ids(output) for output in second]
 
 
 def test_a_cancelled_request_says_no_more_and_gives_its_slot_back() -> None:
@@ -348,6 +387,11 @@ def test_a_request_that_cannot_fit_is_refused(length: int, max_tokens: int | Non
     assert (raised.value.status, raised.value.code) == (400, "context_length_exceeded")
 
 
+def test_the_size_of_the_cache_is_known_before_it_is_made() -> None:
+    # keys and values · layers · slots · positions · key heads · head size · bytes
+    assert cache_bytes(tiny_model(), 6, 128) == 2 * 2 * 6 * 129 * 2 * 32 * 4
+
+
 @pytest.mark.parametrize("changes", [{"slots": 0}, {"max_sequence_length": 1}, {"max_sequence_length": 257}])
 def test_impossible_sizes_are_refused(changes: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
@@ -375,6 +419,25 @@ def test_a_failing_step_fails_the_requests_in_it_and_leaves_the_engine_usable() 
     assert worst_error(model, request, output) < 1e-4
 
 
+def test_a_failing_step_raises_where_nobody_else_would_hear_of_it() -> None:
+    model = tiny_model()
+    engine = make_engine(model)
+    engine.submit(GenerationRequest([5, 6, 7]), lambda token: None)
+    with torch.no_grad():
+        model.get_submodule("model.norm").weight.fill_(float("nan"))
+    with pytest.raises(BackendError, match="not finite"):
+        engine.step()
+    assert engine.running == 0
+
+
+def test_engine_steps_leave_no_trace_in_the_models_autograd() -> None:
+    model = tiny_model()
+    run(make_engine(model), GenerationRequest([5, 6, 7], max_tokens=3))
+    loss = model(torch.tensor([[5, 6, 7]])).logits.sum()
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_deterministic_engine_samples_the_same_bits_whatever_else_it_is_doing(family: str) -> None:
     rng = random.Random(7)
@@ -390,3 +453,23 @@ def test_a_deterministic_engine_samples_the_same_bits_whatever_else_it_is_doing(
     alone = run(make_engine(model, deterministic=True), wanted)[0]
     busy = make_engine(model, deterministic=True)
     assert all(sampled(busy) == alone for _ in range(5))
+
+
+def test_an_engine_whose_weights_had_diverged_samples_again_with_good_ones() -> None:
+    model = tiny_model()
+    engine = make_engine(model)
+    good = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        model.get_submodule("model.norm").weight.fill_(float("nan"))  # type: ignore[union-attr]
+        model.get_submodule("model.layers.0.input_layernorm").weight.fill_(float("nan"))  # type: ignore[union-attr]
+    engine.update_weights(1)
+    errors: list[BackendError] = []
+    for length in (60, 61):
+        engine.submit(GenerationRequest(prompt(random.Random(1), length)), lambda token: None, errors.append)
+    engine.step()
+    assert [error.code for error in errors] == ["engine_error"] * 2
+    model.load_state_dict(good)
+    engine.update_weights(2)
+    requests = [GenerationRequest(prompt(random.Random(2), length), max_tokens=5) for length in (30, 10)]
+    for request, output in zip(requests, run(engine, *requests), strict=True):
+        assert worst_error(model, request, output) < 1e-4

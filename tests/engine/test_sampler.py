@@ -66,6 +66,13 @@ def test_temperature_0_takes_the_likeliest_with_its_logprob_at_temperature_1() -
     assert np.abs(logprobs - LOGITS.log_softmax(-1)[1].item()).max() < 1e-6
 
 
+@pytest.mark.parametrize(("temperature", "share"), [(1e-300, 1.0), (1e-6, 1.0), (1e300, 0.2)])
+def test_extreme_temperatures_are_their_limits(temperature: float, share: float) -> None:
+    ids, logprobs = draw(request(temperature=temperature), LOGITS[LOGITS.isfinite()])
+    assert (ids == 1).mean() == pytest.approx(share, abs=0.03)
+    assert logprobs == pytest.approx(np.log(share), abs=1e-6)
+
+
 def test_rows_of_one_batch_follow_their_own_parameters() -> None:
     requests = [
         request(temperature=0.0), request(top_k=1), request(temperature=0.3), request(top_p=0.5), request(),
@@ -93,6 +100,12 @@ def test_uniforms_are_uniform_and_depend_on_seed_and_index_alone() -> None:
     assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.03
     assert len(np.unique(numbers)) > 9990
     assert (uniforms(seeds[::-1], indices[::-1]) == numbers[::-1]).all()
+
+
+def test_any_integer_is_a_seed() -> None:
+    for seed in (-1, 0, 2**64 + 5, -(2**70)):
+        ids, _ = draw(GenerationRequest([1], seed=seed), LOGITS)
+        assert len(set(ids.tolist())) > 1
 
 
 def test_a_token_of_probability_0_is_never_drawn() -> None:

@@ -41,6 +41,16 @@ def request(seed: int = 0, max_tokens: int = 20) -> GenerationRequest:
     return GenerationRequest([5, 6, 7 + seed], max_tokens=max_tokens, seed=seed)
 
 
+async def test_many_requests_stream_at_once_and_each_gets_its_own_tokens(service: EngineService) -> None:
+    outputs = await asyncio.gather(*[collect(service, request(seed)) for seed in range(30)])
+    for seed, output in enumerate(outputs):
+        assert len(output) == 20
+        assert [token.finish_reason for token in output] == [None] * 19 + ["length"]
+        assert [token.token_id for token in await service.complete(request(seed))] == [
+            token.token_id for token in output
+        ]
+
+
 async def test_closing_the_iterator_cancels_the_generation(service: EngineService) -> None:
     async with aclosing(service.generate(request(max_tokens=250))) as tokens:
         await anext(tokens)

@@ -46,6 +46,12 @@ def test_a_prefix_in_a_busy_slot_is_copied() -> None:
     assert (table.token_ids[placement.slot, :20] == tokens(20)).all()
 
 
+def test_a_short_shared_prefix_is_computed_rather_than_copied() -> None:
+    table = make()
+    fill(table, tokens(5, 110))
+    assert table.acquire(tokens(5, 210)).reused == 0
+
+
 def test_a_newcomer_that_only_shares_a_prefix_does_not_displace_a_finished_sequence() -> None:
     table = make()
     finished = fill(table, tokens(20, 110))
@@ -65,12 +71,35 @@ def test_when_all_slots_hold_something_the_longest_unused_is_given_up() -> None:
     assert table.free == 2
 
 
+def test_a_given_up_slot_keeps_what_it_shares_with_the_newcomer() -> None:
+    table = make(1)
+    table.release(fill(table, tokens(20, 110)))
+    placement = table.acquire(tokens(20, 210))
+    assert (placement.slot, placement.start, placement.copied) == (0, 20, 20)
+    assert table.length[0] == 20
+
+
 def test_contents_that_cannot_be_cut_or_copied_are_used_whole_or_not_at_all() -> None:
     table = make(share=False)
     slot = fill(table, tokens(20))
     table.release(slot)
     assert table.acquire(tokens(15, 205)).reused == 0
     assert table.acquire(tokens(20, 105)).slot == slot
+
+
+def test_after_a_flush_nothing_is_known() -> None:
+    table = make()
+    table.release(fill(table, tokens(20)))
+    busy = fill(table, tokens(120))
+    table.flush()
+    assert table.acquire(tokens(20, 105)).reused == 0
+    assert table.busy[busy]
+
+
+def test_without_reuse_a_released_slot_is_empty() -> None:
+    table = make(reuse=False, share=False)
+    table.release(fill(table, tokens(20)))
+    assert table.acquire(tokens(20, 105)).reused == 0
 
 
 def test_exchanged_slots_keep_their_contents_and_state() -> None:

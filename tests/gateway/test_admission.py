@@ -119,6 +119,18 @@ async def test_what_cannot_be_had_and_would_be_missed_is_refused_by_name(tmp_pat
     assert upstream.asked == []
 
 
+async def test_a_call_that_is_not_admitted_takes_no_number_so_that_the_others_are_trained(tmp_path: Path) -> None:
+    async with served(tmp_path) as (front, _):
+        attempted = await front.attempt(mode="train")
+        chat = front.client(attempted).chat.completions
+        for refused in ({}, {"guided_json": {"type": "object"}}, {}):
+            with pytest.raises(openai.BadRequestError, match="guided_json") if refused else nullcontext():
+                await chat.create(model="policy", messages=user("hello"), max_tokens=9, extra_body=refused)
+        spans = await front.spans(attempted)
+    numbers = [span.attributes.get(semconv.CALL_INDEX) for span in spans if semconv.CALL_REFUSED not in span.attributes]
+    assert numbers == [0, 1]
+
+
 async def test_variables_of_a_template_are_those_that_change_the_prompt_alone(tmp_path: Path) -> None:
     async with served(tmp_path) as (front, upstream):
         asked = {"enable_thinking": False, "tokenize": True, "chat_template": "x"}

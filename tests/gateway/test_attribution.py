@@ -38,6 +38,14 @@ def test_a_bearer_token_wins_over_x_api_key() -> None:
     assert api_key_of({}) is None
 
 
+async def test_a_call_without_attribution_passes_and_is_not_recorded(gateway_world: World) -> None:
+    attempted = await gateway_world.attempt()
+    client = gateway_world.client()
+    answer = await client.chat.completions.create(model="policy", messages=user("hello"), temperature=0)
+    assert answer.choices[0].message.content == PLAIN["hello"]
+    assert await gateway_world.spans(attempted) == []
+
+
 async def test_a_key_of_another_attempt_than_the_path_is_refused(gateway_world: World) -> None:
     one, other = await gateway_world.attempt(), await gateway_world.attempt()
     with pytest.raises(openai.PermissionDeniedError) as caught:

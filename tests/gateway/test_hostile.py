@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import json
 import resource
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -22,14 +23,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from agentlightning import semconv
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.backends.http import HttpBackend
+from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.gateway.request import MOST_PARTS
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import RolloutConfig
 from tests.gateway.full_requests import FULL_REQUESTS, requests
-from tests.gateway.talker import PLAIN, user
+from tests.gateway.talker import PLAIN, make_talker, user
 from tests.gateway.upstream import DONE, chunk
 from tests.gateway.world import GREEDY, World, serving, talking, world
 
@@ -182,6 +186,14 @@ def test_what_is_no_request_is_refused(caller: Caller, endpoint: str, body: byte
     assert 400 <= status < 500 and is_refusal(endpoint, status, told), (status, told)
 
 
+@pytest.mark.parametrize("endpoint", [one for one in ENDPOINTS if one != "embeddings"])  # which are passed on unread
+@pytest.mark.parametrize("field", ["tools", "anything"])
+def test_a_body_of_very_many_parts_is_refused_before_it_is_read(caller: Caller, endpoint: str, field: str) -> None:
+    body = b'{"model": "policy", "%b": [%b[]]}' % (field.encode(), b"[]," * MOST_PARTS)
+    status, told = caller.ask(endpoint, body)
+    assert status == 413 and is_refusal(endpoint, status, told), (status, told)
+
+
 # --- bodies and connections --------------------------------------------------------------------------------------
 
 MEGABYTE = 1024 * 1024
@@ -237,11 +249,34 @@ async def test_a_huge_body_is_refused_and_not_kept(tmp_path: Path, endpoint: str
 @pytest.mark.anyio
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 @pytest.mark.parametrize("length", [f"content-length: {2 * MEGABYTE}", "transfer-encoding: chunked"])
-async def test_a_large_body_is_not_waited_for_without_a_key(tmp_path: Path, endpoint: str, length: str) -> None:
+async def test_a_large_body_is_not_waited_for_of_who_may_not_call(tmp_path: Path, endpoint: str, length: str) -> None:
     async with world(tmp_path, admin_key="an admin's key") as built, connection(built.url) as (reader, writer):
-        writer.write(head(endpoint, length))
-        status, body = await asyncio.wait_for(answer_of(reader), 10)
-        assert status == 401 and is_refusal(endpoint, status, body)
+        ended = await built.attempt()
+        await built.store.cancel_rollout(ended.rollout_id)
+        for key, expected in (("", 401), (f"authorization: Bearer {ended.api_key}", 403)):
+            writer.write(head(endpoint, length, *filter(None, [key])))
+            status, body = await asyncio.wait_for(answer_of(reader), 10)
+            assert status == expected and is_refusal(endpoint, status, body)
+            reader, writer = await asyncio.open_connection(urlsplit(built.url).hostname, urlsplit(built.url).port)
+        writer.close()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("many", [1, 1001])
+async def test_very_many_messages_are_rendered_while_other_calls_go_on(
+    gateway_world: World, monkeypatch: pytest.MonkeyPatch, many: int
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def render(*_: Any, **__: Any) -> str:
+        threads.append(threading.current_thread())
+        return "hello"
+
+    monkeypatch.setattr(ChatTemplate, "render", render)
+    messages: Any = user("hello") * many
+    client = gateway_world.client(await gateway_world.attempt())
+    await client.chat.completions.create(model="policy", messages=messages, max_tokens=1)
+    assert [one is threading.current_thread() for one in threads] == [many == 1]
 
 
 @pytest.mark.anyio
@@ -308,6 +343,18 @@ def test_characters_of_several_tokens_are_streamed_whole(caller: Caller, endpoin
             part.encode()  # no half of a surrogate pair
         with_characters += not "".join(parts).isascii()
     assert with_characters
+
+
+@pytest.mark.anyio
+async def test_odd_characters_come_through_as_they_are(gateway_world: World) -> None:
+    attempted = await gateway_world.attempt()
+    client = gateway_world.client(attempted)
+    await client.chat.completions.create(model="policy", messages=user(ODD), user=ODD, max_tokens=1)
+    await client.responses.create(model="policy", input=ODD, max_output_tokens=16)
+    for span in await gateway_world.spans(attempted):
+        assert json.loads(str(span.attributes[semconv.GEN_AI_INPUT_MESSAGES])) == user(ODD)
+        assert span.tokens is not None
+        assert ODD in make_talker().tokenizer.decode(span.tokens.prompt_token_ids)
 
 
 ODD = "NUL \x00, family 👩‍👩‍👧‍👦, flag 🏴󠁧󠁢󠁳󠁣󠁴󠁿, e\u0301, \u202eright to left, \ufeff\u2028\uffff end"

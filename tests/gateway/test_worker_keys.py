@@ -59,6 +59,14 @@ async def test_without_an_attempt_it_is_refused_and_not_retried(gateway_world: W
     assert await gateway_world.spans(attempted) == []
 
 
+async def test_with_two_attempts_at_once_it_is_refused(gateway_world: World) -> None:
+    client = gateway_world.client(api_key=await gateway_world.store.issue_worker_key("w/1"))
+    for _ in range(2):
+        await leased(gateway_world, "w/1")
+    with pytest.raises(openai.ConflictError, match="holds 2 at present"):
+        await say_hello(client)
+
+
 async def test_a_call_revives_the_workers_silent_attempt(gateway_world: World) -> None:
     client = gateway_world.client(api_key=await gateway_world.store.issue_worker_key("w/1"))
     attempted = await leased(gateway_world, "w/1", max_attempts=2, retry_condition=("unresponsive",))

@@ -104,6 +104,17 @@ def test_old_log_probabilities_and_losses_of_ones_own_are_those_of_one(two: Fsdp
 
 
 @pytest.mark.slow
+def test_a_batch_that_cannot_be_trained_is_refused_and_the_next_is_not(two: FsdpLearner, model: Path) -> None:
+    poisoned = batch()
+    poisoned[0].advantages[0] = np.nan
+    with pytest.raises(TrainingError, match="weights are unchanged"):
+        two.step(poisoned, LOSS)
+    with pytest.raises(ConfigError, match="no critic"):
+        two.values(batch())
+    same(two.step(batch(), LOSS), one_process(model).step(batch(), LOSS))
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_checkpoint_that_cannot_be_written_holds_up_no_process(two: FsdpLearner, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no directory")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.learner.base import AdamW, LoRA
 from agentlightning.learner.losses import Loss
 from agentlightning.learner.policy import Policy, load_policy, open_policy
+from agentlightning.learner.serving import serve_policy
 from agentlightning.learner.torch import TorchLearner
 from tests.learner.test_torch import batch, tokenizer
 from tests.models import tiny_model
@@ -47,6 +49,14 @@ def logits(model: Any) -> torch.Tensor:
         return model(torch.arange(2, 12)[None]).logits
 
 
+def test_the_adapter_learns_and_the_model_stays(tokenizer: Any) -> None:
+    one = learner(tokenizer)
+    before, logprobs = base_weights(one), torch.cat(one.logprobs(batch()))
+    assert one.step(batch(), Loss())["grad_norm"] > 0
+    assert all(torch.equal(a, b) for a, b in zip(before, base_weights(one), strict=True))
+    assert float((torch.cat(one.logprobs(batch())) - logprobs).abs().max()) > 1e-4
+
+
 def test_what_samples_is_the_model_with_the_adapter_merged_and_never_drifts(tokenizer: Any) -> None:
     one = learner(tokenizer)
     assert one.policy.adapter is not None
@@ -75,6 +85,23 @@ def test_the_engine_samples_what_the_learner_trains(tokenizer: Any, dtype: Any) 
         trained = torch.log_softmax(one.model(ids[None]).logits[0].float(), -1)[2:-1].gather(1, ids[3:, None])[:, 0]
     error = float((trained - torch.tensor([token.logprob for token in out])).expm1().abs().max())
     assert error <= one.mismatch_tolerance
+
+
+@pytest.mark.anyio
+async def test_new_weights_are_served_whether_or_not_the_engine_is_held(tokenizer: Any) -> None:
+    one = TorchLearner(
+        open_policy(Policy(tiny_model(vocab_size=len(tokenizer)), tokenizer), seed=1, lora=LoRA(rank=RANK)),
+        AdamW(learning_rate=1e-2),
+    )
+    served = serve_policy(one.policy, concurrency=1, threads=1)
+    try:
+        for version in (1, 2):
+            one.step(batch(), Loss())
+            async with served.service.exclusive() if version == 1 else nullcontext():
+                await served.service.update_weights(version)
+            torch.testing.assert_close(logits(served.model), logits(one.model), atol=1e-5, rtol=0)
+    finally:
+        served.service.close()
 
 
 def test_the_reference_is_the_model_without_the_adapter(tokenizer: Any) -> None:
@@ -109,6 +136,16 @@ def test_a_checkpoint_is_an_adapter_that_peft_loads_and_training_goes_on_from(to
     for one in (straight, resumed):
         one.step(batch(), Loss())
     assert all(torch.equal(a, b) for a, b in zip(straight.model.parameters(), resumed.model.parameters(), strict=True))
+
+
+def test_a_checkpoint_of_another_adapter_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    learner(tokenizer).save(tmp_path / "small")
+    for other in ({"rank": 8}, {"targets": ("q_proj",)}):
+        policy = open_policy(Policy(tiny_model(), tokenizer), seed=1, lora=LoRA(**{"rank": RANK, **other}))
+        with pytest.raises(ConfigError, match="cannot be resumed"):
+            TorchLearner(policy).load(tmp_path / "small")
+    with pytest.raises(ConfigError, match="checkpoint"):
+        TorchLearner(Policy(tiny_model(), tokenizer)).load(tmp_path / "small")
 
 
 def test_a_model_whose_adapter_was_unloaded_is_as_it_was_and_takes_another(tokenizer: Any) -> None:

@@ -64,6 +64,7 @@ def test_what_is_no_learner_is_refused(given: Any, why: str) -> None:
         ({"vllm": "http://a", "flags": ["--x"]}, "of a server that is started"),
         ({"sglang": "start"}, "no address of a server"),
         ({"vllm": "start", "model": "m"}, "leave `model` out"),
+        ({"vllm": "start", "api_key": "k"}, "api_key is of a server by URL"),
         ({"sglang": "http://a", "model": "m"}, "has one model"),
     ],
 )

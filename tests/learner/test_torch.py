@@ -112,6 +112,25 @@ def test_kl_to_the_reference_is_zero_at_first_and_pulls_back_later(tokenizer: An
         learner(tokenizer).step(batch(), loss)
 
 
+def test_a_step_raises_the_logprob_of_what_was_better(tokenizer: Any) -> None:
+    one = learner(tokenizer, learning_rate=1e-2)
+    (sequence,) = build_sequences(conversation(0)[:1], "transition")
+    before = one.logprobs([sequence])[0]
+    better = TrainingSequence(
+        rollout_id="r",
+        token_ids=sequence.token_ids,
+        positions=sequence.positions,
+        transitions=sequence.transitions,
+        logprobs=before.numpy(),
+        advantages=np.ones_like(sequence.advantages),
+        versions=sequence.versions,
+    )
+    metrics = one.step([better], Loss())
+    assert metrics["max_ratio_error"] < 1e-5
+    assert metrics["tokens"] == len(sequence.positions)
+    assert float((one.logprobs([sequence])[0] - before).sum()) > 0
+
+
 def test_a_step_that_is_not_finite_is_not_taken(tokenizer: Any) -> None:
     one = learner(tokenizer)
     before = [parameter.detach().clone() for parameter in one.model.parameters()]

@@ -209,6 +209,14 @@ print(float(answer == "hello"))
     assert agl.find_final_reward(await store.query_spans(rollout.rollout_id)) == 1.0
 
 
+async def test_the_key_of_the_server_is_not_handed_on(
+    store: SqlStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AGL_KEY", "an admin's key")
+    agent = command("sh -c 'echo ${AGL_KEY-none} $OWN $PWD'", env={"OWN": "mine"}, cwd=tmp_path)
+    assert log_of(await run(store, agent)) == f"none mine {tmp_path}\n"
+
+
 # --- how it ends -------------------------------------------------------------------------------------------------
 
 

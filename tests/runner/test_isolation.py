@@ -120,6 +120,12 @@ async def test_a_process_is_replaced_after_so_many_attempts(store: SqlStore) -> 
 
 
 @pytest.mark.slow
+async def test_several_processes_work_at_once_each_under_a_worker_id_of_its_own(store: SqlStore) -> None:
+    both = await ran(store, *does("wait", "wait"), concurrency=2)
+    assert len({one.pid for one in both}) == len({one.attempt.worker_id for one in both}) == 2
+
+
+@pytest.mark.slow
 async def test_a_process_in_which_something_still_runs_serves_no_other_attempt(store: SqlStore) -> None:
     several = await ran(store, *does("leave thread", "leave process", "leave daemon", "nothing"))
     assert {one.status for one in several} == {"succeeded"}
@@ -221,6 +227,17 @@ async def begun(store: SqlStore, rollout_id: str) -> list[int]:
 
     await until(objects)
     return (await how_it_ended(store, rollout_id)).emitted()["pids"]
+
+
+@pytest.mark.slow
+async def test_a_cancelled_rollout_frees_its_process(brief_store: SqlStore) -> None:
+    rollout = await brief_store.enqueue_rollout({"do": "hang"})
+    async with running(Runner(brief_store, isolated.acts, concurrency=1, isolation="process")):
+        await begun(brief_store, rollout.rollout_id)
+        await brief_store.cancel_rollout(rollout.rollout_id)
+        (again,) = [(await brief_store.enqueue_rollout(task)).rollout_id for task in does("nothing")]
+        (after,) = await brief_store.wait_for_rollouts([again], timeout=60)
+    assert after.status == "succeeded"
 
 
 # --- clients that are made once --------------------------------------------------------------------------------------

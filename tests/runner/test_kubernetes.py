@@ -218,6 +218,15 @@ async def test_a_start_whose_answer_was_lost_is_not_made_twice(store: SqlStore, 
         assert len(cluster.jobs) == 1, said
 
 
+async def test_a_token_that_was_replaced_is_read_again(store: SqlStore, cluster: Cluster) -> None:
+    async with running(store) as said:
+        await until(lambda: len(cluster.asked) > 1)
+        cluster.token.write_text("second\n")
+        await store.enqueue_rollout(0)
+        await until(lambda: cluster.jobs)
+    assert not [line for line in said if "tried again" in line]
+
+
 @pytest.mark.parametrize(
     ("code", "kind", "says"),
     [
@@ -253,6 +262,15 @@ async def test_runners_that_never_come_up_end_the_pool(
                     if len(cluster.jobs) == 2 and all("conditions" in job["status"] for job in cluster.jobs.values()):
                         await asyncio.sleep(0.5)
                         break
+
+
+async def test_clean_up_outlasts_an_api_that_fails(store: SqlStore, cluster: Cluster) -> None:
+    for _ in range(4):
+        await store.enqueue_rollout(0)
+    async with running(store):
+        await until(lambda: len(cluster.jobs) == 2)
+        cluster.faults = [fault(500, "InternalError") for _ in range(4)]
+    assert not cluster.jobs
 
 
 async def test_a_pool_that_cannot_clean_up_says_so(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from pathlib import Path
@@ -64,6 +65,17 @@ async def test_a_returned_number_is_the_final_reward_of_a_succeeded_rollout(stor
     assert attempt.worker_id
 
 
+async def test_without_a_returned_value_the_emitted_reward_counts_and_none_is_fine(store: SqlStore) -> None:
+    def agent(task: float | None) -> None:
+        if task is not None:
+            agl.emit_reward(task)
+
+    rewarded, unrewarded = await run_to_end(store, agent, [0.5, None])
+    assert rewarded.status == unrewarded.status == "succeeded"
+    assert agl.find_final_reward(await store.query_spans(rewarded.rollout_id)) == 0.5
+    assert agl.find_final_reward(await store.query_spans(unrewarded.rollout_id)) is None
+
+
 async def test_returned_spans_become_the_attempts_own(store: SqlStore) -> None:
     def agent(task: Any, rollout: AttemptedRollout) -> list[Span]:
         return [
@@ -114,6 +126,20 @@ async def test_hundreds_of_concurrent_attempts_are_attributed_right(store: SqlSt
     assert sum(endpoint.calls.values()) == 400
 
 
+async def test_no_more_than_concurrency_run_at_once(store: SqlStore) -> None:
+    now, most = 0, 0
+
+    async def agent(task: int) -> None:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.01)
+        now -= 1
+
+    await run_to_end(store, agent, list(range(20)), concurrency=3)
+    assert most == 3
+
+
 async def test_sync_agents_run_side_by_side_in_threads_with_their_binding(store: SqlStore) -> None:
     together = threading.Barrier(8)
 
@@ -127,6 +153,21 @@ async def test_sync_agents_run_side_by_side_in_threads_with_their_binding(store:
     for task, rollout in enumerate(rollouts):
         message, _ = await store.query_spans(rollout.rollout_id)
         assert message.attributes["agentlightning.message.body"] == str(task)
+
+
+async def test_the_mode_chooses_the_method(store: SqlStore) -> None:
+    class Agent(agl.LitAgent[str]):
+        async def training_rollout_async(self, task: str, resources: Any, rollout: Any) -> float:
+            return 1.0
+
+        def validation_rollout(self, task: str, resources: Any, rollout: Any) -> float:
+            return 2.0
+
+    train, val, test = [(await enqueue(store, ["t"], mode=mode))[0] for mode in ("train", "val", "test")]
+    async with running(Runner(store, Agent())):
+        await store.wait_for_rollouts([train, val, test], timeout=60)
+    rewards = [agl.find_final_reward(await store.query_spans(rollout_id)) for rollout_id in (train, val, test)]
+    assert rewards == [1.0, 2.0, 2.0]
 
 
 async def test_run_one_returns_the_ended_rollout_and_raises_what_the_agent_raises(store: SqlStore) -> None:
@@ -194,6 +235,18 @@ async def test_not_even_the_worst_exceptions_of_an_agent_end_the_runner(
 
     bad, good = await run_to_end(store, async_agent if kind == "async" else sync_agent, ["bad", "good"])
     assert (bad.status, good.status) == ("failed", "succeeded")
+
+
+@pytest.mark.parametrize("nonsense", ["1.0", math.nan, math.inf, 1j, {"a": 1.0, "b": 2.0}, [1.0], object()])
+async def test_a_nonsense_result_fails_the_attempt_and_says_what_was_expected(store: SqlStore, nonsense: Any) -> None:
+    def agent(task: str) -> Any:
+        return nonsense
+
+    (rollout,) = await run_to_end(store, agent, ["x"])
+    assert rollout.status == "failed"
+    reason = await reason_of(store, rollout.rollout_id)
+    assert "the agent" in reason and ("expected" in reason or "must be" in reason)
+    assert agl.find_final_reward(await store.query_spans(rollout.rollout_id)) is None
 
 
 async def test_a_hanging_agent_is_cancelled_at_its_timeout(store: SqlStore) -> None:
@@ -348,6 +401,16 @@ async def test_a_hook_that_raises_fails_the_attempt(store: SqlStore, failing: st
     assert await reason_of(store, rollout.rollout_id) == f"RuntimeError: {failing} failed"
 
 
+async def test_end_hooks_run_when_the_agent_raises(store: SqlStore) -> None:
+    async def agent(task: str) -> None:
+        raise ValueError("bad")
+
+    hook = Notes()
+    (rollout,) = await run_to_end(store, agent, ["x"], hooks=[hook])
+    assert hook.seen[-2:] == ["trace_end", "rollout_end 2"]  # the hook's reward and the exception
+    assert await reason_of(store, rollout.rollout_id) == "ValueError: bad"
+
+
 # --- the runner's own end ----------------------------------------------------------------------------------------
 
 
@@ -460,3 +523,19 @@ async def test_a_store_that_stays_away_ends_the_runner_with_a_clear_error(store:
     with pytest.raises(UnavailableError, match=r"did not answer for 0\.3 s"):
         await Runner(store, lambda task: None, patience_seconds=0.3).run()
     assert time.monotonic() - before < 10
+
+
+@pytest.mark.slow
+async def test_workers_report_themselves(brief_store: SqlStore) -> None:
+    release = asyncio.Event()
+
+    async def agent(task: str) -> None:
+        await release.wait()
+
+    (rollout_id,) = await enqueue(brief_store, ["x"])
+    async with running(Runner(brief_store, agent, worker_id="worker-1")):
+        await asyncio.sleep(LEASE_SECONDS)
+        worker = await brief_store.get_worker_by_id("worker-1")
+        release.set()
+        await brief_store.wait_for_rollouts([rollout_id], timeout=60)
+    assert worker is not None and worker.current_rollout_id == rollout_id

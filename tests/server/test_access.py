@@ -173,7 +173,7 @@ async def test_an_attempts_key_writes_no_tokens_to_train_on(store, http):
     place = await furnish(store, "a")
     choice = SampledChoice(token_ids=(1,), logprobs=(0.0,), finish_reason="stop")
     forged = span_of(place, 2, tokens=TokenCapture(prompt_token_ids=(1,), choices=(choice,)))
-    for key in (place.attempt_key, place.grading_key):
+    for key in (place.attempt_key, place.grading_key, await issue(store, "grader")):
         status, text = await Caller(http, key)(CALLS["store_spans"](spans=[forged]))
         assert status == 403 and "token ids" in text
 
@@ -186,7 +186,7 @@ async def test_an_attempts_key_does_not_speak_for_the_gateway(store, http):
         span_of(place, 4, attributes={semconv.CALL_INDEX: 1}),
         span_of(place, 5, attributes={semconv.CALL_ENDPOINT: "responses"}),
     ]
-    for key, span in product((place.attempt_key, place.grading_key), forged):
+    for key, span in product((place.attempt_key, place.grading_key, await issue(store, "grader")), forged):
         status, text = await Caller(http, key)(CALLS["store_spans"](spans=[span_of(place, 6), span]))
         assert status == 403 and semconv.CALL in text
         assert (await Caller(http, key).request("POST", "/v1/traces", **otlp(span)))[0] == 403
@@ -205,6 +205,9 @@ async def test_an_attempts_key_leaves_room_for_what_is_recorded_later(store, htt
         caller = Caller(roomy, place.attempt_key)
         assert (await caller(CALLS["store_spans"](spans=[large])))[0] == 413
         assert (await caller.request("POST", "/v1/traces", **otlp(large)))[0] == 413
+        asked = {"where": {"op": "eq", "field": "rollout_id", "value": "x" * ATTEMPT_BYTES}}
+        reader = Caller(roomy, await issue(store, "read"))
+        assert (await reader.request("POST", "/api/v1/rollouts/query", json=asked))[0] == 413
         worker = Caller(roomy, await issue(store, "worker"))
         assert (await worker(CALLS["store_spans"](spans=[large])))[0] == 200
 
@@ -330,6 +333,17 @@ async def test_models_answer_whom_the_store_would(store, headers, let_in):
             status, text = await caller.request("POST", path, **sent)
             assert status == (404 if let_in else 403), text  # nothing is wrong but that there is no model
             assert let_in or "admin key" in text
+
+
+async def test_a_key_that_may_call_models_does_so_from_anywhere(store):
+    place = await furnish(store, "a")
+    keys = {place.attempt_key: 404, await issue(store, "worker"): 404, await issue(store, "read"): 403}
+    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+    app = create_app(store, gateway=Gateway(ModelTable(), store))
+    async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http:
+        for key, status in keys.items():
+            sent = {"json": body, "headers": {"host": "host.docker.internal:8123"}}
+            assert (await Caller(http, key).request("POST", "/v1/chat/completions", **sent))[0] == status
 
 
 @pytest.mark.parametrize("guarded", [False, True])

@@ -11,12 +11,14 @@ import msgspec
 import pytest
 from starlette.applications import Starlette
 
+from agentlightning.server import events
 from agentlightning.server.access import Access
 from agentlightning.server.app import create_app
 from agentlightning.server.events import EventRoutes
 from agentlightning.server.serve import HttpServer
-from agentlightning.types import Condition, Metrics, Span
+from agentlightning.types import Condition, EnqueueRolloutRequest, Metrics, Span
 from tests.server.conftest import ADMIN_KEY, until
+from tests.server.places import issue
 
 pytestmark = pytest.mark.anyio
 
@@ -81,6 +83,16 @@ async def test_the_life_of_a_rollout_is_heard(http, store):
         await listener.until("rollout", rollout_id=leased.rollout_id, status="deleted")
 
 
+async def test_a_complete_group_is_heard(http, store):
+    run = await store.start_run("train", {})
+    group = await store.create_group(size=1, run_id=run.run_id)
+    async with listening(http) as listener:
+        request = EnqueueRolloutRequest(input=1, run_id=run.run_id, group_id=group.group_id, group_index=0)
+        (rollout,) = await store.enqueue_many_rollouts([request])
+        await store.cancel_rollout(rollout.rollout_id)
+        await listener.until("groups", run_id=run.run_id)
+
+
 async def test_what_happens_at_once_is_said_once(http, store):
     async with listening(http) as listener:
         started = await store.start_rollout(1)
@@ -98,6 +110,19 @@ async def test_listening_needs_a_key_that_may_read(http, store):
     attempt = await store.start_rollout(1)
     assert (await http.get("/api/v1/events")).status == 401
     assert (await http.get("/api/v1/events", headers={"x-api-key": attempt.api_key})).status == 403
+
+
+async def test_nobody_listens_so_often_that_writes_become_slow(http, store, monkeypatch):
+    monkeypatch.setattr(events, "_MOST_STREAMS", 2)
+    reader = await issue(store, "read")
+
+    async def may_listen() -> bool:
+        async with http.get("/api/v1/events", headers={"Authorization": f"Bearer {reader}"}) as answer:
+            return answer.status == 200
+
+    async with listening(http, reader), listening(http), listening(http, reader):
+        assert not await may_listen()
+    await until(may_listen)
 
 
 async def test_a_revoked_key_hears_no_more(http, store):

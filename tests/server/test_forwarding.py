@@ -25,6 +25,7 @@ from agentlightning.store.client import LightningStoreClient
 from agentlightning.tracing.otlp import PROTOBUF, decode_traces
 from agentlightning.types import AttemptedRollout, SampledChoice, Span, TokenCapture
 from tests.gateway.world import GREEDY, talking
+from tests.server.conftest import until
 from tests.server.exporters import export, key_of
 
 pytestmark = pytest.mark.anyio
@@ -195,6 +196,18 @@ async def test_it_retries_when_asked_to_and_not_when_refused(collector):
     assert (forwarder.sent, forwarder.dropped) == (1, 1)
 
 
+async def test_a_slow_collector_delays_no_write(collector):
+    collector.awake.clear()
+    async with forwarding_server(collector) as (_, store, mine):
+        began = time.monotonic()
+        for number in range(1, 51):
+            await store.add_span(span(mine, number))
+        assert time.monotonic() - began < 5
+        assert collector.spans == []
+        collector.awake.set()
+    assert len(collector.spans) == 50
+
+
 async def test_a_full_queue_drops_the_oldest_and_says_so(collector, monkeypatch, caplog):
     monkeypatch.setattr(forwarding, "QUEUE_SPANS", 10)
     monkeypatch.setattr(forwarding, "BATCH_SPANS", 10)
@@ -209,6 +222,12 @@ async def test_a_full_queue_drops_the_oldest_and_says_so(collector, monkeypatch,
 
 
 # --- the end -----------------------------------------------------------------------------------------------------
+
+
+async def test_what_waits_is_sent_when_the_server_stops(collector):
+    async with forwarding_server(collector) as (_, store, mine):
+        await store.add_many_spans([span(mine, number) for number in range(1, 2001)])
+    assert len({one.span_id for one in collector.spans}) == 2000
 
 
 @pytest.mark.parametrize("trouble", ["down", "hanging"])
@@ -226,6 +245,23 @@ async def test_a_collector_that_does_not_answer_holds_the_end_up_for_a_few_secon
 
 
 # --- settings and counts -----------------------------------------------------------------------------------------
+
+
+async def test_metrics_count_what_was_sent_and_dropped(collector):
+    collector.answers = [web.Response(status=400)]
+    async with forwarding_server(collector) as (running, store, mine), aiohttp.ClientSession() as http:
+        await store.add_span(span(mine))
+        counted = {
+            "agl_forward_taken_spans_total 1.0",
+            "agl_forward_dropped_spans_total 1.0",
+            "agl_forward_sent_spans_total 0.0",
+        }
+
+        async def shown() -> bool:
+            async with http.get(f"{running.url}/metrics") as answer:
+                return counted <= set((await answer.text()).splitlines())
+
+        await until(shown)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from agentlightning.errors import ConflictError, InvalidError, NotFoundError, UnavailableError
+from agentlightning.errors import ConflictError, ForbiddenError, InvalidError, NotFoundError, UnavailableError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
@@ -125,6 +125,21 @@ async def test_a_trainer_holds_calls_and_lets_them_go_on_with_weights_of_its_own
     assert backend.connection.version == 5
     async with place.http.get("/metrics") as answer:
         assert "agl_gateway_held_calls_total 1.0" in await answer.text()
+
+
+async def test_a_hold_of_a_trainer_that_died_ends_by_itself(place: Place) -> None:
+    await place.perform(HoldModel(name=NAME, seconds=0.3))
+    assert (await asyncio.wait_for(place.call(), 60))[0] == 200
+
+
+async def test_only_an_admin_holds_a_model(place: Place) -> None:
+    async with place.http.post("/api/v1/keys", json={"name": "trainer", "scopes": ["trainer"]}) as answer:
+        trainer = (await answer.json())["api_key"]
+    for key in (None, "wrong", trainer):
+        for call in (HoldModel(name=NAME), UpdateModel(name=NAME, policy_version=1)):
+            with pytest.raises(ForbiddenError):
+                await place.perform(call, key)
+    assert not place.held
 
 
 async def test_a_person_and_a_trainer_hold_each_by_themselves(place: Place) -> None:

@@ -121,6 +121,11 @@ async def test_an_unknown_attempt_costs_the_spans_beside_it_nothing(store, http,
     assert len(await stored(store, attempted)) == 1
 
 
+async def test_a_key_that_only_reads_sends_nothing(store, http):
+    async with http.post("/v1/traces", json=posted(), headers=await issue(store, scopes=["read"])) as answer:
+        assert answer.status == 403
+
+
 # --- how it answers ----------------------------------------------------------------------------------------------
 
 

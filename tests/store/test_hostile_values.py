@@ -3,6 +3,7 @@ never a harm to anything else."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,8 +12,9 @@ import msgspec
 import pytest
 
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError
+from agentlightning.store import codec
 from agentlightning.store.base import CALLS
-from agentlightning.types import LLM, Condition, EnqueueRolloutRequest, Metrics, SpanEvent, SpanLink
+from agentlightning.types import LLM, Condition, EnqueueRolloutRequest, Metrics, Order, SpanEvent, SpanLink
 from tests.server.places import EVERY, Place, call_about, furnish, span_of
 from tests.store.conftest import open_store
 
@@ -111,6 +113,32 @@ async def test_a_value_that_would_not_come_back_is_refused_wherever_it_is_given(
     page = await store.finished_after(0)
     assert [rollout.rollout_id for rollout in page.rollouts] == [ids[0]]
     assert await store.query_spans(ids[0]) == []
+
+
+async def test_a_span_longer_than_a_number_can_say_is_refused_and_harms_no_query(store):
+    leased = await store.start_rollout(1)
+    span = msgspec.structs.replace(SPAN, rollout_id=leased.rollout_id, attempt_id=leased.attempt.attempt_id)
+    for start, end in ((-1.7e308, 1.7e308), (1.7e308, -1.7e308)):
+        with pytest.raises(InvalidError, match="how long it is"):
+            await store.add_span(msgspec.structs.replace(span, start_time=start, end_time=end))
+    await store.add_span(msgspec.structs.replace(span, start_time=5e-324, end_time=1e308))
+    assert (await store.page_spans(Condition("duration", "gt", 1.0), [Order(field="duration")])).items
+
+
+@pytest.mark.parametrize("key", ["aglk-\udcff", "agl-\udcff.\udcff", "agl-wk-YQ.\udcff", "\udcff"])
+async def test_half_a_pair_in_a_key_is_no_key(store, key):
+    with contextlib.suppress(InvalidError):  # what no database can be asked for
+        assert await store.find_key(key) is None
+
+
+def test_spans_are_large_by_their_characters_or_by_their_parts():
+    events, links = (SpanEvent(name=""),) * 200, (SpanLink(trace_id="", span_id=""),) * 200
+    large = [{"name": "n" * 200}, {"events": events}, {"links": links}]
+    large += [{"attributes": given} for given in ({"a": "b" * 200}, {"a": ["b" * 200]}, {"a": [1] * 200})]
+    large += [{"resource": dict.fromkeys(map(str, range(200)), True)}]
+    for fields in large:
+        spans = [SPAN, msgspec.structs.replace(SPAN, **fields)]
+        assert codec.larger(spans, 100) and not codec.larger(spans, 1000), fields
 
 
 async def test_the_place_of_a_value_that_would_not_come_back_is_named(request):

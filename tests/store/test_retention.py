@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import sqlite3
+import subprocess
+import sys
+import textwrap
+import time
 from pathlib import Path
 
 import anyio
@@ -259,11 +264,86 @@ async def test_nothing_of_an_erased_rollout_is_left_in_the_files(tmp_path):
     assert traces(tmp_path, b"ZEBRA") == []
 
 
+async def test_others_write_while_a_reader_keeps_the_log_from_being_emptied(tmp_path):
+    store = await SqlStore.open(tmp_path / "store.db")
+    await finish(store, "ZEBRA")
+    with contextlib.closing(sqlite3.connect(tmp_path / "store.db", isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM rollouts").fetchone()
+        erasing = asyncio.create_task(delete(store, Condition("input", "contains", "ZEBRA"), scrub=True))
+        await asyncio.sleep(1)
+        async with asyncio.timeout(5):
+            await store.enqueue_rollout("meanwhile")
+        assert not erasing.done()
+    assert (await erasing).rollouts == 1
+    assert traces(tmp_path, b"ZEBRA") == []
+    await store.close()
+
+
+def test_a_store_that_is_larger_than_the_memory_can_be_asked_to_leave_no_trace(tmp_path):
+    asked = """
+        import asyncio, resource, sys
+        from agentlightning.store.sql import SqlStore
+        from agentlightning.types import Condition
+
+        async def main():
+            store = await SqlStore.open(sys.argv[1], synchronous="NORMAL")
+            for number in range(200):
+                await store.enqueue_rollout(str(number) + "x" * 1_000_000)
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            await store.delete_rollouts(Condition("number", "le", 5), unfinished=True, scrub=True)
+            print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+            await store.close()
+
+        asyncio.run(main())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(asked), tmp_path / "store.db"]
+    more = int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout)
+    assert more < 100_000, "KiB, of a file of 200 MB"
+
+
 async def test_every_kind_of_store_can_be_asked_to_leave_no_trace(store):
     await finish(store, "ZEBRA")
     kept = await finish(store)
     assert (await delete(store, Condition("input", "contains", "ZEBRA"), scrub=True)).rollouts == 1
     assert [rollout.rollout_id for rollout in await store.query_rollouts()] == [kept.rollout_id]
+
+
+@pytest.mark.slow
+async def test_writing_a_large_file_anew_costs_nobody_their_lease_or_time(tmp_path):
+    """A clock that runs sixty times as fast makes 200 MB as long as 12 GB. Somebody writes all the time."""
+    began = time.monotonic()
+    store = await SqlStore.open(tmp_path / "store.db", clock=lambda: 1e6 + 60 * (time.monotonic() - began))
+    for number in range(20):
+        rollout = await store.start_rollout("ZEBRA" if number % 2 else "horse", rollout_id=f"r-{number}")
+        ids = rollout.rollout_id, rollout.attempt.attempt_id
+        texts = [os.urandom(500_000).hex(" ", 4) for _ in range(10)]
+        await store.add_many_spans([a_span(*ids, f"{number}-{n}", text=text) for n, text in enumerate(texts)])
+        await store.update_attempt(*ids, status="succeeded")
+    attempted = await store.start_rollout("at work")
+    ids = attempted.rollout_id, attempted.attempt.attempt_id
+
+    async def work() -> None:
+        while True:  # as a runner does: every third of a lease, and not again before the answer
+            assert attempted.lease is not None
+            await store.heartbeat(*ids, attempted.lease.token)
+            await asyncio.sleep(30 / 60 / 3)
+
+    async def write() -> None:
+        while True:
+            await store.enqueue_rollout("x" * 100_000)
+
+    tasks = [asyncio.create_task(work()), asyncio.create_task(write())]
+    deleted = await delete(store, Condition("input", "contains", "ZEBRA"), scrub=True)
+    await store.expire_overdue()
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    attempt = await store.get_latest_attempt(ids[0])
+    assert deleted.rollouts == 10 and attempt is not None
+    assert attempt.status == "preparing" and attempt.held_seconds > 10
+    assert traces(tmp_path, b"ZEBRA") == []
+    await store.close()
 
 
 # --- bringing in -------------------------------------------------------------------------------------------------

@@ -14,8 +14,10 @@ import pytest
 import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.errors import ConfigError, InvalidError
+from agentlightning.tracing.otlp import PROTOBUF, decode_traces
 from agentlightning.tracing.rewards import reward_attributes
 from agentlightning.types import Attributes, SampledChoice, Span, TokenCapture
+from tests.server.exporters import encode_traces
 from tests.tracing.recorded import ALL, WITH_AGENTS, recorded
 
 RECORDED: list[dict[str, Any]] = msgspec.json.decode(
@@ -137,6 +139,13 @@ def test_a_triplet_has_the_shape_of_0_3() -> None:
     )
 
 
+def test_an_intermediate_reward_and_the_final_one_are_both_kept() -> None:
+    early = span("s2", semconv.ANNOTATION, 2.5, 2.5, reward_attributes(0.2, final=False))
+    late = span("s4", semconv.ANNOTATION, 9.0, 9.0, reward_attributes(1.0))
+    spans = [call("s1", 0, 1.0, 2.0), early, call("s3", 1, 3.0, 4.0), late]
+    assert [one.reward for one in agl.TracerTraceToTriplet()(spans)] == [0.2, 1.0]
+
+
 def test_of_several_attempts_the_last_is_adapted_and_what_must_not_train_is_left_out() -> None:
     failed = msgspec.structs.replace(call("s0", 0, 0.0, 0.5), attempt_id="earlier")
     flagged = call("s2", 1, 3.0, 4.0, attributes={semconv.CALL_FLAG: "call failed"})
@@ -180,6 +189,12 @@ def test_messages_are_read_from_the_gateway_or_from_other_instrumentation_alone(
     assert len(told) == sum(one.tokens is not None for one in spans)
     foreign = agl.TraceToMessages()([one for one in spans if one.tokens is None])
     assert [answer(one) for one in foreign] == [answer(one) for one in told]
+
+
+def test_it_does_not_matter_whether_spans_came_by_otlp() -> None:
+    traced = span("0" * 15 + "1", "chat", 1.0, 2.0, TALK | {semconv.GEN_AI_OPERATION: "chat"})
+    (sent,) = decode_traces(encode_traces([traced]), PROTOBUF)
+    assert agl.TraceToMessages()([sent]) == agl.TraceToMessages()([traced]) != []
 
 
 # --- bases and options -------------------------------------------------------------------------------------------

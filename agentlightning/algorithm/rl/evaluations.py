@@ -40,7 +40,7 @@ class HeldOut:
         """Measure the present weights every so many steps: before training goes on, or, where that overlaps with
         rollouts anyway, beside it; one that is still going on then is not begun again."""
         job = self._job
-        every, step = job.algorithm.evaluate_every, job.state.step
+        every, step = job.algorithm.evaluation_interval, job.state.step
         if not every or step % every or self._last == step:
             return
         if not job.overlaps:

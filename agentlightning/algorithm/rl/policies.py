@@ -20,7 +20,7 @@ import numpy as np
 from agentlightning.algorithm.rl.batch import Sequences, Values, minibatches
 from agentlightning.algorithm.rl.metrics import Usage
 from agentlightning.algorithm.rl.settings import RLSettings
-from agentlightning.errors import TrainingError
+from agentlightning.errors import TrainingError, docs_page
 from agentlightning.learner.base import Learner, Sampler, Weights, WeightsForm
 
 _EXPORTS_KEPT: Final[dict[str, int]] = {"adapter": 16}  # of each policy, else 3; a server may read one again
@@ -115,7 +115,8 @@ class Policies:
             raise TrainingError(
                 f"the sampler was given the weights of {name!r} and does not sample with them: in the probability of a "
                 f"token it and the learner differ by {worst:.2g} (expected at most {learner.mismatch_tolerance:.2g}). "
-                "Has the server another model or dtype, or weights of another run (restart it)? See docs/training.md"
+                "Does the server have another model or dtype, or weights of another run (restart it)? "
+                f"See {docs_page('training.md')}"
             )
 
     def usage(self) -> Usage:

@@ -150,8 +150,7 @@ class Loop:
         reasons = dropped.reasons
         left_out = f"; {reasons.total()} groups were replaced: {dict(reasons)}" if reasons else ""
         self.job.context.progress.note(
-            f"step {step} taught nothing: in every group all rewards were equal, or fewer than two members had one "
-            f"(mean {reward:.2f}){left_out}"
+            f"step {step} was skipped: no group had two different rewards (mean reward {reward:.2f}){left_out}"
         )
 
     def _record_batch(self, step: int, groups: Sequence[CompleteGroup]) -> None:

@@ -108,7 +108,7 @@ class RLSettings(metaclass=_Tried):
     target_reward: float | None = None
     stop_on_explosion: int = 0
     stop_on_collapse: int = 10
-    evaluate_every: int = 0
+    evaluate_every: int | None = None
     checkpoint_every: int = 10
     rollout: RolloutConfig = SUPERVISED
     name: str = "rl"
@@ -160,6 +160,12 @@ class RLSettings(metaclass=_Tried):
     def imitates(self) -> bool:
         """Whether what is trained is right to be trained whatever weights sampled it."""
         return False
+
+    @property
+    def evaluation_interval(self) -> int:
+        """Steps between two evaluations on held-out tasks, 0 for none between the first and the last: a fifth of the
+        training, and at least 5, unless `evaluate_every` says otherwise."""
+        return max(5, math.ceil(self.steps / 5)) if self.evaluate_every is None else self.evaluate_every
 
     @property
     def refills(self) -> bool:

@@ -1,0 +1,92 @@
+"""`agl chat`: talk to a checkpoint, or to any server of OpenAI's API, in the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import click
+
+from agentlightning.cli.options import json_option, print_json
+from agentlightning.cli.serving import served_model
+
+
+@click.command()
+@click.argument("model", metavar="MODEL|URL")
+@click.option("--system", metavar="TEXT", help="System message that begins each conversation.")
+@click.option("--model-name", default="policy", show_default=True, help="The model's name at URL.")
+@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, default="any", help="The key for URL.")
+@click.option("--temperature", type=click.FloatRange(0, 2), help="Default: the server's.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Longest answer.")
+@click.option("--seed", type=int, default=0, show_default=True, help="For sampling, and for making MODEL.")
+@json_option
+def chat(model: str, model_name: str, key: str, seed: int, **conversation: Any) -> int:
+    """Talk to MODEL: a checkpoint's directory, a Hugging Face id, or FILE.py:NAME; or to what a server at URL serves.
+
+    A message a line. /new begins another conversation, /quit or Ctrl-D ends. Nothing is stored.
+    The exit code is 1 where no message was answered."""
+    from agentlightning.server.serve import run_on_fastest_loop
+
+    talk = partial(_talk, model_name=model_name, key=key, **conversation)
+    if model.startswith(("http://", "https://")):
+        return talk(model.rstrip("/").removesuffix("/v1"))
+
+    async def work() -> int:
+        async with served_model(model, model_name=model_name, seed=seed) as url:
+            return await asyncio.to_thread(talk, url)
+
+    return run_on_fastest_loop(work())
+
+
+def _talk(url: str, *, model_name: str, key: str, system: str | None, as_json: bool, **asked: Any) -> int:
+    from openai import OpenAI, OpenAIError
+
+    from agentlightning.tracing.tree import printable
+
+    asked = {name: value for name, value in asked.items() if value is not None}
+    begun = [{"role": "system", "content": system}] if system else []
+    messages: list[Any] = [*begun]
+    answered = failed = 0
+    if sys.stdin.isatty():
+        click.echo(f"{model_name} at {url}: a message a line; /new begins again, /quit ends", err=True)
+    with OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
+        for text in _lines():
+            if text == "/new":
+                messages = [*begun]
+                continue
+            messages.append({"role": "user", "content": text})
+            answer = ""
+            try:
+                for piece in client.chat.completions.create(model=model_name, messages=messages, stream=True, **asked):
+                    said = (piece.choices[0].delta.content or "") if piece.choices else ""
+                    answer += said
+                    if not as_json:
+                        click.echo(printable(said), nl=False)
+            except OpenAIError as error:
+                messages.pop()
+                failed += 1
+                click.echo(f"error: {printable(str(error))}", err=True)
+                continue
+            messages.append({"role": "assistant", "content": answer})
+            answered += 1
+            if as_json:
+                print_json({"question": text, "answer": answer})
+            else:
+                click.echo()
+    return 1 if failed and not answered else 0
+
+
+def _lines() -> Iterator[str]:
+    """What is typed, line by line, until /quit or the end; empty lines are left out."""
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        if line == "/quit":
+            return
+        if line:
+            yield line

@@ -1,0 +1,94 @@
+"""`hf:` names: models and files of datasets on the Hugging Face hub, fetched and pushed by `huggingface_hub`.
+
+`hf:ORG/NAME` is a model; `hf:ORG/NAME/FILE` a file of a dataset; `hf:ORG/NAME@REVISION…` either at a revision.
+The hub's own variables hold: HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
+
+from agentlightning.errors import ConfigError, imported
+
+PREFIX: Final = "hf:"
+_NAME: Final = re.compile(r"hf:(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w.-]+))?(/(?P<file>[^@]+))?")
+
+_NOT_THE_MODEL: Final = ["loop.json", "optimizer.pt"]  # of a checkpoint, what only the run itself goes on with
+
+T = TypeVar("T")
+
+
+class HubName(NamedTuple):
+    """What an `hf:` name names; without a `file` it is a whole repository."""
+
+    repository: str
+    revision: str | None
+    file: str | None
+
+
+def is_hub_name(source: object) -> bool:
+    return isinstance(source, str) and source.startswith(PREFIX)
+
+
+def read_hub_name(source: str) -> HubName:
+    """ConfigError for what is no name."""
+    found = _NAME.fullmatch(source)
+    if found is None:
+        raise ConfigError(f"{source!r} names nothing on the hub; write hf:ORG/NAME for a model, hf:ORG/NAME/FILE.jsonl")
+    return HubName(found["repository"], found["revision"], found["file"])
+
+
+def fetched_model(source: T) -> T | str | Path:
+    """The id or the directory of the model that an `hf:` name names; anything else as it is."""
+    if not isinstance(source, str) or not is_hub_name(source):
+        return source
+    name = read_hub_name(source)
+    if name.file is not None:
+        raise ConfigError(f"{source!r} names a file; a model is a whole repository, {PREFIX}{name.repository}")
+    if name.revision is None:
+        return name.repository
+    with _hub(source) as hub:
+        return Path(hub.snapshot_download(name.repository, revision=name.revision))
+
+
+def fetched_file(source: str) -> Path:
+    """The file of a dataset that an `hf:` name names, in the hub's cache here."""
+    name = read_hub_name(source)
+    with _hub(source) as hub:
+        if name.file is None:
+            files = hub.HfApi().list_repo_files(name.repository, repo_type="dataset", revision=name.revision)
+            raise ConfigError(f"{source!r} names no file; write {source}/FILE, one of: {', '.join(files[:20])}")
+        return Path(hub.hf_hub_download(name.repository, name.file, repo_type="dataset", revision=name.revision))
+
+
+def push(path: Path, target: str) -> str:
+    """Upload a checkpoint's directory to the model, or a file to the dataset, that an `hf:` name names; a repository
+    that does not exist is made, private. The address of the commit."""
+    name = read_hub_name(target)
+    kind = "dataset" if name.file is not None else "model"
+    if path.is_dir() == (name.file is not None):
+        raise ConfigError(f"{target!r} names a {kind}, and {path} is a {'directory' if path.is_dir() else 'file'}")
+    with _hub(target) as hub:
+        api = hub.HfApi()
+        api.create_repo(name.repository, repo_type=kind, private=True, exist_ok=True)
+        where = {"repo_id": name.repository, "repo_type": kind, "revision": name.revision}
+        if name.file is None:
+            return str(api.upload_folder(folder_path=path, ignore_patterns=_NOT_THE_MODEL, **where))
+        return str(api.upload_file(path_or_fileobj=path, path_in_repo=name.file, **where).commit_url)
+
+
+@contextlib.contextmanager
+def _hub(name: str) -> Generator[Any]:
+    """The hub's package, whose errors are told as ConfigErrors."""
+    hub = imported("huggingface_hub", name, "huggingface_hub")
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        yield hub
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(f"{name}: {reason}. HF_TOKEN is the key for what is private") from None

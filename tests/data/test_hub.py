@@ -1,0 +1,159 @@
+"""`hf:` names, with the real `huggingface_hub` against a server on loopback that speaks the hub's protocol."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from agentlightning.cli.main import run
+from agentlightning.data.hub import HubName, read_hub_name
+from agentlightning.errors import ConfigError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub(ThreadingHTTPServer):
+    """Repositories in memory, `{"datasets/me/data": {"tasks.jsonl": b"…"}}`; files need the token `good`."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.repositories: dict[str, dict[str, bytes]] = {}
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class Answer(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Hub
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+    def _say(self, value: Any, status: int = 200, **headers: str) -> None:
+        body = value if isinstance(value, bytes) else json.dumps(value).encode()
+        self.send_response(status)
+        for name, text in {"content-length": str(len(body)), "x-repo-commit": COMMIT, **headers}.items():
+            self.send_header(name.replace("_", "-"), text)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        words = self.path.partition("?")[0].strip("/").split("/")
+        if words[0] == "api":  # api/datasets/me/data/revision/main
+            kind = words[1] + "/" if words[1] == "datasets" else ""
+            name = kind + "/".join(words[2:4])
+            files = self.server.repositories.get(name)
+            if files is not None and "tree" in words:
+                return self._say(
+                    [{"type": "file", "path": path, "size": len(one), "oid": "0"} for path, one in files.items()]
+                )
+            siblings = [{"rfilename": file} for file in files or ()]
+            return self._say(
+                {"id": "/".join(words[2:4]), "sha": COMMIT, "siblings": siblings}, 404 if files is None else 200
+            )
+        head, _, file = "/".join(words).partition("/resolve/")
+        content = self.server.repositories.get(head, {}).get(file.partition("/")[2])
+        if content is None or self.headers.get("authorization") != "Bearer good":
+            return self._say({"error": "no such file"}, 404 if content is None else 401, x_error_code="EntryNotFound")
+        return self._say(content, etag=f'"{hashlib.sha1(content).hexdigest()}"')
+
+    do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        words = self.path.partition("?")[0].strip("/").split("/")
+        if self.path == "/api/repos/create":
+            told = json.loads(body)
+            kind = "datasets/" if told.get("type") == "dataset" else ""
+            self.server.repositories.setdefault(f"{kind}{told.get('organization', 'me')}/{told['name']}", {})
+            return self._say({"url": f"{self.server.url}/{kind}me/{told['name']}"})
+        if words[-2] == "preupload":
+            files = json.loads(body)["files"]
+            return self._say(
+                {"files": [{"path": one["path"], "uploadMode": "regular", "shouldIgnore": False} for one in files]}
+            )
+        kind = "datasets/" if words[1] == "datasets" else ""
+        files = self.server.repositories[kind + "/".join(words[2:4])]
+        for line in map(json.loads, body.splitlines()):
+            if line["key"] == "file":
+                files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+        address = f"{self.server.url}/{kind}{'/'.join(words[2:4])}/commit/{COMMIT}"
+        return self._say({"commitUrl": address, "commitOid": COMMIT, "success": True})
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with Hub() as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def agl(folder: Path, hub: Hub, *arguments: str, code: int = 0, token: str = "good") -> tuple[str, str]:
+    variables = {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(folder / "home"),
+        "HF_TOKEN": token,
+    }
+    command = [sys.executable, "-m", "agentlightning.cli.main", *arguments]
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | variables, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_tasks_and_models_come_from_the_hub_and_go_there(tmp_path: Path, hub: Hub) -> None:
+    project = tmp_path / "mine"
+    assert run(["init", str(project)]) == 0
+    hub.repositories["datasets/me/data"] = {"deep/tasks.jsonl": (project / "tasks.jsonl").read_bytes()}
+    flags = ("--steps", "1", "--train-dataset", "hf:me/data/deep/tasks.jsonl", "--out", "run")
+    agl(project, hub, "train", *flags)
+    agl(project, hub, "export", "hf:me/agent", "--format", "model", "--run", "run")
+    pushed = hub.repositories["me/agent"]
+    assert pushed["model.safetensors"] and "optimizer.pt" not in pushed and "loop.json" not in pushed
+    _, err = agl(project, hub, "export", "hf:me/wins/sft.jsonl", "--format", "sft", "--run", "run")
+    assert f"pushed to {hub.url}/datasets/me" in err
+    assert json.loads(hub.repositories["datasets/me/wins"]["sft.jsonl"].splitlines()[0])["messages"]
+    again = ("--model", f"hf:me/agent@{COMMIT}", "--out", "again")
+    agl(project, hub, "train", *flags[:4], *again)
+    shown = (project / "again" / "run.yaml").read_text()
+    assert "train_dataset: hf:me/data/deep/tasks.jsonl" in shown and f"model: hf:me/agent@{COMMIT}" in shown
+    for name, message in (
+        ("hf:me/data/nothing.jsonl", "Entry Not Found"),
+        ("hf:me/data", "write hf:me/data/FILE, one of: deep/tasks.jsonl"),
+    ):
+        _, err = agl(project, hub, "train", "--train-dataset", name, "--out", "wrong", code=1)
+        assert message in err, err
+    _, err = agl(project, hub, "train", *flags[:4], "--out", "wrong", code=1, token="bad")
+    assert "HF_TOKEN" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("hf:me/agent", HubName("me/agent", None, None)),
+        ("hf:me/agent@v1.0", HubName("me/agent", "v1.0", None)),
+        ("hf:me/data@abc/a/b.jsonl", HubName("me/data", "abc", "a/b.jsonl")),
+    ],
+)
+def test_a_name_is_read(name: str, found: HubName) -> None:
+    assert read_hub_name(name) == found
+
+
+@pytest.mark.parametrize("name", ["hf:", "hf:agent", "hf:me/agent@", "hf:me//x", "hf:../..", "hf:me/a b"])
+def test_what_is_no_name_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="names nothing on the hub"):
+        read_hub_name(name)
