@@ -6,7 +6,6 @@ Whoever owns the engine keeps it from reading weights during `step`.
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -123,11 +122,10 @@ class TorchLearner:
         self.model = policy.model
         self.model.eval()  # no dropout: what is trained is the distribution that was sampled
         self.keeps_reference = bool(reference)
-        self._started_from: str | None = None
         self.reference = reference if isinstance(reference, PreTrainedModel) else None
         if reference is True and policy.adapter is None:
             self.reference = copy.deepcopy(self.model).requires_grad_(False)
-            self._started_from = _fingerprint(self.reference)
+        self._frozen = _sample_of_frozen(self.reference or self.model).to(self.dtype)
         self.critic = None if critic is None else ValueModel(self.model, critic)
         self._masters, self._trained = _trained(self.model, self.critic)
         own_rate = critic.learning_rate if critic else None
@@ -365,7 +363,7 @@ class TorchLearner:
         self._save_state(directory, self.optimizer.state_dict(), self._masters.state())
 
     def _save_state(self, directory: Path, optimizer: Any, masters: Sequence[Tensor]) -> None:
-        state = {"optimizer": optimizer, "steps": self.steps, "masters": masters, "reference": self._started_from}
+        state = {"optimizer": optimizer, "steps": self.steps, "masters": masters, "frozen": self._frozen}
         with written():
             torch.save(state, directory / OPTIMIZER_FILE)
 
@@ -380,11 +378,14 @@ class TorchLearner:
                 self.critic.load(directory)
             copied = self.model.device.type != "cpu"  # to where the weights are, so that the file may go
             state = torch.load(directory / OPTIMIZER_FILE, weights_only=True, map_location="cpu", mmap=copied)
+            if len(self._frozen) and len(state["frozen"]) and not torch.equal(state["frozen"], self._frozen):
+                raise ValueError(
+                    "its run started from other weights, which are kept as the reference or under the adapter. Give "
+                    "the model that it started from; if this process has trained that one, load it again"
+                )
             self._load_state(state)
             for group in self.optimizer.param_groups:  # it has the settings of the run before
                 group |= {"betas": self.config.betas, "weight_decay": self.config.weight_decay}
-            if self._started_from and state.get("reference") not in (None, self._started_from):
-                raise ValueError("with reference=True it needs the model it started from; load that one again")
         except (OSError, RuntimeError, SafetensorError, ValueError, KeyError) as error:
             raise ConfigError(f"checkpoint {directory} cannot be resumed from: {error}") from None
         self.steps = int(state["steps"])
@@ -408,12 +409,11 @@ class TorchLearner:
         return weights
 
 
-def _fingerprint(model: PreTrainedModel) -> str:
-    """Tells weights from what training makes of them, by some of each tensor."""
-    digest = hashlib.sha256()
-    for weights in model.parameters():
-        digest.update(weights.detach().flatten()[:1000].float().cpu().numpy().tobytes())
-    return digest.hexdigest()
+def _sample_of_frozen(model: PreTrainedModel) -> Tensor:
+    """A few numbers of each tensor that is not trained, by which other weights are told from these."""
+    frozen = [one.detach() for one in model.parameters() if not one.requires_grad]
+    whole: list[Tensor] = [getattr(one, "full_tensor", one.detach)() for one in frozen]
+    return torch.cat([torch.zeros(0), *(one.flatten()[:8].float().cpu() for one in whole)])
 
 
 def _trained(model: PreTrainedModel, critic: ValueModel | None) -> tuple[MasterWeights, dict[str, list[Tensor]]]:
