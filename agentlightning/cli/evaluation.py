@@ -43,23 +43,36 @@ _ALL: Final = "all tasks"
 @click.argument("agent", metavar="[FILE.py:NAME|RUN.yaml]", required=False)
 @click.argument("dataset", metavar="[DATA]", required=False)
 @click.option("--dataset", "named", hidden=True, help="Another way to name DATA.")
-@click.option("--model", metavar="ID|DIR|FILE.py:NAME", help="The model that answers: id, directory or maker.")
 @click.option(
-    "--endpoint", metavar="URL", help="OpenAI-compatible URL that answers instead, by --model, its name there."
+    "--model", metavar="ID|DIR|FILE.py:NAME", help="The model to use: an id, a directory, or a function that makes one."
 )
+@click.option("--endpoint", metavar="URL", help="Use the model called --model at this OpenAI-compatible URL.")
 @click.option("--endpoint-model", hidden=True, help="Another way to name the --model of an --endpoint.")
 @click.option("--endpoint-key", metavar="KEY", envvar="OPENAI_API_KEY", show_envvar=True, help="Its key.")
 @click.option("--show", is_flag=True, help="Print what the agent did on each task, call by call.")
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N tasks; with --show 5.")
-@click.option("--samples", type=click.IntRange(min=1), default=1, show_default=True, help="Attempts at each task.")
-@click.option("--rollouts", multiple=True, metavar="RUN[@N]", help="Measure what this run has stored. Repeatable.")
 @click.option(
-    "--mode", type=click.Choice(["train", "val", "test"]), help="Of rollouts; default test, or what is stored."
+    "--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N tasks; default with --show: 5."
+)
+@click.option(
+    "--samples", type=click.IntRange(min=1), default=1, show_default=True, help="Number of attempts per task."
+)
+@click.option(
+    "--rollouts", multiple=True, metavar="RUN[@N]", help="Measure the stored rollouts of this run. Repeatable."
+)
+@click.option(
+    "--mode",
+    type=click.Choice(["train", "val", "test"]),
+    help="Mode of the rollouts; default: test, or what is stored.",
 )
 @click.option("--compare", nargs=2, metavar="A B", help="Two models or prompts (NAME=FILE); or stored runs, RUN@N.")
-@click.option("-k", "ks", type=Numbers(), metavar="1,4,8", help="Which pass@k; default 1 and --samples.")
-@click.option("--threshold", type=float, default=1.0, show_default=True, help="The least reward that passes.")
-@click.option("--by", multiple=True, metavar="FIELD", help="Break down by this field of tasks; default tags and kind.")
+@click.option("-k", "ks", type=Numbers(), metavar="1,4,8", help="Values of k for pass@k; default: 1 and --samples.")
+@click.option("--threshold", type=float, default=1.0, show_default=True, help="Reward at which an attempt passes.")
+@click.option(
+    "--by",
+    multiple=True,
+    metavar="FIELD",
+    help="Break the results down by this field of the tasks; default: tags and kind.",
+)
 @json_option
 @key_flags("agent", "environment", "model", "model_name", "train_dataset", "val_dataset", "algorithm", "time_limit")
 @click.pass_context
@@ -76,10 +89,10 @@ def eval(
     as_json: bool,
     **running: Any,
 ) -> int:
-    """Measure an agent on held-out tasks, DATA or those of RUN.yaml: mean reward, pass@k, confidence intervals, the
-    same by tag; or compare two.
+    """Measure an agent on held-out tasks, from DATA or RUN.yaml: mean reward, pass@k and confidence intervals, overall
+    and by tag. Or compare two.
 
-    Without an agent nothing is run: what runs have stored is measured.
+    Without an agent, nothing is run: the rollouts that runs have stored are measured.
 
     \b
     agl eval agent.py:agent heldout.jsonl --model Qwen/Qwen3-0.6B --show

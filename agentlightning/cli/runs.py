@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from agentlightning.store.base import LightningStore
 
 watch_option: Final = click.option(
-    "--watch", type=click.FloatRange(min=0.1), metavar="SECONDS", help="Again after so long, until Ctrl-C."
+    "--watch", type=click.FloatRange(min=0.1), metavar="SECONDS", help="Refresh every so many seconds until Ctrl-C."
 )
 
 
@@ -65,7 +65,7 @@ class ListingGroup(click.Group):
 
 @click.group(cls=ListingGroup)
 def runs() -> None:
-    """List runs, and show what one measured (without a command: ls)."""
+    """List runs, or show one in detail (default command: ls)."""
 
 
 # --- finding -----------------------------------------------------------------------------------------------------
@@ -195,13 +195,18 @@ def runs_table(found: Sequence[StoredRun]) -> Table:
 @runs.command()
 @click.argument("name", metavar="RUN", required=False)
 @click.option(
-    "--metric", "patterns", multiple=True, metavar="NAME", default=("*",), help="Only these; * stands for any."
+    "--metric",
+    "patterns",
+    multiple=True,
+    metavar="NAME",
+    default=("*",),
+    help="Only these metrics; * matches any text. Repeatable.",
 )
 @with_place(ANY_RUN)
 async def show(name: str | None, patterns: tuple[str, ...], place: Place, as_json: bool) -> None:
-    """Show a run: what it was started with, its rollouts, and each metric from the first step to the last.
+    """Show a run: its settings, its rollouts, and each metric over its steps.
 
-    RUN is an id, the beginning of one, or a directory; default the newest below runs/."""
+    RUN is an id, the beginning of one, or a directory; default: the newest run below runs/."""
 
     one = await choose_run(name, place)
     async with one.place.open(reading=True) as store:
