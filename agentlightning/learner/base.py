@@ -172,16 +172,6 @@ class Learner(Protocol):
     @property
     def token_bytes(self) -> TokenBytes | None: ...
 
-    def prepare(
-        self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None
-    ) -> tuple[list[TrainingSequence], dict[str, float]]:
-        """The batch as `step` is to be given it, whole or in parts; called before its first optimiser step.
-
-        With `loss.old` proximal, log-probabilities are those of the present weights, and the truncated weight of each
-        token is a factor of its advantage, which comes to the same: every loss is proportional to a positive factor
-        of the advantages. Then the metrics are those that `step` would tell of `version`."""
-        ...
-
     def values(self, batch: Sequence[TrainingSequence]) -> list[FloatArray]:
         """What the critic says that each sampled token is worth, float32[N] of each sequence. ConfigError where there
         is no critic."""
