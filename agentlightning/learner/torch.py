@@ -365,6 +365,8 @@ class TorchLearner:
     def load(self, directory: Path) -> None:
         """See `Learner.load`. Weights are copied into the live model, so that whoever shares it sees them."""
         try:
+            if not (directory / OPTIMIZER_FILE).is_file():
+                raise ValueError(f"it has no {OPTIMIZER_FILE}; its weights can be the model of a new run")
             if strangers := self._load_weights(directory):
                 raise ValueError(f"it is of another architecture: {strangers[:3]} …")
             if self.critic is not None:

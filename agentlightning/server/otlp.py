@@ -45,7 +45,9 @@ def otlp_routes(store: LightningStore, access: Access, body_limit: int) -> list[
             body = await receive_body(request.receive, limit)
             encoding = request.headers.get("content-encoding", "")
             # In a thread: a large batch takes long to decode, and LLM calls go on meanwhile.
-            spans = await asyncio.to_thread(lambda: decode_traces(inflate(body, encoding, limit), content_type))
+            inflated = await asyncio.to_thread(inflate, body, encoding, limit)
+            access.count_sent(scope, len(inflated))
+            spans = await asyncio.to_thread(decode_traces, inflated, content_type)
             refused = await _take(store, scope, spans, (ids["rollout_id"], ids["attempt_id"]) if ids else None)
         except AgentLightningError as error:
             return _refusal(error, answer_type)

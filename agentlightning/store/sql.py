@@ -170,14 +170,15 @@ class SqlStore(LightningStore):
                 raise ConfigError(f"{name} is {seconds}; it must be positive")
         database = database_of(address)
         opened = await asyncio.to_thread(database.open_store, str(address), synchronous, read_seconds)
-        clock = _steady(opened.now) if clock is None else clock
-        secret = await asyncio.to_thread(_secret_of, opened)
-        store = cls(str(address), opened, secret, clock, lease_seconds, redact, stored, read_seconds)
+        store = None
         try:
+            clock = _steady(opened.now) if clock is None else clock
+            secret = await asyncio.to_thread(_secret_of, opened)
+            store = cls(str(address), opened, secret, clock, lease_seconds, redact, stored, read_seconds)
             await store._write(attempts.grant_grace)
             await store.expire_overdue()
-        except UnavailableError:
-            await store.close()
+        except BaseException:
+            await (asyncio.to_thread(opened.close) if store is None else store.close())
             raise
         store._watchdog = asyncio.create_task(store._watch(), name="agl-store-watchdog")
         store._watchdog.add_done_callback(_report_defect)
