@@ -14,16 +14,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, get_args
 
-from agentlightning.data.sequences import Aggregation, TrainingSequence
+from agentlightning.data.sequences import Aggregation
 from agentlightning.errors import ConfigError, check_settings, nearest
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from agentlightning.learner.base import Learner
 
 KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
 LossKind: TypeAlias = Literal["ppo_clip", "policy_gradient", "importance_sampling", "gspo", "cispo"]
@@ -323,23 +321,3 @@ class Totals:
             "max_ratio_error": max(highest - 1, 1 - lowest),
             **self.mismatch(),
         }
-
-
-def against_proximal(
-    learner: Learner, batch: Sequence[TrainingSequence], loss: Loss, version: int | None
-) -> tuple[list[TrainingSequence], dict[str, float]]:
-    """The batch with the log-probabilities of the present weights, before the first optimiser step of `Loss.old`
-    proximal; and how far engine and learner are apart in the tokens that `version` sampled.
-
-    The truncated weight of each token becomes a factor of its advantage, which comes to the same: every loss is
-    proportional to a positive factor of the advantages."""
-    from torch import from_numpy
-
-    totals, made = Totals(version), list[TrainingSequence]()
-    for sequence, logprobs in zip(batch, learner.logprobs(batch, loss.temperature), strict=True):
-        difference = logprobs - from_numpy(sequence.logprobs)
-        totals.compare(difference, from_numpy(sequence.versions))
-        weights = difference.exp().clamp(max=loss.truncation or TRUNCATION).numpy()
-        advantages = (sequence.advantages * weights).astype(sequence.advantages.dtype)
-        made.append(replace(sequence, logprobs=logprobs.numpy(), advantages=advantages))
-    return made, totals.mismatch()

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from agentlightning.errors import ConfigError, TrainingError
-from agentlightning.learner.base import AdamW, DType
+from agentlightning.learner.base import AdamW, DType, against_proximal
 from agentlightning.learner.fsdp import FsdpLearner, Settings
-from agentlightning.learner.losses import Loss, against_proximal
+from agentlightning.learner.losses import Loss
 from agentlightning.learner.policy import Policy, empty_policy, load_policy, open_policy, saved_weights
 from agentlightning.learner.tiny import make_tokenizer
 from agentlightning.learner.torch import TorchLearner

@@ -21,8 +21,7 @@ from agentlightning.algorithm.rl.batch import Sequences, Values, minibatches
 from agentlightning.algorithm.rl.metrics import Usage
 from agentlightning.algorithm.rl.settings import RLSettings
 from agentlightning.errors import TrainingError, docs_page
-from agentlightning.learner.base import Learner, Sampler, Weights, WeightsForm
-from agentlightning.learner.losses import against_proximal
+from agentlightning.learner.base import Learner, Sampler, Weights, WeightsForm, against_proximal
 
 _EXPORTS_KEPT: Final[dict[str, int]] = {"adapter": 16}  # of each policy, else 3; a server may read one again
 
