@@ -12,6 +12,7 @@ import torch
 from agentlightning.data.sequences import Aggregation, TrainingSequence, aggregation_weights
 from agentlightning.errors import ConfigError
 from agentlightning.learner import losses
+from agentlightning.learner.base import against_proximal
 from agentlightning.learner.losses import Loss, LossKind
 from tests.golden import INPUTS, MASK, OUTPUTS, sampled
 from tests.learner.test_torch import batch, gradient, learner, relative, tokenizer
