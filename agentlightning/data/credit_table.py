@@ -16,7 +16,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -55,6 +55,11 @@ class RewardedGroup:
 
     transitions: Sequence[Sequence[Transition]]
     rewards: Sequence[float]
+
+    def of_model(self, model: str) -> RewardedGroup:
+        """The calls of one model alone."""
+        own = [[call for call in transitions if call.model == model] for transitions in self.transitions]
+        return RewardedGroup(own, self.rewards)
 
     @classmethod
     def trial(cls, *rewards: float) -> RewardedGroup:
@@ -103,37 +108,34 @@ class Credit:
 
         `values` float32[T] of each transition, in order, are a critic's; without them it says 0. ConfigError where a
         user's function gives another shape than is asked of it, or numbers that are not finite."""
-        rollouts = [transitions for group in groups for transitions in group.transitions]
-        transitions = [transition for rollout in rollouts for transition in rollout]
+        rollouts = [calls for group in groups for calls in group.transitions]
+        transitions = [transition for calls in rollouts for transition in calls]
         if not transitions:
             return [[[] for _ in group.transitions] for group in groups]
         tokens = np.array([len(transition.response_ids) for transition in transitions], np.int64)
         returns = Returns(
-            values=np.concatenate([value for group in groups for value in self._values(group)]),
-            rollouts=np.repeat(np.arange(len(rollouts)), [len(rollout) for rollout in rollouts]),
+            values=np.concatenate([of_rollout for group in groups for of_rollout in self._returned(group)]),
+            rollouts=np.repeat(np.arange(len(rollouts)), [len(calls) for calls in rollouts]),
             tokens=tokens,
             groups=np.repeat(np.arange(len(groups)), [len(group.rewards) for group in groups]),
             rewards=np.array([reward for group in groups for reward in group.rewards], np.float64),
             equal_rewards=self.equal_rewards,
         )
-        credited = map(CreditedTransition, transitions, *self._per_transition(returns, values))
-        return [[[next(credited) for _ in rollout] for rollout in group.transitions] for group in groups]
-
-    def _per_transition(self, returns: Returns, values: Sequence[FloatArray] | None) -> list[list[FloatArray]]:
-        """Of each transition float32[T]: advantages and, with a critic, its values and their targets."""
-        tokens, total = returns.tokens, int(returns.tokens.sum())
         if property_of(self.baseline, "values"):
-            said = np.zeros(total) if values is None else np.concatenate(values, dtype=np.float64)
+            said = np.zeros(tokens.sum()) if values is None else np.concatenate(values, dtype=np.float64)
             advantages, targets = self.baseline(returns, said, **self.baseline_options)
-            found = [advantages, said, targets]
+            of_tokens = [advantages, said, targets]
         else:
             advantages = np.asarray(self.baseline(returns, **self.baseline_options), np.float64)
-            found = [np.repeat(advantages, tokens) if advantages.shape == tokens.shape else advantages]
-        for one in found:
-            _check(self.baseline, one, total, f"{len(tokens)} transitions or each of their tokens")
-        return [np.split(one.astype(np.float32), np.cumsum(tokens)[:-1]) for one in found]
+            of_tokens = [np.repeat(advantages, tokens) if advantages.shape == tokens.shape else advantages]
+        for one in of_tokens:
+            _check(self.baseline, one, tokens.sum(), f"{len(tokens)} transitions or each of their tokens")
+        split = [np.split(one.astype(np.float32), np.cumsum(tokens)[:-1]) for one in of_tokens]
+        credited = map(CreditedTransition, transitions, *split)
+        return [[[next(credited) for _ in calls] for calls in group.transitions] for group in groups]
 
-    def _values(self, group: RewardedGroup) -> list[Float64Array]:
+    def _returned(self, group: RewardedGroup) -> list[Float64Array]:
+        """The returns of each rollout of a group, float64[T]."""
         options, calls = self.returns_options, group.transitions
         if property_of(self.returns, "compares") == "group":
             found = self.returns(group.rewards, calls, **options)
@@ -196,41 +198,6 @@ def make_credit(
             raise
         # A function of a user's own may look for what no agent has told of these made-up calls.
     return credit
-
-
-def check_credited(
-    by: str, groups: Sequence[RewardedGroup], answer: Sequence[Sequence[Sequence[object]]]
-) -> list[list[list[CreditedTransition]]]:
-    """What an algorithm answered to these groups. ConfigError unless it has a list for each rollout of each group, and
-    in it transitions with a finite float for each sampled token."""
-    try:
-        shape = [len(group) for group in answer]
-        items = [item for group in answer for rollout in group for item in rollout]
-    except TypeError:
-        raise ConfigError(f"{by} must give a list for each rollout of each group, and gave {answer!r:.200}") from None
-    asked = [len(group.transitions) for group in groups]
-    if shape != asked:
-        raise ConfigError(f"{by} must give lists for groups of {asked} rollouts, and gave them for {shape}")
-    for item in items:
-        if not isinstance(item, CreditedTransition):
-            raise ConfigError(f"{by} must give a CreditedTransition for each call that trains, and gave {item!r:.200}")
-        tokens = len(item.transition.response_ids)
-        for values in (item.advantages, *(one for one in (item.values, item.value_targets) if one is not None)):
-            if not _is_float_each(values, tokens):
-                raise ConfigError(
-                    f"{by} must give a NumPy array with a finite float for each of the {tokens} sampled tokens of a "
-                    f"call, and gave {values!r:.200}"
-                )
-    return cast("list[list[list[CreditedTransition]]]", answer)
-
-
-def _is_float_each(values: Any, count: int) -> bool:
-    return (
-        isinstance(values, np.ndarray)
-        and values.shape == (count,)
-        and np.issubdtype(values.dtype, np.floating)
-        and bool(np.isfinite(values).all())
-    )
 
 
 def _function(

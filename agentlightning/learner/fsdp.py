@@ -100,11 +100,6 @@ class FsdpLearner:
             process.wait()
         shutil.rmtree(self._place, ignore_errors=True)
 
-    def prepare(
-        self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None
-    ) -> tuple[list[TrainingSequence], dict[str, float]]:
-        return self._call("prepare", batch, loss, version)
-
     def values(self, batch: Sequence[TrainingSequence]) -> list[FloatArray]:
         return self._call("values", batch)
 

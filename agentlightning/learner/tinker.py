@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentlightning.data.sequences import TrainingSequence, aggregation_weights, pad
+from agentlightning.data.sequences import TrainingSequence, aggregation_weights, pack
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import BackendError, ConfigError, TrainingError, UnavailableError, imported
@@ -38,7 +38,7 @@ from agentlightning.learner.losses import Loss, Totals, policy_loss
 from agentlightning.learner.places import HOSTED, LearnerPlace
 from agentlightning.learner.policy import load_tokenizer
 from agentlightning.learner.remote import PROBED_TOKENS, Activity, sampled_sequence
-from agentlightning.learner.torch import MISMATCH_TOLERANCE, not_finite, prepared
+from agentlightning.learner.torch import MISMATCH_TOLERANCE, not_finite
 
 HANDLE_FILE: Final = "tinker.json"
 _LENGTH: Final = 4096  # of prompt and answer, unless it is given
@@ -127,11 +127,6 @@ class TinkerLearner:
         self._masked = place.verl is not None
         self._averages = place.reduction == "mean"
         self._sums = place.verl is not None or place.reduction is not None
-
-    def prepare(
-        self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None
-    ) -> tuple[list[TrainingSequence], dict[str, float]]:
-        return prepared(self, batch, loss, version)
 
     def values(self, batch: Sequence[TrainingSequence]) -> list[FloatArray]:
         raise ConfigError("learner: a Tinker server trains no critic")
@@ -355,7 +350,7 @@ def gradient(
 ) -> tuple[Tensor, Totals]:
     """dL/dlogprob of every sampled token of the batch, float32[N], where these are its `logprobs`; and the metrics."""
     weights = aggregation_weights(batch, loss.aggregation, loss.constant_length or 0)
-    micro = pad(list(batch), weights, max(map(len, batch)))
+    micro = pack(batch, weights)
     old, advantages, transitions, versions = map(
         torch.from_numpy, (micro.logprobs, micro.advantages, micro.transitions, micro.versions)
     )

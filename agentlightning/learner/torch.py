@@ -26,7 +26,7 @@ from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner import losses
-from agentlightning.learner.base import CRITIC_RATE, AdamW, Critic, Learner, WeightsForm
+from agentlightning.learner.base import CRITIC_RATE, AdamW, Critic, WeightsForm
 from agentlightning.learner.forward import (
     LOGITS_AT_ONCE,
     Sampled,
@@ -39,7 +39,7 @@ from agentlightning.learner.forward import (
     sampled,
     unsupported,
 )
-from agentlightning.learner.losses import TRUNCATION, Loss, Totals
+from agentlightning.learner.losses import Loss, Totals
 from agentlightning.learner.policy import Policy, saved_weights, written
 
 _log = logging.getLogger(__name__)
@@ -158,11 +158,6 @@ class TorchLearner:
     @property
     def token_bytes(self) -> TokenBytes | None:
         return self.policy.token_bytes
-
-    def prepare(
-        self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None
-    ) -> tuple[list[TrainingSequence], dict[str, float]]:
-        return prepared(self, batch, loss, version)
 
     def step(self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None) -> dict[str, float]:
         """See `Learner.step`. The gradient is that of Σ weights · loss over the whole batch."""
@@ -431,20 +426,3 @@ def not_finite(loss: float, *norms: float) -> TrainingError:
         f"the step was not taken: loss {loss}{told}. The weights are unchanged; lower the learning rate, or look for "
         "extreme rewards in the run's metrics"
     )
-
-
-def prepared(
-    learner: Learner, batch: Sequence[TrainingSequence], loss: Loss, version: int | None
-) -> tuple[list[TrainingSequence], dict[str, float]]:
-    """What the learner's `prepare` answers."""
-    if loss.old == "behaviour":
-        return list(batch), {}
-    totals = Totals(version)
-    made: list[TrainingSequence] = []
-    for sequence, logprobs in zip(batch, learner.logprobs(batch, loss.temperature), strict=True):
-        difference = logprobs - torch.from_numpy(sequence.logprobs)
-        totals.compare(difference, torch.from_numpy(sequence.versions))
-        weights = difference.exp().clamp(max=loss.truncation or TRUNCATION).numpy()
-        advantages = (sequence.advantages * weights).astype(np.float32)
-        made.append(replace(sequence, logprobs=logprobs.numpy(), advantages=advantages))
-    return made, totals.mismatch()
