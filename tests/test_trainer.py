@@ -347,7 +347,7 @@ def test_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path: 
         trainer(tmp_path, run_dir=tmp_path / "c", model=tmp_path / "nowhere").fit(agents.vowels, TASKS)
     with pytest.raises(ConfigError, match="group_size"):
         agl.GRPO(group_size=1)
-    with pytest.raises(ConfigError, match="evaluate_every measures held-out tasks"):
+    with pytest.raises(ConfigError, match="evaluate_every needs held-out tasks"):
         trainer(tmp_path, algorithm=algorithm(evaluate_every=2)).fit(agents.vowels, TASKS)
 
 

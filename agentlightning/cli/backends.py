@@ -78,7 +78,7 @@ def with_backend(
             backend: str | None, kind: BackendKind | None, backend_key: str | None, tokenizer: str | None, **others: Any
         ) -> Any:
             if backend is None and (kind or tokenizer):
-                raise click.UsageError("--kind and --tokenizer say more of --backend URL, which is not given")
+                raise click.UsageError("--kind and --tokenizer need --backend URL")
             named = None if backend is None else Upstream(backend, kind, backend_key, tokenizer)
             return command(backend=named, **others)
 

@@ -242,7 +242,7 @@ def load_config(
     if missing:
         flags_hint = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
         hint = "" if source else ". `agl init` makes a project with a run file"
-        raise ConfigError(f"{where} does not say: {', '.join(missing)}; add the keys or give {flags_hint}{hint}")
+        raise ConfigError(f"{where} lacks: {', '.join(missing)}; add the keys or give {flags_hint}{hint}")
     return _convert(values, TrainConfig, f"{where}: ")
 
 

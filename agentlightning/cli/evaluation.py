@@ -119,7 +119,7 @@ def eval(
             with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):  # what the agent prints
                 groups = _run(_config(agent, mode or "test", ks, running), compare, console, fields, show, limit)
         except Stopped as stopped:
-            console.print(f"{stopped}; what has finished is kept: go on with --resume", markup=False)
+            console.print(f"{stopped}; finished attempts are kept, --resume continues", markup=False)
             return INTERRUPTED
     return _tell(console, names, groups, measures, as_json=as_json)
 
@@ -127,7 +127,7 @@ def eval(
 def _check(ctx: click.Context, agent: str | None, rollouts: tuple[str, ...], compare: tuple[str, str] | None) -> None:
     """UsageError for options that have no effect on what is asked for."""
     if agent is None and bool(rollouts) == bool(compare):
-        raise click.UsageError("say what to measure: an agent and its DATA, stored --rollouts, or --compare A B")
+        raise click.UsageError("choose what to measure: an agent and its DATA, stored --rollouts, or --compare A B")
     given = {name for name in ctx.params if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE}
     idle = given - _READING - _PLACE if agent is None else given & {"rollouts"}
     if idle:
@@ -195,7 +195,7 @@ def _run(
     groups: list[list[Measured]] = []
     for one in configs:
         if one.model is None and not isinstance(one.initial_resources.get("llm"), LLM):
-            raise click.UsageError("say what answers the agent: --model, or --endpoint and --model")
+            raise click.UsageError("choose the model: --model, or --endpoint and --model")
         result = fit(one, console, limit)
         tasks = result.evaluations[0].tasks
         if show:
@@ -320,7 +320,7 @@ def _show_summary(console: Console, summary: Summary, confidence: float) -> None
             tag = ""
     print_table(make_table(("", "", "tasks", "value", f"{confidence:.0%} interval"), rows), console)
     if summary.tasks == 1:
-        console.print("One task says nothing of others: there is no interval.")
+        console.print("A single task gives no confidence interval.")
 
 
 def _show_comparison(console: Console, sides: Sequence[str], comparison: Comparison, confidence: float) -> None:
@@ -329,7 +329,7 @@ def _show_comparison(console: Console, sides: Sequence[str], comparison: Compari
         console.print(f"{letter}: {printable(name)}", markup=False, soft_wrap=True)
         _show_rollouts(console, "   ", summary)
     if comparison.unpaired:
-        console.print(f"Tasks of one of them alone, left out: {comparison.unpaired}")
+        console.print(f"Tasks that only one of them has, skipped: {comparison.unpaired}")
     first, second = comparison.first, comparison.second
     rows = {_ALL: (first.estimates, second.estimates, comparison.differences)} | {
         tag: (first.tags[tag], second.tags.get(tag, {}), differences) for tag, differences in comparison.tags.items()

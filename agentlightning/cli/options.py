@@ -84,7 +84,7 @@ def seconds_in(text: str, *, zero: bool = False, bare: bool = False) -> float:
         raise ValueError(f"{text!r} is no duration; write a number and d, h, m or s, such as 30d or 12h")
     seconds = float(written[1]) * _SECONDS[written[2] or "s"]
     if seconds == 0 and not zero:
-        raise ValueError(f"{text!r} is no time at all; give more than that")
+        raise ValueError(f"{text!r} is zero; give a longer time")
     return seconds
 
 

@@ -46,7 +46,7 @@ class Place:
         """The store; one that does not exist is only made if `create`. For `reading`, a file that another process uses
         is as good as any."""
         if (self.address is None) == (self.server is None):
-            raise click.UsageError("say which store: either its file or postgresql:// URL, or --server URL")
+            raise click.UsageError("choose the store: either its file or postgresql:// URL, or --server URL")
         if self.server is not None:
             from agentlightning.server.local_keys import local_key
             from agentlightning.store.client import LightningStoreClient

@@ -173,7 +173,7 @@ async def annotate(place: Place, rollout_id: str, as_json: bool, **parts: str | 
     from agentlightning.data.annotations import annotated, annotation_of
 
     if all(text is None for text in parts.values()):
-        raise click.UsageError("say something: --label, --note or --answer")
+        raise click.UsageError("give --label, --note or --answer")
     place, rollout = await _find(place, rollout_id)
     async with place.open() as store:
         rollout = await store.update_rollout(rollout_id, metadata=annotated(rollout, **parts))

@@ -117,7 +117,7 @@ async def _run(
         async with asyncio.timeout(None) as limit:
 
             def drain() -> None:
-                click.echo(f"leasing nothing more; rollouts at hand have {drain_seconds:g} s", err=True)
+                click.echo(f"no more leases; running rollouts have {drain_seconds:g} s", err=True)
                 working.stop()
                 limit.reschedule(asyncio.get_running_loop().time() + drain_seconds)
 

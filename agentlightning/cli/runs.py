@@ -109,7 +109,7 @@ async def choose_run(name: str | None, place: Place) -> StoredRun:
     if name and (directory := Path(name)).is_dir():
         own = directory / STORE_FILE
         if not own.is_file() and not place.named:
-            raise ConfigError(f"the run in {name} is stored elsewhere; say where with --store or --server")
+            raise ConfigError(f"the run in {name} is stored elsewhere; give --store or --server")
         run_id = read_mark(directory).run_id if (directory / MARK).is_file() or not own.is_file() else ""
         place = Place(str(own)) if own.is_file() else place  # which may hold others beside it
     found = await stored_runs(RUNS, place)
@@ -150,7 +150,7 @@ async def ls(path: Path, watch: float | None, place: Place, as_json: bool) -> No
 async def repeated(show: Callable[[], Awaitable[None]], watch: float | None, as_json: bool) -> None:
     """Show something, with `watch` again and again on a cleared screen, also while a server is away."""
     if watch and as_json:
-        raise click.UsageError("--watch shows a table: leave out --json")
+        raise click.UsageError("--watch shows a table: omit --json")
     await show()
     while watch:
         await asyncio.sleep(watch)

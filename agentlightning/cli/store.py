@@ -56,7 +56,7 @@ async def delete(
     from agentlightning.store.retention import ended_before
 
     if sum(bool(given) for given in (age, task, rollout_id, run_id)) != 1:
-        raise click.UsageError("say what to delete: one of --older-than AGE, --task TEXT, --rollout ID, --run ID")
+        raise click.UsageError("choose what to delete: one of --older-than AGE, --task TEXT, --rollout ID, --run ID")
     if age is not None:
         where = ended_before(await store.get_time() - age)
     elif task:

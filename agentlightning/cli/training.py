@@ -146,7 +146,7 @@ def init(folder: Path, as_json: bool) -> None:
     """Create a project in FOLDER (default: here) that trains at once: an agent, tasks, a reward, a run file, tests."""
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError(f"{folder.resolve()} is not an empty folder; name one that is empty or does not exist")
+            raise ConfigError(f"{folder.resolve()} is not an empty folder; choose an empty or new one")
         shutil.copytree(TEMPLATE, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", ".*"))
         (folder / "gitignore").rename(folder / ".gitignore")  # which would hide files of this package
     except (OSError, shutil.Error) as error:
@@ -161,7 +161,7 @@ def init(folder: Path, as_json: bool) -> None:
         click.echo(f"  cd {folder}")
     click.echo(f"  {runnable('agl train', folder):<22} # about a minute on a laptop, nothing is downloaded")
     click.echo(f"  {runnable('pytest', folder):<22} # the checks that come with it\n")
-    click.echo("README.md says how to make it yours.")
+    click.echo("README.md explains how to adapt it.")
 
 
 @click.command()

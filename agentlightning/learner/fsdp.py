@@ -155,7 +155,7 @@ class FsdpLearner:
             self.close()
             raise TrainingError(
                 f"a process of the FSDP learner has ended ({', '.join(ends)}), and the others with it. "
-                f"`--resume` (resume=True) goes on from the latest checkpoint{end_of(self._log, self._log_begin)}"
+                f"`--resume` (resume=True) continues from the latest checkpoint{end_of(self._log, self._log_begin)}"
             ) from None
 
 

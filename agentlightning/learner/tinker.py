@@ -70,12 +70,12 @@ def check_loss(loss: Loss) -> None:
     """ConfigError for a loss that a Tinker server has no gradient of."""
     if loss.temperature != 1:
         raise ConfigError(
-            f"learner: a Tinker server tells log-probabilities of temperature 1, not {loss.temperature:g}: set the "
+            f"learner: a Tinker server returns log-probabilities at temperature 1, not {loss.temperature:g}: set the "
             "algorithm's temperature to 1"
         )
     for name in ("entropy_coefficient", "kl_coefficient"):
         if getattr(loss, name):
-            raise ConfigError(f"learner: a Tinker server tells log-probabilities of sampled tokens alone: {name} is 0")
+            raise ConfigError(f"learner: a Tinker server returns log-probabilities of sampled tokens only: {name} is 0")
 
 
 @contextmanager
@@ -93,7 +93,9 @@ def open_tinker(
         except (OSError, ValueError) as error:
             raise ConfigError(f"learner: no Tinker server answers at {url}: {error}") from None
         if place.verl is not None and '"ready"' not in health:
-            raise ConfigError(f"learner: verl's Tinker server at {url} is not ready, or is another: it says {health}")
+            raise ConfigError(
+                f"learner: verl's Tinker server at {url} is not ready, or is another server: it answered {health}"
+            )
     with _explained(sdk):
         service = sdk.ServiceClient(base_url=url, api_key=os.environ.get("TINKER_API_KEY", "tml-none"))
         names = [one.model_name for one in service.get_server_capabilities().supported_models if one.model_name]
@@ -306,7 +308,7 @@ class TinkerSampler:
         """See `TokenGenerator`: all tokens come together."""
         room = self._length - len(request.prompt_token_ids)
         if request.top_logprobs:
-            raise BackendError("a Tinker server tells no top_logprobs; leave them out", status=400)
+            raise BackendError("a Tinker server returns no top_logprobs; omit them", status=400)
         await self._usable.wait()
         self._activity.__enter__()
         call, version = asyncio.create_task(self._sampled(self._client, request, room)), self._version

@@ -265,7 +265,7 @@ class TorchLearner:
 
     def _value_loss(self, critic: ValueModel, micro: MicroBatch, states: States, loss: Loss, totals: Totals) -> Tensor:
         if micro.values is None or micro.value_targets is None:
-            raise ConfigError("the critic cannot be trained: the batch does not say what its values were and should be")
+            raise ConfigError("the critic cannot be trained: the batch has no values and no returns")
         old, targets, weights = (
             torch.from_numpy(part).to(self.model.device) for part in (micro.values, micro.value_targets, micro.weights)
         )
@@ -316,7 +316,7 @@ class TorchLearner:
     def values(self, batch: Sequence[TrainingSequence]) -> list[FloatArray]:
         critic = self.critic
         if critic is None:
-            raise ConfigError("this learner has no critic to say what tokens are worth; pass critic=Critic()")
+            raise ConfigError("this learner has no critic; pass critic=Critic()")
 
         def of_critic(micro: MicroBatch) -> Tensor:
             return critic(micro, self._states(self.model, micro) if critic.trunk is None else None)

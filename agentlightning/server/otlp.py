@@ -129,7 +129,7 @@ def inflate(body: bytes, encoding: str, limit: int) -> bytes:
     if len(inflated) > limit:
         raise TooLargeError(f"the body inflates to more than the {limit} bytes this server takes; send it in parts")
     if not stream.eof or stream.unused_data:
-        raise InvalidError(f"the body is not one whole {encoding} stream; it ends too early or goes on after its end")
+        raise InvalidError(f"the body is not one whole {encoding} stream; it is truncated or has trailing bytes")
     return inflated
 
 

@@ -124,7 +124,7 @@ def create_rollout(tx: Transaction, request: EnqueueRolloutRequest, *, queued: b
     if request.rollout_id is not None:
         codec.check_id(request.rollout_id, "rollout_id")
         if request.rollout_id == UNATTRIBUTED:
-            raise InvalidError(f"rollout_id {UNATTRIBUTED!r} is reserved for what nobody could attribute; use another")
+            raise InvalidError(f"rollout_id {UNATTRIBUTED!r} is reserved for unattributed spans; use another")
         stored = find_rollout(tx.connection, request.rollout_id)
         if stored is not None:
             if not codec.same(stored.input, request.input, "the input of the rollout"):

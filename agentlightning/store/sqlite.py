@@ -76,7 +76,7 @@ def check_file(path: Path, *, reading: bool = False) -> Path:
     except OSError as error:
         raise _unusable(path, error) from None
     if not header.startswith(b"SQLite format 3\x00") or int.from_bytes(header[68:72], "big") != APPLICATION_ID:
-        raise ConfigError(f"{path} is not an Agent Lightning store; it was left as it is. Choose another path")
+        raise ConfigError(f"{path} is not an Agent Lightning store; it was left unchanged. Choose another path")
     schema.check_version(int.from_bytes(header[60:64], "big"), f"the store {path}")
     if names > 1:
         raise ConfigError(
@@ -175,7 +175,7 @@ def _unusable(path: Path, error: Exception) -> ConfigError:
 
 
 def _damaged(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"the store {path} is damaged and was left as it is: {error}. Restore a backup")
+    return ConfigError(f"the store {path} is damaged and was left unchanged: {error}. Restore a backup")
 
 
 def connect(path: Path, synchronous: Synchronous, *, read_only: bool = False) -> SqliteConnection:
@@ -245,7 +245,7 @@ def _vacuum(path: Path) -> None:
                 if not connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
                     return
                 time.sleep(0.05)
-            raise UnavailableError("a query that is going on needs the log of earlier writes")
+            raise UnavailableError("a running query still needs the log of earlier writes")
     except sqlite3.Error as error:
         raise UnavailableError(str(error)) from None
 

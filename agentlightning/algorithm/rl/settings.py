@@ -255,7 +255,7 @@ class RLSettings(metaclass=_Tried):
     ) -> list[list[list[CreditedTransition]]]:
         """As `advantages`, where there is a critic: `values` float32[T] of each transition, in order, are what it says
         each sampled token is worth. The answer holds them, and what it should have said."""
-        raise ConfigError(f"{self.name} trains a critic, and does not say what its values are for")
+        raise ConfigError(f"{self.name} trains a critic, and does not define what its values mean")
 
     def make_loss(self, step: int = 1) -> Loss:
         """The loss of the batch of a step, from 1."""
