@@ -204,9 +204,7 @@ class Trainer:
                 "Baseline()"
             )
         if self.deterministic and self._overlaps:
-            raise ConfigError(
-                "deterministic=True needs max_staleness=0: otherwise timing decides what trains on what"
-            )
+            raise ConfigError("deterministic=True needs max_staleness=0: otherwise timing decides what trains on what")
         train_tasks, val_tasks = tasks_of(agent, train_dataset, val_dataset)
         if self._rl is not None and self._rl.evaluate_every and not val_tasks:
             raise ConfigError("evaluate_every needs held-out tasks: give val_dataset, or omit it")
