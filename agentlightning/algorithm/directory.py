@@ -3,7 +3,6 @@ process at a time; and its manifest, gathered when it starts."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import platform
@@ -23,6 +22,11 @@ import yaml
 from agentlightning.errors import ConfigError, InUseError
 from agentlightning.store.base import LightningStore
 from agentlightning.store.redaction import settings_without_secrets
+
+try:
+    import fcntl
+except ImportError:
+    raise ConfigError("training needs Linux or macOS; on Windows, install and run agentlightning in WSL2") from None
 
 MARK = "run.json"
 RUN_FILE = "run.yaml"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,6 +25,8 @@ _NOT_THE_TRAINERS: Final = {
 
 def fit(config: TrainConfig, console: Console, limit: int | None = None) -> FitResult:
     """Train once, as `config` says, with the progress shown on `console`; of held-out tasks only the first `limit`."""
+    if "torch" not in sys.modules:  # which takes seconds
+        console.print("loading libraries and the agent …", highlight=False)
     algorithm = make_algorithm(config.algorithm)
     from agentlightning.display import LiveProgress, hide_library_progress
     from agentlightning.environments.base import tasks_of

@@ -8,6 +8,7 @@ import dataclasses
 import os
 import secrets
 import shlex
+import shutil
 import signal
 import sys
 import tempfile
@@ -44,7 +45,7 @@ _ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "GEMINI_MODEL", "AG
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.argument("command", metavar="COMMAND…", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.argument("command", metavar="COMMAND…", nargs=-1, type=click.UNPROCESSED)
 @with_backend()
 @click.option("--harness", metavar="NAME",
               help="Run this coding agent (claude-code, codex, …) with COMMAND as its arguments.")  # fmt: skip
@@ -78,6 +79,10 @@ def record(
     from agentlightning.display import runnable
     from agentlightning.tracing.tree import rollout_tree
 
+    if instrument is not None and shutil.which(instrument):  # it is the program, and no names were given
+        command, instrument = (instrument, *command), "all"
+    if not command and harness is None:
+        raise click.UsageError("Missing argument 'COMMAND…', the program to run")
     instrument_agents(instrument, here=False)
     preset = None if harness is None else _preset(harness, model)
     command = command if preset is None else (preset.program, *command)

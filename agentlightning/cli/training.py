@@ -181,12 +181,13 @@ def init(folder: Path, as_json: bool) -> None:
 @json_option
 def quickstart(as_json: bool, **given: Any) -> int:
     """Train a small tool-using agent from scratch and show what it learned."""
+    console = Console(stderr=as_json)
+    console.print("loading libraries …", highlight=False)
     from agentlightning.display import LiveProgress, hide_library_progress
     from agentlightning.quickstart import load_flight_example, run_quickstart
 
     hide_library_progress()
     total = load_flight_example().recipe.algorithm(given["steps"]).steps
-    console = Console(stderr=as_json)
     with LiveProgress(console, steps=total, time_limit=given["time_limit"]) as progress:
         report = run_quickstart(progress, **given)
     report.show(console)
