@@ -27,11 +27,10 @@ from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.replicas import Replicas
 from agentlightning.gateway.updates import ServerUpdate, WeightUpdate, declare_version, update_weights
-from agentlightning.store.sql import SqlStore
 from agentlightning.types import AttemptedRollout
 from tests.gateway.talker import make_talker, user
 from tests.gateway.upstream import GOOD
-from tests.gateway.world import World, serving
+from tests.gateway.world import World, fronting, serving
 
 pytestmark = pytest.mark.anyio
 
@@ -129,19 +128,13 @@ async def before(*engines: Engine) -> AsyncIterator[World]:
         backends = [HttpBackend(f"{url}/v1") for url in urls]
         backend = backends[0] if len(backends) == 1 else Replicas(backends)
         stack.push_async_callback(backend.close)
-        store = await SqlStore.open(":memory:")
-        stack.push_async_callback(store.close)
-        gateway = Gateway(ModelTable([ModelEntry("policy", backend, aliases=("p",))]), store)
-        url = await stack.enter_async_context(serving(Starlette(routes=gateway.routes())))
-        built = World(url, store, gateway, None)  # type: ignore[arg-type]
+        built = await stack.enter_async_context(fronting(ModelEntry("policy", backend, aliases=("p",))))
         try:
             yield built
         finally:
             for engine in engines:
                 engine.set_free()
                 engine.loaded()
-        for client in built.clients:
-            await client.close()
 
 
 async def call(world: World, attempted: AttemptedRollout) -> str:

@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -32,7 +31,7 @@ from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.sql import SqlStore
 from tests.gateway.talker import PLAIN, SEARCH_TOOL, make_talker, user
-from tests.gateway.world import GREEDY, World, serving, talking
+from tests.gateway.world import GREEDY, fronting, serving, talking
 
 pytestmark = pytest.mark.anyio
 
@@ -373,20 +372,15 @@ async def test_an_answer_that_is_not_what_was_asked_for_is_an_error(
     assert caught.value.status == status
 
 
-async def test_calls_through_the_gateway_are_captured_and_trained(world: Setting, tmp_path: Path) -> None:
+async def test_calls_through_the_gateway_are_captured_and_trained(world: Setting) -> None:
     backend, _, _ = world
-    store = await SqlStore.open(tmp_path / "store.sqlite", synchronous="NORMAL")
-    gateway = Gateway(ModelTable([ModelEntry("policy", backend, train=GREEDY)]), store)
-    async with serving(Starlette(routes=gateway.routes())) as url:
-        front = World(url, store, gateway, world[1].service)
+    async with fronting(ModelEntry("policy", backend, train=GREEDY)) as front:
         attempted = await front.attempt()
         async with front.client(attempted).chat.completions.stream(
             model="policy", messages=user("weather"), tools=[SEARCH_TOOL]
         ) as stream:
             completion = await stream.get_final_completion()
         (span,) = await front.spans(attempted)
-        await front.clients[0].close()
-    await store.close()
     assert completion.choices[0].message.tool_calls[0].function.name == "search"
     assert semconv.CALL_FLAG not in span.attributes
     assert span.attributes[semconv.CALL_BACKEND] == backend.connection.base_url
