@@ -3,6 +3,7 @@
 from typing import Any
 
 from agentlightning import environments as environments
+from agentlightning import errors as errors
 from agentlightning import rewards as rewards
 from agentlightning.algorithm import APO as APO
 from agentlightning.algorithm import CISPO as CISPO
@@ -19,11 +20,9 @@ from agentlightning.algorithm import REINFORCEPlusPlus as REINFORCEPlusPlus
 from agentlightning.algorithm import REINFORCEPlusPlusBaseline as REINFORCEPlusPlusBaseline
 from agentlightning.algorithm import algo as algo
 from agentlightning.data.rewards import RewardSpec as RewardSpec
-from agentlightning.display import LiveProgress as LiveProgress
 from agentlightning.learner.base import AdamW as AdamW
 from agentlightning.learner.base import LoRA as LoRA
 from agentlightning.runner.agent import LitAgent as LitAgent
-from agentlightning.runner.agent import RolloutRawResult as RolloutRawResult
 from agentlightning.runner.agent import llm_rollout as llm_rollout
 from agentlightning.runner.agent import prompt_rollout as prompt_rollout
 from agentlightning.runner.agent import rollout as rollout
@@ -37,37 +36,13 @@ from agentlightning.store.base import LightningStore as LightningStore
 from agentlightning.store.client import LightningStoreClient as LightningStoreClient
 from agentlightning.store.sql import SqlStore as SqlStore
 from agentlightning.tracing.emit import emit_annotation as emit_annotation
-from agentlightning.tracing.emit import emit_exception as emit_exception
-from agentlightning.tracing.emit import emit_message as emit_message
-from agentlightning.tracing.emit import emit_object as emit_object
 from agentlightning.tracing.emit import emit_reward as emit_reward
-from agentlightning.tracing.emit import get_message_value as get_message_value
-from agentlightning.tracing.emit import get_object_value as get_object_value
-from agentlightning.tracing.emit import reward as reward
 from agentlightning.tracing.instrument import instrument as instrument
-from agentlightning.tracing.links import extract_links_from_attributes as extract_links_from_attributes
-from agentlightning.tracing.links import extract_tags_from_attributes as extract_tags_from_attributes
-from agentlightning.tracing.links import make_link_attributes as make_link_attributes
-from agentlightning.tracing.links import make_tag_attributes as make_tag_attributes
-from agentlightning.tracing.links import query_linked_spans as query_linked_spans
 from agentlightning.tracing.operation import operation as operation
 from agentlightning.tracing.rewards import find_final_reward as find_final_reward
-from agentlightning.tracing.rewards import find_reward_spans as find_reward_spans
-from agentlightning.tracing.rewards import get_reward_value as get_reward_value
-from agentlightning.tracing.rewards import get_rewards_from_span as get_rewards_from_span
-from agentlightning.tracing.rewards import is_reward_span as is_reward_span
 from agentlightning.trainer import Trainer as Trainer
 from agentlightning.types import LLM as LLM
-from agentlightning.types import And as And
-from agentlightning.types import Attempt as Attempt
-from agentlightning.types import AttemptedRollout as AttemptedRollout
-from agentlightning.types import Condition as Condition
-from agentlightning.types import EnqueueRolloutRequest as EnqueueRolloutRequest
 from agentlightning.types import FrozenModel as FrozenModel
-from agentlightning.types import NamedResources as NamedResources
-from agentlightning.types import Not as Not
-from agentlightning.types import Or as Or
-from agentlightning.types import Order as Order
 from agentlightning.types import PromptTemplate as PromptTemplate
 from agentlightning.types import Rollout as Rollout
 from agentlightning.types import RolloutConfig as RolloutConfig

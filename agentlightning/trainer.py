@@ -204,10 +204,10 @@ class Trainer:
                 "Baseline()"
             )
         if self.deterministic and self._overlaps:
-            raise ConfigError("deterministic=True needs max_staleness=0: else time decides what is trained by what")
+            raise ConfigError("deterministic=True needs max_staleness=0: otherwise timing decides what trains on what")
         train_tasks, val_tasks = tasks_of(agent, train_dataset, val_dataset)
         if self._rl is not None and self._rl.evaluate_every and not val_tasks:
-            raise ConfigError("evaluate_every measures held-out tasks, and there are none: give some, or leave it out")
+            raise ConfigError("evaluate_every needs held-out tasks: give val_dataset, or omit it")
         return await self._run(as_agent(agent), train_tasks, val_tasks, resume)
 
     def dev(self, agent: AnyAgent, train_dataset: Any) -> list[EvaluatedTask]:
@@ -248,8 +248,8 @@ class Trainer:
             raise ConfigError("server and store exclude each other: with a server, the store is the server's")
         if self.models and isinstance(given := self.initial_resources.get("llm"), LLM):
             raise ConfigError(
-                f"agents get the trained model as `llm`: leave {given.endpoint} out of initial_resources. A server "
-                "of vLLM samples with sampler={'vllm': URL}, and what is called beside the model goes into `models`"
+                f"agents get the trained model as `llm`: remove {given.endpoint} from initial_resources. A server "
+                "of vLLM samples with sampler={'vllm': URL}, and other models that agents call go into `models`"
             )
         for name, kind in (("optimizer", AdamW), ("lora", LoRA)):
             if not isinstance(given := getattr(self, name), kind | None):

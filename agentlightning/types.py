@@ -186,7 +186,7 @@ class SampledChoice(Noun, frozen=True, kw_only=True):
 class TokenCapture(Noun, frozen=True, kw_only=True):
     """Exact token ids of one LLM call, stored as binary beside its span.
 
-    A store in this process returns `store.codec.Column`s for the tuples, and their encoders take `codec.plain`."""
+    A store in this process returns `store.codec.Numbers` for the tuples, and their encoders take `codec.plain`."""
 
     prompt_token_ids: tuple[int, ...]
     choices: tuple[SampledChoice, ...]

@@ -28,7 +28,7 @@ import numpy as np
 
 from agentlightning import semconv
 from agentlightning.algorithm.grpo import GRPO
-from agentlightning.algorithm.rl.batch import make_batch
+from agentlightning.algorithm.rl.batch import make_batches
 from agentlightning.data.call_filter import CallFilter
 from agentlightning.data.recorded import rewarded_group
 from agentlightning.data.sequences import aggregation_weights, micro_batches
@@ -195,7 +195,7 @@ async def pipeline(path: Path) -> dict[str, float]:
         lap("trace")
     groups = [traced[start : start + GROUP] for start in range(0, len(traced), GROUP)]
     rewarded = [rewarded_group(group, "exclude") for group in groups]
-    batch = make_batch(GRPO(group_size=GROUP, level="tree"), rewarded).sequences
+    batch = make_batches(GRPO(group_size=GROUP, level="tree"), rewarded, {"policy": None})["policy"].sequences
     lap("credit")
     weights = aggregation_weights(batch, "token-mean")
     micro = list(micro_batches(batch, weights, AdamW().micro_batch_tokens))

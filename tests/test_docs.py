@@ -18,6 +18,7 @@ import agentlightning as agl
 from agentlightning.cli.config import FIELDS, load_config
 from agentlightning.cli.fit import make_algorithm
 from agentlightning.cli.main import agl as command_line
+from scripts.reference import keys
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -106,3 +107,9 @@ def test_links_to_files_and_scripts_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), target
     for script in re.findall(r"(?:python |`)((?:scripts|benchmarks|examples)/[\w./]*\w)", text):
         assert (ROOT / script).exists(), script
+
+
+def test_the_reference_says_what_every_key_of_a_run_file_means() -> None:
+    rows = [row.split(" | ") for row in keys().splitlines()[2:]]
+    assert {name.strip("| `") for name, *_ in rows} == FIELDS.keys()
+    assert [name for name, *_, meaning in rows if not meaning.strip(" |")] == []

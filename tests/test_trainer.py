@@ -347,7 +347,7 @@ def test_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path: 
         trainer(tmp_path, run_dir=tmp_path / "c", model=tmp_path / "nowhere").fit(agents.vowels, TASKS)
     with pytest.raises(ConfigError, match="group_size"):
         agl.GRPO(group_size=1)
-    with pytest.raises(ConfigError, match="evaluate_every measures held-out tasks"):
+    with pytest.raises(ConfigError, match="evaluate_every needs held-out tasks"):
         trainer(tmp_path, algorithm=algorithm(evaluate_every=2)).fit(agents.vowels, TASKS)
 
 
@@ -513,12 +513,15 @@ def test_one_policy_object_is_measured_trained_and_resumed(tmp_path: Path, chang
     assert [name for name, one in settings["model"].model.named_parameters() if one.requires_grad] == names
 
 
-def test_a_resumed_run_keeps_to_the_weights_it_started_from(tmp_path: Path) -> None:
-    """And not to those of a policy object that it has trained in the meantime."""
-    settings: dict[str, Any] = {"model": policy(), "algorithm": algorithm(steps=1, reference=True)}
+@pytest.mark.parametrize("settings", [{"lora": None}, {"lora": LoRA(rank=4)}], ids=["all weights", "an adapter"])
+def test_a_resumed_run_keeps_to_the_weights_it_started_from(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """And not to those of a policy object that was trained in the meantime, or another one."""
+    settings |= {"model": policy(), "algorithm": algorithm(steps=1, reference=True)}
     trainer(tmp_path, **settings).fit(agents.vowels, TASKS)
+    with torch.no_grad():
+        next(settings["model"].model.parameters()).add_(0.01)
     settings["algorithm"] = algorithm(steps=2, reference=True)
-    with pytest.raises(ConfigError, match="load that one again"):
+    with pytest.raises(ConfigError, match="load it again"):
         trainer(tmp_path, **settings).fit(agents.vowels, TASKS, resume=True)
     result = trainer(tmp_path, **settings | {"model": policy()}).fit(agents.vowels, TASKS, resume=True)
     assert result.metrics[-1].values["reference_kl"] > 0

@@ -63,11 +63,11 @@ class SFT(Reinforcement):
         if self.fraction is not None and not 0 < self.fraction <= 1:
             raise ConfigError(f"fraction is {self.fraction}; it must be above 0 and at most 1")
         if self.best is None and self.fraction is None and self.threshold is None:
-            raise ConfigError("nothing says which rollouts are kept; give best, fraction or threshold")
+            raise ConfigError("no rule selects rollouts; give best, fraction or threshold")
 
     def _check_traces(self) -> None:
         if self.traces is None and self.traces_run is not None:
-            raise ConfigError("traces_run names a run in a store; give traces, which says where that is")
+            raise ConfigError("traces_run names a run in a store; also give traces, the store")
         if self.traces is not None and "://" not in str(self.traces):
             self.traces = str(Path(self.traces).expanduser().absolute())
         told = [name for name in _OF_FRESH if getattr(self, name)]
@@ -98,7 +98,7 @@ class SFT(Reinforcement):
                 yield groups
             return
         if context.train_tasks:
-            raise ConfigError("traces are what is trained on: leave the training dataset out, or traces")
+            raise ConfigError("traces replace the training dataset: give one of the two")
         async with self.traces_beside(context.store) as traces:
             found = await read_groups(self, context, traces, self.traces_run, self.traces)
             yield RecordedGroups(self, context, traces, found)

@@ -58,18 +58,18 @@ class Upstream(NamedTuple):
 
 
 def with_backend(
-    left_out: str = "it is what OPENAI_BASE_URL, OPENAI_API_KEY and their like say",
+    left_out: str = "as OPENAI_BASE_URL, OPENAI_API_KEY and the like say",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """`--backend` and what says more of it, handed to the command as one `backend`, an `Upstream` or None."""
-    address = f"Who answers, such as http://localhost:8000/v1. Left out, {left_out}."
+    address = f"URL of the model server, such as http://localhost:8000/v1; default: {left_out}."
     options = together(
         click.option("--backend", metavar="URL", help=address),
         click.option("--kind", type=click.Choice(["vllm", "sglang", "openai", "azure", "anthropic"]),
-                     help="What it is. Left out, it is told by its address, or else asked whether it is vLLM."),
+                     help="Kind of server; default: recognised by its address, or by asking whether it is vLLM."),
         click.option("--backend-key", metavar="KEY", envvar="AGL_BACKEND_KEY", show_envvar=True,
-                     help="That server's key; else OPENAI_API_KEY, AZURE_OPENAI_API_KEY or ANTHROPIC_API_KEY."),
+                     help="Its key; default: OPENAI_API_KEY, AZURE_OPENAI_API_KEY or ANTHROPIC_API_KEY."),
         click.option("--tokenizer", metavar="ID|DIR",
-                     help="Of a model on vLLM or SGLang: chats are rendered here. SGLang tells its own."),
+                     help="Render chats here, for a model on vLLM or SGLang; default for SGLang: the model's own."),
     )  # fmt: skip
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,7 +78,7 @@ def with_backend(
             backend: str | None, kind: BackendKind | None, backend_key: str | None, tokenizer: str | None, **others: Any
         ) -> Any:
             if backend is None and (kind or tokenizer):
-                raise click.UsageError("--kind and --tokenizer say more of --backend URL, which is not given")
+                raise click.UsageError("--kind and --tokenizer need --backend URL")
             named = None if backend is None else Upstream(backend, kind, backend_key, tokenizer)
             return command(backend=named, **others)
 

@@ -16,18 +16,20 @@ from agentlightning.cli.serving import served_model
 
 @click.command()
 @click.argument("model", metavar="MODEL|URL")
-@click.option("--system", metavar="TEXT", help="System message that begins each conversation.")
+@click.option("--system", metavar="TEXT", help="System message of each conversation.")
 @click.option("--model-name", default="policy", show_default=True, help="The model's name at URL.")
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, default="any", help="The key for URL.")
-@click.option("--temperature", type=click.FloatRange(0, 2), help="Default: the server's.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Longest answer.")
+@click.option("--temperature", type=click.FloatRange(0, 2), help="Sampling temperature; default: the server's.")
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Limit of an answer, in tokens."
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="For sampling, and for making MODEL.")
 @json_option
 def chat(model: str, model_name: str, key: str, seed: int, **conversation: Any) -> int:
-    """Talk to MODEL: a checkpoint's directory, a Hugging Face id, or FILE.py:NAME; or to what a server at URL serves.
+    """Talk to MODEL (a checkpoint's directory, a Hugging Face id, or FILE.py:NAME), or to the model of a server at URL.
 
-    A message a line. /new begins another conversation, /quit or Ctrl-D ends. Nothing is stored.
-    The exit code is 1 where no message was answered."""
+    Type one message per line; /new starts a new conversation, /quit or Ctrl-D ends. Nothing is stored. The exit code is
+    1 if no message was answered."""
     from agentlightning.server.serve import run_on_fastest_loop
 
     talk = partial(_talk, model_name=model_name, key=key, **conversation)

@@ -66,6 +66,11 @@ def _flag(help_: str, metavar: str | None = None, *names: str, **settings: Any) 
     return msgspec.Meta(description=help_, extra={"names": names, "metavar": metavar, **settings})
 
 
+def _key(description: str) -> msgspec.Meta:
+    """What the reference says of a key that has no flag."""
+    return msgspec.Meta(description=description)
+
+
 # Algorithms by the name a run file gives them; any other is named by a reference, `file.py:Class`.
 ALGORITHMS: Final = {
     "grpo": "GRPO",
@@ -92,39 +97,62 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     `environment` is an agent with its tasks: its `name`, `HUB:NAME`, and that hub's own fields."""
 
     agent: Annotated[str | CommandConfig | None, _flag("The agent, in a file or a module.", "FILE.py:NAME")] = None
-    environment: Annotated[dict[str, Any] | None, _flag("An agent with its tasks: verifiers:…", "HUB:NAME")] = None
+    environment: Annotated[
+        dict[str, Any] | None, _flag("An agent with its tasks, such as verifiers:NAME.", "HUB:NAME")
+    ] = None
     model: Annotated[str | dict[str, str] | None, _flag("Model to train.", "ID|DIR|FILE.py:NAME")] = None
-    models: dict[str, FrozenModel] = msgspec.field(default_factory=dict[str, FrozenModel])
-    model_name: Annotated[str, _flag("What agents call it by; default policy.", "NAME")] = "policy"
-    train_dataset: Annotated[Any, _flag("Tasks to learn from: a file, or file.py:name.", "DATA")] = None
-    val_dataset: Annotated[Any, _flag("Held-out tasks, measured before and after.", "DATA")] = None
-    initial_resources: dict[str, LLM | PromptTemplate] = msgspec.field(default_factory=dict[str, LLM | PromptTemplate])
+    models: Annotated[
+        dict[str, FrozenModel], _key("Models that agents call and nobody trains: the name, then where it is served.")
+    ] = msgspec.field(default_factory=dict[str, FrozenModel])
+    model_name: Annotated[str, _flag("Name by which agents call the model; default: policy.", "NAME")] = "policy"
+    train_dataset: Annotated[Any, _flag("Tasks to train on: a file, file.py:name or hf:ORG/NAME/FILE.", "DATA")] = None
+    val_dataset: Annotated[Any, _flag("Held-out tasks, for evaluation.", "DATA")] = None
+    initial_resources: Annotated[
+        dict[str, LLM | PromptTemplate], _key("Endpoints and prompt templates that the agent is given, by name.")
+    ] = msgspec.field(default_factory=dict[str, LLM | PromptTemplate])
     algorithm: Annotated[dict[str, Any], _flag(f"{', '.join(ALGORITHMS)} or file.py:Class.", "NAME")] = msgspec.field(
         default_factory=lambda: {"name": "grpo"}
     )
-    learner: str | dict[str, Any] | None = None
-    sampler: str | dict[str, Any] | None = None
-    optimizer: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
-    lora: dict[str, Any] | None = None
-    time_limit: Annotated[
-        float | None, _flag("Stop training after so long; measure and save.", "90s|5m|2h", type=Duration(bare=True))
+    learner: Annotated[
+        str | dict[str, Any] | None, _key("Where the model learns: `torch` (default), `{fsdp: 2}` or `{tinker: URL}`.")
     ] = None
-    n_runners: Annotated[int | None, _flag("Rollouts at once here; 0 leaves them to `agl runner`.", "N")] = None
+    sampler: Annotated[
+        str | dict[str, Any] | None, _key("What samples: `embedded`, `vllm`, `{vllm: URL}` or `{sglang: URL}`.")
+    ] = None
+    optimizer: Annotated[
+        dict[str, Any], _key("Settings of AdamW, such as `learning_rate`, `warmup_steps` and `schedule`.")
+    ] = msgspec.field(default_factory=dict[str, Any])
+    lora: Annotated[
+        dict[str, Any] | None, _key("Train a low-rank adapter instead of all weights: `rank`, `alpha`, `targets`.")
+    ] = None
+    time_limit: Annotated[
+        float | None,
+        _flag("Stop training after this time, then evaluate and save.", "90s|5m|2h", type=Duration(bare=True)),
+    ] = None
+    n_runners: Annotated[
+        int | None, _flag("Number of rollouts at once in this process; 0: leave them to `agl runner`.", "N")
+    ] = None
     isolation: Annotated[Isolation, _flag(ISOLATION_HELP)] = "auto"
     instrument: Annotated[str | None, _flag(INSTRUMENT_HELP, "[NAMES]", is_flag=False, flag_value="all")] = None
-    seed: Annotated[int, _flag("The source of all randomness.")] = 0
-    run_dir: Annotated[str | None, _flag("Directory of this run; default below runs/.", "DIR", "--out")] = None
-    resume: Annotated[bool, _flag("Continue the run in --run-dir, or the newest.", is_flag=True)] = False
-    store: Annotated[str | None, _flag("SQLite file; default in the run's directory.", "PATH")] = None
-    server: Annotated[str | None, _flag("Work with this `agl server`.", "URL")] = None
+    seed: Annotated[int, _flag("Random seed.")] = 0
+    run_dir: Annotated[str | None, _flag("Directory of the run; default: a new one below runs/.", "DIR", "--out")] = (
+        None
+    )
+    resume: Annotated[bool, _flag("Continue the run in --run-dir, or the newest run.", is_flag=True)] = False
+    store: Annotated[str | None, _flag("SQLite file; default: in the run's directory.", "PATH")] = None
+    server: Annotated[str | None, _flag("Use the store and gateway of this `agl server`.", "URL")] = None
     api_key: Annotated[str | None, _flag("Its key.", "KEY", "--key", envvar="AGL_KEY", show_envvar=True)] = None
-    port: Annotated[int, _flag("Port of this process's own server; 0 for any free one.")] = 0
-    max_sequence_length: Annotated[int | None, _flag("Prompt and answer together.", "TOKENS")] = None
-    device: Annotated[str | None, _flag("cpu, cuda or mps; default cuda where there is one, else cpu.", "NAME")] = None
-    dtype: Annotated[Literal["float32", "bfloat16"] | None, _flag("Default bfloat16 on a GPU, else float32.")] = None
-    threads: Annotated[int | None, _flag("Torch threads.", "N")] = None
-    deterministic: bool = False
-    trackers: list[str | dict[str, Any]] = msgspec.field(default_factory=list[str | dict[str, Any]])
+    port: Annotated[int, _flag("Port of this process's own server; 0: any free port.")] = 0
+    max_sequence_length: Annotated[int | None, _flag("Limit of prompt and answer together.", "TOKENS")] = None
+    device: Annotated[str | None, _flag("cpu, cuda or mps; default: cuda if available, else cpu.", "NAME")] = None
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None, _flag("Type of the weights; default: bfloat16 on a GPU, else float32.")
+    ] = None
+    threads: Annotated[int | None, _flag("Number of torch threads.", "N")] = None
+    deterministic: Annotated[bool, _key("Give the same weights for the same seed, to the last bit.")] = False
+    trackers: Annotated[
+        list[str | dict[str, Any]], _key("Where metrics are sent as well: `wandb`, `mlflow`, … or file.py:Class.")
+    ] = msgspec.field(default_factory=list[str | dict[str, Any]])
 
     def load_agent(self) -> Any:
         """The agent, its name, or the environment. ConfigError where there is no such hub, or it takes other fields."""
@@ -162,7 +190,7 @@ def _option(name: str, hint: Any) -> Option:
 _HINTS: Final = {
     name: hint
     for name, hint in typing.get_type_hints(TrainConfig, include_extras=True).items()
-    if typing.get_origin(hint) is Annotated
+    if typing.get_origin(hint) is Annotated and hint.__metadata__[0].extra is not None
 }
 _NAMED = ("algorithm", "environment")  # mappings with a name, which may stand alone
 _PATHS = ("model", "train_dataset", "val_dataset", "run_dir", "store")
@@ -214,7 +242,7 @@ def load_config(
     if missing:
         flags_hint = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
         hint = "" if source else ". `agl init` makes a project with a run file"
-        raise ConfigError(f"{where} does not say: {', '.join(missing)}; add the keys or give {flags_hint}{hint}")
+        raise ConfigError(f"{where} lacks: {', '.join(missing)}; add the keys or give {flags_hint}{hint}")
     return _convert(values, TrainConfig, f"{where}: ")
 
 

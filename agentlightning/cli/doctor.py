@@ -32,13 +32,13 @@ class Check(NamedTuple):
 
 
 @click.command()
-@with_backend("none is looked at")
-@click.option("--model", metavar="NAME", help="What to ask the backend for; default the first that it lists.")
+@with_backend("none is checked")
+@click.option("--model", metavar="NAME", help="Model to ask for; default: the first one that the server lists.")
 @json_option
 def doctor(backend: Upstream | None, model: str | None, as_json: bool) -> int:
-    """Check the installation, GPU and write access, and with --backend what that needs, with fixes.
+    """Check the installation, GPU, write access and, with --backend, a model server; suggest fixes.
 
-    A backend is asked for one token. The exit code is 1 if a check has failed; warnings are no failures."""
+    The model server is asked for one token. The exit code is 1 if a check failed; warnings do not count."""
 
     async def work() -> int:
         found = f"{metadata.version('agent-lightning-next')}, Python {sys.version.split()[0]} at {sys.executable}"

@@ -43,23 +43,36 @@ _ALL: Final = "all tasks"
 @click.argument("agent", metavar="[FILE.py:NAME|RUN.yaml]", required=False)
 @click.argument("dataset", metavar="[DATA]", required=False)
 @click.option("--dataset", "named", hidden=True, help="Another way to name DATA.")
-@click.option("--model", metavar="ID|DIR|FILE.py:NAME", help="The model that answers: id, directory or maker.")
 @click.option(
-    "--endpoint", metavar="URL", help="OpenAI-compatible URL that answers instead, by --model, its name there."
+    "--model", metavar="ID|DIR|FILE.py:NAME", help="The model to use: an id, a directory, or a function that makes one."
 )
+@click.option("--endpoint", metavar="URL", help="Use the model called --model at this OpenAI-compatible URL.")
 @click.option("--endpoint-model", hidden=True, help="Another way to name the --model of an --endpoint.")
 @click.option("--endpoint-key", metavar="KEY", envvar="OPENAI_API_KEY", show_envvar=True, help="Its key.")
 @click.option("--show", is_flag=True, help="Print what the agent did on each task, call by call.")
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N tasks; with --show 5.")
-@click.option("--samples", type=click.IntRange(min=1), default=1, show_default=True, help="Attempts at each task.")
-@click.option("--rollouts", multiple=True, metavar="RUN[@N]", help="Measure what this run has stored. Repeatable.")
 @click.option(
-    "--mode", type=click.Choice(["train", "val", "test"]), help="Of rollouts; default test, or what is stored."
+    "--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N tasks; default with --show: 5."
+)
+@click.option(
+    "--samples", type=click.IntRange(min=1), default=1, show_default=True, help="Number of attempts per task."
+)
+@click.option(
+    "--rollouts", multiple=True, metavar="RUN[@N]", help="Measure the stored rollouts of this run. Repeatable."
+)
+@click.option(
+    "--mode",
+    type=click.Choice(["train", "val", "test"]),
+    help="Mode of the rollouts; default: test, or what is stored.",
 )
 @click.option("--compare", nargs=2, metavar="A B", help="Two models or prompts (NAME=FILE); or stored runs, RUN@N.")
-@click.option("-k", "ks", type=Numbers(), metavar="1,4,8", help="Which pass@k; default 1 and --samples.")
-@click.option("--threshold", type=float, default=1.0, show_default=True, help="The least reward that passes.")
-@click.option("--by", multiple=True, metavar="FIELD", help="Break down by this field of tasks; default tags and kind.")
+@click.option("-k", "ks", type=Numbers(), metavar="1,4,8", help="Values of k for pass@k; default: 1 and --samples.")
+@click.option("--threshold", type=float, default=1.0, show_default=True, help="Reward at which an attempt passes.")
+@click.option(
+    "--by",
+    multiple=True,
+    metavar="FIELD",
+    help="Break the results down by this field of the tasks; default: tags and kind.",
+)
 @json_option
 @key_flags("agent", "environment", "model", "model_name", "train_dataset", "val_dataset", "algorithm", "time_limit")
 @click.pass_context
@@ -76,10 +89,10 @@ def eval(
     as_json: bool,
     **running: Any,
 ) -> int:
-    """Measure an agent on held-out tasks, DATA or those of RUN.yaml: mean reward, pass@k, confidence intervals, the
-    same by tag; or compare two.
+    """Measure an agent on held-out tasks, from DATA or RUN.yaml: mean reward, pass@k and confidence intervals, overall
+    and by tag. Or compare two.
 
-    Without an agent nothing is run: what runs have stored is measured.
+    Without an agent, nothing is run: the rollouts that runs have stored are measured.
 
     \b
     agl eval agent.py:agent heldout.jsonl --model Qwen/Qwen3-0.6B --show
@@ -106,7 +119,7 @@ def eval(
             with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):  # what the agent prints
                 groups = _run(_config(agent, mode or "test", ks, running), compare, console, fields, show, limit)
         except Stopped as stopped:
-            console.print(f"{stopped}; what has finished is kept: go on with --resume", markup=False)
+            console.print(f"{stopped}; finished attempts are kept, --resume continues", markup=False)
             return INTERRUPTED
     return _tell(console, names, groups, measures, as_json=as_json)
 
@@ -114,7 +127,7 @@ def eval(
 def _check(ctx: click.Context, agent: str | None, rollouts: tuple[str, ...], compare: tuple[str, str] | None) -> None:
     """UsageError for options that have no effect on what is asked for."""
     if agent is None and bool(rollouts) == bool(compare):
-        raise click.UsageError("say what to measure: an agent and its DATA, stored --rollouts, or --compare A B")
+        raise click.UsageError("choose what to measure: an agent and its DATA, stored --rollouts, or --compare A B")
     given = {name for name in ctx.params if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE}
     idle = given - _READING - _PLACE if agent is None else given & {"rollouts"}
     if idle:
@@ -182,7 +195,7 @@ def _run(
     groups: list[list[Measured]] = []
     for one in configs:
         if one.model is None and not isinstance(one.initial_resources.get("llm"), LLM):
-            raise click.UsageError("say what answers the agent: --model, or --endpoint and --model")
+            raise click.UsageError("choose the model: --model, or --endpoint and --model")
         result = fit(one, console, limit)
         tasks = result.evaluations[0].tasks
         if show:
@@ -307,7 +320,7 @@ def _show_summary(console: Console, summary: Summary, confidence: float) -> None
             tag = ""
     print_table(make_table(("", "", "tasks", "value", f"{confidence:.0%} interval"), rows), console)
     if summary.tasks == 1:
-        console.print("One task says nothing of others: there is no interval.")
+        console.print("A single task gives no confidence interval.")
 
 
 def _show_comparison(console: Console, sides: Sequence[str], comparison: Comparison, confidence: float) -> None:
@@ -316,7 +329,7 @@ def _show_comparison(console: Console, sides: Sequence[str], comparison: Compari
         console.print(f"{letter}: {printable(name)}", markup=False, soft_wrap=True)
         _show_rollouts(console, "   ", summary)
     if comparison.unpaired:
-        console.print(f"Tasks of one of them alone, left out: {comparison.unpaired}")
+        console.print(f"Tasks that only one of them has, skipped: {comparison.unpaired}")
     first, second = comparison.first, comparison.second
     rows = {_ALL: (first.estimates, second.estimates, comparison.differences)} | {
         tag: (first.tags[tag], second.tags.get(tag, {}), differences) for tag, differences in comparison.tags.items()

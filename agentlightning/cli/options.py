@@ -30,11 +30,13 @@ _STYLES: Final = {"succeeded": "green", "failed": "red", "running": "yellow"}
 _LONGEST: Final = 200  # characters of a cell
 
 json_option = click.option(
-    "--json", "as_json", is_flag=True, help="End stdout with JSON, one object a line; everything else to stderr."
+    "--json", "as_json", is_flag=True, help="Print JSON on stdout, one object per line, and everything else on stderr."
 )
-INSTRUMENT_HELP: Final = "Let Python frameworks report tools and agents: langchain,crewai,… or all that can be."
+INSTRUMENT_HELP: Final = (
+    "Trace tools and agents of Python frameworks: langchain,crewai,…; without NAMES, all that are installed."
+)
 ISOLATION_HELP: Final = (
-    "process: each rollout has one to itself. auto: where the agent takes neither `llm` nor `resources`."
+    "process: run each rollout in its own process. auto: do so if the agent takes neither `llm` nor `resources`."
 )
 instrument_option = click.option(
     "--instrument", metavar="[NAMES]", is_flag=False, flag_value="all", help=INSTRUMENT_HELP
@@ -82,7 +84,7 @@ def seconds_in(text: str, *, zero: bool = False, bare: bool = False) -> float:
         raise ValueError(f"{text!r} is no duration; write a number and d, h, m or s, such as 30d or 12h")
     seconds = float(written[1]) * _SECONDS[written[2] or "s"]
     if seconds == 0 and not zero:
-        raise ValueError(f"{text!r} is no time at all; give more than that")
+        raise ValueError(f"{text!r} is zero; give a longer time")
     return seconds
 
 

@@ -46,7 +46,7 @@ class Place:
         """The store; one that does not exist is only made if `create`. For `reading`, a file that another process uses
         is as good as any."""
         if (self.address is None) == (self.server is None):
-            raise click.UsageError("say which store: either its file or postgresql:// URL, or --server URL")
+            raise click.UsageError("choose the store: either its file or postgresql:// URL, or --server URL")
         if self.server is not None:
             from agentlightning.server.local_keys import local_key
             from agentlightning.store.client import LightningStoreClient
@@ -113,16 +113,16 @@ def _store_option(help_: str) -> Option:
 
 
 STORE: Final = Named(_store_option("SQLite file, or postgresql:// URL, to open here."))
-NEWEST: Final = Named(_store_option("SQLite file or postgresql://…; default what is found below runs/."), newest_store)
+NEWEST: Final = Named(_store_option("SQLite file or postgresql://…; default: the stores below runs/."), newest_store)
 ANY_RUN: Final = Named(NEWEST.option)
 NEW: Final = Named(
-    _store_option(f"SQLite file, created if there is none, or postgresql://…; default {SERVER_STORE}."),
+    _store_option(f"SQLite file, created if missing, or postgresql://…; default: {SERVER_STORE}."),
     lambda: str(SERVER_STORE),
 )
 ARGUMENT: Final = Named(click.argument("address", metavar="[STORE]", required=False), newest_store)
 UNNAMED: Final = Named(None)
 _ASKED: Final = (
-    click.option("--server", metavar="URL", help="Ask this `agl server`, which has the store open, instead."),
+    click.option("--server", metavar="URL", help="Use the store of this `agl server` instead."),
     click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key."),
     json_option,
 )

@@ -47,10 +47,10 @@ _ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "GEMINI_MODEL", "AG
 @click.argument("command", metavar="COMMAND…", nargs=-1, required=True, type=click.UNPROCESSED)
 @with_backend()
 @click.option("--harness", metavar="NAME",
-              help="COMMAND is what follows the name of this harness: claude-code, codex, opencode, …")  # fmt: skip
-@click.option("--model", metavar="NAME", help="What OPENAI_MODEL, ANTHROPIC_MODEL and AGL_MODEL name; for a --harness.")
+              help="Run this coding agent (claude-code, codex, …) with COMMAND as its arguments.")  # fmt: skip
+@click.option("--model", metavar="NAME", help="Value of OPENAI_MODEL, ANTHROPIC_MODEL and AGL_MODEL, for a --harness.")
 @instrument_option
-@click.option("--task", metavar="JSON", help="What to store as the rollout's input instead of the command.")
+@click.option("--task", metavar="JSON", help="The rollout's input; default: the command.")
 @with_place(NEW)
 def record(
     command: tuple[str, ...],
@@ -62,12 +62,12 @@ def record(
     task: str | None,
     as_json: bool,
 ) -> int:
-    """Run a program as it is and record its calls of language models, and what else it tells.
+    """Run a program unchanged and record its calls of language models and its traces.
 
-    The program needs no change if it finds its API by OPENAI_BASE_URL or ANTHROPIC_BASE_URL, as the SDKs do. Its exit
-    code is passed on. The tree of what it did is printed on stderr, and with --json what the program prints as well.
+    The program must find its API by OPENAI_BASE_URL or ANTHROPIC_BASE_URL, as the SDKs do. Its exit code is passed on.
+    A tree of its calls is printed on stderr; with --json, the program's own output too.
 
-    With --harness it has a home of its own, set up for that program: yours is neither read nor changed.
+    With --harness the program gets a prepared home directory of its own: yours is neither read nor changed.
 
     \b
     agl record -- python my_agent.py

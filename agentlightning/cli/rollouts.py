@@ -30,7 +30,7 @@ _LOG_LINES: Final = 10  # the last ones of each stream
 
 @click.group(cls=ListingGroup)
 def rollouts() -> None:
-    """List rollouts, and show what one did (without a command: ls)."""
+    """List, show and annotate rollouts (default command: ls)."""
 
 
 # --- ls ----------------------------------------------------------------------------------------------------------
@@ -48,7 +48,9 @@ class ListedRollout(msgspec.Struct, frozen=True):
 @click.option("--status", multiple=True, type=click.Choice(STATUSES), help="Only of this status. Repeatable.")
 @click.option("--mode", type=click.Choice(["train", "val", "test"]), help="Only of this mode.")
 @click.option("--run", "run_id", metavar="ID", help="Only of this run.")
-@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="How many, the newest first.")
+@click.option(
+    "--limit", type=click.IntRange(min=1), default=20, show_default=True, help="How many to list, newest first."
+)
 @watch_option
 async def ls(
     place: Place,
@@ -130,11 +132,13 @@ def _input(rollout: Rollout) -> str:
 
 @rollouts.command()
 @click.argument("rollout_id", metavar="ID")
-@click.option("--attempt", "number", type=click.IntRange(min=1), metavar="N", help="The Nth attempt; default the last.")
-@click.option("--logs", is_flag=True, help="All that is kept of what it wrote, instead of the last lines.")
+@click.option(
+    "--attempt", "number", type=click.IntRange(min=1), metavar="N", help="Show the Nth attempt; default: the last."
+)
+@click.option("--logs", is_flag=True, help="Show the whole log of the agent, not only its end.")
 @with_place(ANY_RUN)
 async def show(place: Place, rollout_id: str, as_json: bool, number: int | None, logs: bool) -> None:
-    """Show a rollout: how its attempts ended, and what one of them did, call by call."""
+    """Show a rollout: how its attempts ended, and what an attempt did, call by call."""
     from rich.console import Console
 
     from agentlightning.data.annotations import annotation_of
@@ -160,16 +164,16 @@ async def show(place: Place, rollout_id: str, as_json: bool, number: int | None,
 
 @rollouts.command()
 @click.argument("rollout_id", metavar="ID")
-@click.option("--label", help="A word to find it by, such as good; see `agl export --label`. Empty removes it.")
-@click.option("--note", help="What there is to say of it. Empty removes it.")
-@click.option("--answer", help="What it should have answered last; `agl export` teaches that. Empty removes it.")
+@click.option("--label", help="A word such as good, for `agl export --label`. Empty removes it.")
+@click.option("--note", help="A note. Empty removes it.")
+@click.option("--answer", help="The right last answer, which `agl export` teaches instead. Empty removes it.")
 @with_place(ANY_RUN)
 async def annotate(place: Place, rollout_id: str, as_json: bool, **parts: str | None) -> None:
-    """Say what you think of a rollout, for whoever reads or exports it later."""
+    """Give a rollout a label, a note or a corrected answer, for reading and `agl export`."""
     from agentlightning.data.annotations import annotated, annotation_of
 
     if all(text is None for text in parts.values()):
-        raise click.UsageError("say something: --label, --note or --answer")
+        raise click.UsageError("give --label, --note or --answer")
     place, rollout = await _find(place, rollout_id)
     async with place.open() as store:
         rollout = await store.update_rollout(rollout_id, metadata=annotated(rollout, **parts))

@@ -34,32 +34,36 @@ _OWN: Final = ("ray", "kubernetes", "most", "kube_api")  # options of a pool
 @click.option("--server", metavar="URL", required=True, help="The `agl server` to lease rollouts from.")
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
 @click.option("--endpoint", "endpoint_override", metavar="URL",
-              help="Where agents call models, if not at the URL that the trainer knows the server by.")  # fmt: skip
-@click.option("--concurrency", type=click.IntRange(min=1), help="Rollouts at once: 64, or of processes one per core.")
+              help="URL at which agents call models; default: the server's URL as the trainer knows it.")  # fmt: skip
+@click.option(
+    "--concurrency",
+    type=click.IntRange(min=1),
+    help="Number of rollouts at once; default: 64, or one per core for processes.",
+)
 @click.option("--isolation", type=click.Choice(["auto", "none", "process"]), default="auto", show_default=True,
               help=ISOLATION_HELP)  # fmt: skip
 @click.option("--max-attempts-per-process", type=click.IntRange(min=1), metavar="N", default=100, show_default=True,
-              help="Replace such a process after so many.")  # fmt: skip
+              help="Replace a process after this many attempts.")  # fmt: skip
 @click.option("--drain", "drain_seconds", type=Duration(zero=True), metavar="20s", default="20s", show_default=True,
-              help="How long rollouts at hand may go on after Ctrl-C or SIGTERM.")  # fmt: skip
+              help="How long rollouts may go on after Ctrl-C or SIGTERM.")  # fmt: skip
 @click.option("--tracer", type=click.Choice(["auto", "opentelemetry", "light"]), default="auto", show_default=True,
-              help="Collect what OpenTelemetry's SDK traces (auto: where it is installed), or not.")  # fmt: skip
+              help="Collect the spans of OpenTelemetry's SDK; light: do not; auto: if installed.")  # fmt: skip
 @instrument_option
 @click.option("--idle", "idle_seconds", type=Duration(), metavar="60s", default=math.inf,
-              help="End after so long without a rollout (a pool's runners: 60s).")  # fmt: skip
+              help="Exit after this long without a rollout; default in a pool: 60s.")  # fmt: skip
 @click.option("--ray", type=click.IntRange(min=1), metavar="N",
-              help="Be a pool: up to N of these as actors of Ray, as many as the queue needs.")  # fmt: skip
+              help="Run a pool of up to N runners as Ray actors, as many as the queue needs.")  # fmt: skip
 @click.option("--kubernetes", type=click.Path(dir_okay=False, exists=True, path_type=Path), metavar="JOB.yaml",
-              help="Be a pool: up to --max of these as Jobs, made from this manifest.")  # fmt: skip
-@click.option("--max", "most", type=click.IntRange(min=1), metavar="N", help="At most so many Jobs.")
+              help="Run a pool of up to --max runners as Jobs made from this manifest.")  # fmt: skip
+@click.option("--max", "most", type=click.IntRange(min=1), metavar="N", help="Limit of the number of Jobs.")
 @click.option("--kube-api", type=URL, metavar="URL",
               help="The Kubernetes API that `kubectl proxy` serves, if not that of the pod's own cluster.")  # fmt: skip
 @json_option
 def runner(agent: str, server: str, key: str | None, instrument: str | None, **options: Any) -> int | None:
-    """Lease rollouts from a server and run an agent on them, in Python or of a run file, until stopped.
+    """Run an agent on rollouts leased from a server until stopped. AGENT is FILE.py:NAME or a run file.
 
-    After Ctrl-C or SIGTERM it leases nothing more, and rollouts at hand may finish: exit code 0. Those that --drain
-    ends, or a second signal, are handed back to be retried: exit code 130."""
+    After Ctrl-C or SIGTERM it leases no more, and running rollouts may finish: exit code 0. Those that --drain or a
+    second signal ends are handed back for a retry: exit code 130."""
     from agentlightning.runner.isolation import place_of
 
     pool = {name: options.pop(name) for name in _OWN}
@@ -113,7 +117,7 @@ async def _run(
         async with asyncio.timeout(None) as limit:
 
             def drain() -> None:
-                click.echo(f"leasing nothing more; rollouts at hand have {drain_seconds:g} s", err=True)
+                click.echo(f"no more leases; running rollouts have {drain_seconds:g} s", err=True)
                 working.stop()
                 limit.reschedule(asyncio.get_running_loop().time() + drain_seconds)
 

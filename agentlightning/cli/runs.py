@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from agentlightning.store.base import LightningStore
 
 watch_option: Final = click.option(
-    "--watch", type=click.FloatRange(min=0.1), metavar="SECONDS", help="Again after so long, until Ctrl-C."
+    "--watch", type=click.FloatRange(min=0.1), metavar="SECONDS", help="Refresh every so many seconds until Ctrl-C."
 )
 
 
@@ -65,7 +65,7 @@ class ListingGroup(click.Group):
 
 @click.group(cls=ListingGroup)
 def runs() -> None:
-    """List runs, and show what one measured (without a command: ls)."""
+    """List runs, or show one in detail (default command: ls)."""
 
 
 # --- finding -----------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ async def choose_run(name: str | None, place: Place) -> StoredRun:
     if name and (directory := Path(name)).is_dir():
         own = directory / STORE_FILE
         if not own.is_file() and not place.named:
-            raise ConfigError(f"the run in {name} is stored elsewhere; say where with --store or --server")
+            raise ConfigError(f"the run in {name} is stored elsewhere; give --store or --server")
         run_id = read_mark(directory).run_id if (directory / MARK).is_file() or not own.is_file() else ""
         place = Place(str(own)) if own.is_file() else place  # which may hold others beside it
     found = await stored_runs(RUNS, place)
@@ -150,7 +150,7 @@ async def ls(path: Path, watch: float | None, place: Place, as_json: bool) -> No
 async def repeated(show: Callable[[], Awaitable[None]], watch: float | None, as_json: bool) -> None:
     """Show something, with `watch` again and again on a cleared screen, also while a server is away."""
     if watch and as_json:
-        raise click.UsageError("--watch shows a table: leave out --json")
+        raise click.UsageError("--watch shows a table: omit --json")
     await show()
     while watch:
         await asyncio.sleep(watch)
@@ -195,13 +195,18 @@ def runs_table(found: Sequence[StoredRun]) -> Table:
 @runs.command()
 @click.argument("name", metavar="RUN", required=False)
 @click.option(
-    "--metric", "patterns", multiple=True, metavar="NAME", default=("*",), help="Only these; * stands for any."
+    "--metric",
+    "patterns",
+    multiple=True,
+    metavar="NAME",
+    default=("*",),
+    help="Only these metrics; * matches any text. Repeatable.",
 )
 @with_place(ANY_RUN)
 async def show(name: str | None, patterns: tuple[str, ...], place: Place, as_json: bool) -> None:
-    """Show a run: what it was started with, its rollouts, and each metric from the first step to the last.
+    """Show a run: its settings, its rollouts, and each metric over its steps.
 
-    RUN is an id, the beginning of one, or a directory; default the newest below runs/."""
+    RUN is an id, the beginning of one, or a directory; default: the newest run below runs/."""
 
     one = await choose_run(name, place)
     async with one.place.open(reading=True) as store:

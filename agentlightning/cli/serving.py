@@ -22,9 +22,9 @@ from agentlightning.runner.ending import on_signal
 _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 FILE = click.Path(dir_okay=False, path_type=Path)
 KEY = click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True,
-                   help="Key that callers must present; needed to listen anywhere but on this machine.")  # fmt: skip
+                   help="Key that callers must send; required to listen on other than a loopback address.")  # fmt: skip
 STORE = click.option("--store", "address", metavar="PATH|URL", default="agentlightning.sqlite", show_default=True,
-                     help="SQLite file, created if there is none, or postgresql://user@host/database.")  # fmt: skip
+                     help="SQLite file, created if missing, or postgresql://user@host/database.")  # fmt: skip
 
 
 class RequireKey:
@@ -51,8 +51,10 @@ class RequireKey:
 def address_options(port: int) -> Option:
     ports = click.IntRange(0, 65535)
     return together(
-        click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at."),
-        click.option("--port", type=ports, default=port, show_default=True, help="0 takes any free port."),
+        click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on."),
+        click.option(
+            "--port", type=ports, default=port, show_default=True, help="Port to listen on; 0: any free port."
+        ),
     )
 
 
@@ -73,12 +75,14 @@ class Header(click.ParamType[tuple[str, str]]):
 @click.argument("model", metavar="MODEL")
 @address_options(8000)
 @KEY
-@click.option("--model-name", default="policy", show_default=True, help="What clients ask for as `model`.")
+@click.option("--model-name", default="policy", show_default=True, help="Name by which clients call the model.")
 @click.option(
-    "--concurrency", type=click.IntRange(min=1), default=64, show_default=True, help="Calls answered at once."
+    "--concurrency", type=click.IntRange(min=1), default=64, show_default=True, help="Number of calls answered at once."
 )
-@click.option("--max-sequence-length", type=click.IntRange(min=1), metavar="TOKENS", help="Prompt and answer together.")
-@click.option("--threads", type=click.IntRange(min=1), help="Torch threads.")
+@click.option(
+    "--max-sequence-length", type=click.IntRange(min=1), metavar="TOKENS", help="Limit of prompt and answer together."
+)
+@click.option("--threads", type=click.IntRange(min=1), help="Number of torch threads.")
 @click.option("--seed", type=int, default=0, show_default=True, help="For sampling, and for making MODEL.")
 @json_option
 def serve(**options: Any) -> None:
@@ -132,21 +136,21 @@ async def served_model(
 @click.command()
 @address_options(8123)
 @STORE
-@with_backend("models are those that trainers name")
+@with_backend("the models that trainers register")
 @click.option("--synchronous", type=click.Choice(["FULL", "NORMAL"]), default="FULL", show_default=True,
-              help="NORMAL: what was acknowledged last may be lost in a power cut.")  # fmt: skip
+              help="NORMAL is faster; a power cut may lose the last writes.")  # fmt: skip
 @KEY
-@click.option("--tls-cert", type=FILE, help="Certificate and its chain (PEM), to speak HTTPS.")
+@click.option("--tls-cert", type=FILE, help="Certificate chain (PEM) for HTTPS.")
 @click.option("--tls-key", type=FILE, help="Private key of --tls-cert (PEM).")
 @click.option("--rate-limit", type=click.FloatRange(min=0, min_open=True), metavar="N",
-              help="Requests per second of one caller, by key or address; more are answered 429.")  # fmt: skip
+              help="Requests per second for each key or address; further ones get 429.")  # fmt: skip
 @click.option("--body-limit", type=click.IntRange(min=1), metavar="MIB", default=64, show_default=True,
-              help="Largest request.")  # fmt: skip
+              help="Limit of a request's size.")  # fmt: skip
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True,
-              help="How the log is written: for people, or an object a line for machines.")  # fmt: skip
+              help="Format of the log: text, or one JSON object per line.")  # fmt: skip
 @click.option("--access-log", is_flag=True, help="Log a line for every request.")
 @click.option(
-    "--otlp-forward", metavar="URL", help="Send on what is stored, without token ids, to a collector (OTLP over HTTP)."
+    "--otlp-forward", metavar="URL", help="Forward stored spans, without token ids, to this collector (OTLP over HTTP)."
 )
 @click.option(
     "--otlp-forward-header",
@@ -156,12 +160,12 @@ async def served_model(
     metavar="NAME=VALUE",
     envvar="AGL_OTLP_FORWARD_HEADERS",
     show_envvar=True,
-    help="Header for that collector, such as its key. Repeatable; in the variable by commas.",
+    help="Header for the collector, such as its key. Repeatable; separated by commas in the variable.",
 )
 @click.option("--capture", type=click.Choice(["full", "tokens", "off"]), default="full", show_default=True,
-              help="What of LLM calls and spans is kept: all, token ids without any text, or neither.")  # fmt: skip
-@click.option("--redact", metavar="FILE.py:NAME", help="Function that sees each span before it is written.")
-@click.option("--retain", type=Duration(), metavar="30d", help="Remove rollouts that ended longer ago than this.")
+              help="What to store of calls and spans: all, token ids without text, or neither.")  # fmt: skip
+@click.option("--redact", metavar="FILE.py:NAME", help="Function that changes or drops each span before it is stored.")
+@click.option("--retain", type=Duration(), metavar="30d", help="Delete rollouts that ended longer ago than this.")
 @json_option
 def server(
     address: str,
@@ -173,10 +177,10 @@ def server(
     as_json: bool,
     **others: Any,
 ) -> None:
-    """Run the store and the gateway as a process of their own; with --backend, calls are passed on there and recorded.
+    """Run the store and the gateway as a process of their own; with --backend, pass calls on to it and record them.
 
-    Trainers join with `agl train --server URL`, runners with `agl runner AGENT --server URL`. The interface describes
-    itself at URL/docs. At Ctrl-C or SIGTERM requests at hand are answered first; nothing acknowledged is lost."""
+    Trainers join with `agl train --server URL`, runners with `agl runner AGENT --server URL`. URL/docs documents the
+    interface. Ctrl-C or SIGTERM stops it after open requests are answered; nothing acknowledged is lost."""
     from agentlightning.data.references import load_reference
     from agentlightning.server.logs import configure_logging
     from agentlightning.server.serve import run_on_fastest_loop

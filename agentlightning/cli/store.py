@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 @click.group()
 def store() -> None:
-    """Keep a store healthy: delete rollouts, back it up, check it."""
+    """Delete rollouts, back up a store, check it for damage."""
 
 
 # --- removing ----------------------------------------------------------------------------------------------------
 
 
 @store.command()
-@click.option("--older-than", "age", type=Duration(), help="Those that ended so long ago: 30d, 12h, 45m.")
-@click.option("--task", metavar="TEXT", help="Those whose input contains this.")
+@click.option("--older-than", "age", type=Duration(), help="Rollouts that ended longer ago than this: 30d, 12h, 45m.")
+@click.option("--task", metavar="TEXT", help="Rollouts whose input contains this text.")
 @click.option("--rollout", "rollout_id", metavar="ID", help="This rollout.")
 @click.option("--run", "run_id", metavar="ID", help="All rollouts of this run.")
-@click.option("--dry-run", is_flag=True, help="Only count.")
+@click.option("--dry-run", is_flag=True, help="Count them, and delete nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @on_store()
 async def delete(
@@ -49,14 +49,14 @@ async def delete(
     yes: bool,
     as_json: bool,
 ) -> int:
-    """Remove rollouts for good, with their attempts and spans.
+    """Delete rollouts for good, with their attempts and spans.
 
-    With --older-than, what has not ended stays, and so does a group until all of it has ended. Otherwise unfinished
-    rollouts are cancelled first, and the files are written anew, so that they hold no trace; that takes time."""
+    With --older-than, unfinished rollouts stay, and so do groups with an unfinished member. Otherwise unfinished
+    rollouts are cancelled first, and the file is rewritten so that no trace is left in it, which takes time."""
     from agentlightning.store.retention import ended_before
 
     if sum(bool(given) for given in (age, task, rollout_id, run_id)) != 1:
-        raise click.UsageError("say what to delete: one of --older-than AGE, --task TEXT, --rollout ID, --run ID")
+        raise click.UsageError("choose what to delete: one of --older-than AGE, --task TEXT, --rollout ID, --run ID")
     if age is not None:
         where = ended_before(await store.get_time() - age)
     elif task:
@@ -82,7 +82,7 @@ async def delete(
 @store.command()
 @on_store()
 async def check(store: LightningStore, as_json: bool) -> int:
-    """Look for damage and contradictions; exit with 1 if there are any."""
+    """Check a store for damage and contradictions; the exit code is 1 if there are any."""
     found = await store.check_store()
     tell(as_json, {"problems": found}, "\n".join(found) or "nothing is wrong")
     return 1 if found else 0
@@ -93,7 +93,7 @@ async def check(store: LightningStore, as_json: bool) -> int:
 @click.option("--store", "path", metavar="PATH", required=True, help="SQLite file of the store.")
 @json_option
 def backup(destination: Path, path: str, as_json: bool) -> None:
-    """Copy a store's SQLite file to DEST, also while a server writes to it. DEST is a store of its own."""
+    """Copy a store's SQLite file to DEST, which may be in use meanwhile. DEST becomes a store of its own."""
     from agentlightning.store.sqlite import back_up
 
     if path.startswith(POSTGRES):
@@ -111,19 +111,21 @@ _SCOPES: Final = ("read", "worker", "grader", "trainer", "admin")
 
 @click.group()
 def keys() -> None:
-    """Issue, list and end keys of a store's server."""
+    """Issue, list and revoke keys of a store."""
 
 
 @keys.command()
 @click.argument("name")
 @click.option("--scope", "scopes", multiple=True, required=True, type=click.Choice(_SCOPES),
-              help="What the key opens; may be given several times.")  # fmt: skip
-@click.option("--lifetime", type=Duration(), help="How long it is valid: 30d, 12h. Without it, until it is revoked.")
+              help="What the key allows. Repeatable.")  # fmt: skip
+@click.option(
+    "--lifetime", type=Duration(), help="How long the key is valid, such as 30d or 12h; default: until it is revoked."
+)
 @on_store()
 async def issue(
     store: LightningStore, name: str, as_json: bool, scopes: tuple[Any, ...], lifetime: float | None
 ) -> None:
-    """Make a key called NAME and print its secret, once and alone on stdout."""
+    """Issue a key called NAME and print its secret, once, on stdout."""
     issued = await store.issue_key(name, scopes, lifetime)
     tell(as_json, issued, issued.api_key)
     sys.stdout.flush()
@@ -156,7 +158,7 @@ def _state(key: ApiKey, now: float) -> str:
 @click.argument("key_id", metavar="KEY_ID")
 @on_store()
 async def revoke(store: LightningStore, key_id: str, as_json: bool) -> None:
-    """End a key at once and for good."""
+    """Revoke a key at once and for good."""
     ended = await store.revoke_key(key_id)
     tell(as_json, ended, f"{ended.key_id} ({ended.name}) {_state(ended, time.time())}")
 

@@ -33,14 +33,14 @@ _MOST_RUNS: Final = 1000
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Change one key in all runs.")
 @click.option("--seeds", type=click.IntRange(min=1), default=1, show_default=True, help="Runs of each: seeds 0, 1, ….")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
-              help="Directory of the runs; default below runs/. Runs that ended there are not run again.")  # fmt: skip
+              help="Directory of the runs; default: below runs/. Finished runs are not repeated.")  # fmt: skip
 @json_option
 def sweep(
     run_file: Path, over: Sequence[str], assignments: Sequence[str], seeds: int, out: Path | None, as_json: bool
 ) -> int:
     """Train from RUN.yaml with each combination of settings, one run after the other, and compare the results.
 
-    The exit code is 1 where a run failed; the others are kept, and the same command goes on with --out."""
+    The exit code is 1 if a run failed. The same command with --out continues and does not repeat finished runs."""
     combinations = [tuple(zip(*one, strict=True)) for one in _combinations(over)]
     if len(combinations) * seeds > _MOST_RUNS:
         raise ConfigError(f"--over and --seeds ask for {len(combinations) * seeds} runs; at most {_MOST_RUNS}")

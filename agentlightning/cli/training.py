@@ -35,10 +35,10 @@ def _print_schema(ctx: click.Context, param: click.Parameter, asked: bool) -> No
 @click.command()
 @click.argument("run_file", type=click.Path(dir_okay=False, path_type=Path), required=False, metavar="[RUN.yaml]")
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Change one key: algorithm.group_size=4")
-@click.option("--steps", type=int, help="Training steps; short for --set algorithm.steps=…")
+@click.option("--steps", type=int, help="Number of training steps; short for --set algorithm.steps=…")
 @click.option("--schema", is_flag=True, is_eager=True, expose_value=False, callback=_print_schema,
               help="Print the JSON schema of run files, for editors, and exit.")  # fmt: skip
-@click.option("--dry-run", is_flag=True, help="Run one group, say what all will take, and keep nothing.")
+@click.option("--dry-run", is_flag=True, help="Run one group, estimate the cost of the whole run, and keep nothing.")
 @json_option
 @key_flags()
 def train(
@@ -143,10 +143,10 @@ def exit_code(stopped_because: str) -> int:
 @click.argument("folder", type=click.Path(path_type=Path), default=".", metavar="[FOLDER]")
 @json_option
 def init(folder: Path, as_json: bool) -> None:
-    """Make a project in FOLDER (default: here) that trains at once: an agent, tasks, a reward, a run file, tests."""
+    """Create a project in FOLDER (default: here) that trains at once: an agent, tasks, a reward, a run file, tests."""
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError(f"{folder.resolve()} is not an empty folder; name one that is empty or does not exist")
+            raise ConfigError(f"{folder.resolve()} is not an empty folder; choose an empty or new one")
         shutil.copytree(TEMPLATE, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", ".*"))
         (folder / "gitignore").rename(folder / ".gitignore")  # which would hide files of this package
     except (OSError, shutil.Error) as error:
@@ -161,21 +161,26 @@ def init(folder: Path, as_json: bool) -> None:
         click.echo(f"  cd {folder}")
     click.echo(f"  {runnable('agl train', folder):<22} # about a minute on a laptop, nothing is downloaded")
     click.echo(f"  {runnable('pytest', folder):<22} # the checks that come with it\n")
-    click.echo("README.md says how to make it yours.")
+    click.echo("README.md explains how to adapt it.")
 
 
 @click.command()
-@click.option("--seed", type=int, help="The source of all randomness; default 1, or that of the run resumed.")
-@click.option("--steps", type=click.IntRange(min=1), help="Training steps, instead of the recipe's.")
-@click.option("--time-limit", type=Duration(bare=True), metavar="90s|5m|2h", help="Stop training after so long.")
+@click.option("--seed", type=int, help="Random seed; default 1, or that of the resumed run.")
+@click.option("--steps", type=click.IntRange(min=1), help="Number of training steps.")
+@click.option(
+    "--time-limit",
+    type=Duration(bare=True),
+    metavar="90s|5m|2h",
+    help="Stop training after this time, then evaluate and save.",
+)
 @click.option("--resume", is_flag=True, help="Continue the newest quickstart, or the one in --out.")
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
-    help="Directory of this run; default a new one below runs/.",
+    help="Directory of the run; default: a new one below runs/.",
 )  # fmt: skip
 @json_option
 def quickstart(as_json: bool, **given: Any) -> int:
-    """Train a small tool-using agent from nothing, here and now, and show what it learned."""
+    """Train a small tool-using agent from scratch and show what it learned."""
     from agentlightning.display import LiveProgress, hide_library_progress
     from agentlightning.quickstart import load_flight_example, run_quickstart
 

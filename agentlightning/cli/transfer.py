@@ -41,18 +41,22 @@ _UNITS: Final = {"parquet": "rows", "sft": "conversations", "dpo": "pairs"}
 
 @click.command("import")
 @click.argument("files", metavar="FILE…", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--by", metavar="ATTRIBUTE", help="One rollout per value of this, such as session.id; else per trace.")
-@click.option("--reward", metavar="NAME", help="The attribute, or the evaluation, whose score is the reward.")
+@click.option(
+    "--by",
+    metavar="ATTRIBUTE",
+    help="Make one rollout per value of this attribute, such as session.id; default: per trace.",
+)
+@click.option("--reward", metavar="NAME", help="The attribute or evaluation that holds the reward.")
 @click.option("--mode", type=click.Choice(["train", "val", "test"]), default="train", show_default=True,
-              help="What the rollouts are for.")  # fmt: skip
+              help="Mode of the rollouts.")  # fmt: skip
 @with_place(NEW)
 async def import_(
     place: Place, files: tuple[Path, ...], by: str | None, reward: str | None, mode: Mode, as_json: bool
 ) -> None:
-    """Store traces of other tools as finished rollouts, or what `agl export --format rollouts` wrote.
+    """Store traces of other tools, or what `agl export --format rollouts` wrote, as finished rollouts.
 
-    A FILE of traces is OTLP JSON: one ExportTraceServiceRequest, a list of these, or one a line. If a part of it cannot
-    be read, nothing is stored. What is stored already stays as it is."""
+    A FILE of traces is OTLP JSON: one ExportTraceServiceRequest, a list of them, or one per line. If part of it cannot
+    be read, nothing is stored. Rollouts that are stored already are left unchanged."""
     from agentlightning.data.foreign_traces import read_traces, rollouts_of
     from agentlightning.store.transfer import import_rollouts
 
@@ -107,17 +111,19 @@ def _number(count: int, what: str) -> str:
                    "as .jsonl or .jsonl.gz for `agl import`; model: the best weights of --run.")  # fmt: skip
 @click.option("--run", "run_name", metavar="RUN", help="Only of this run: an id, or its directory, found below runs/.")
 @click.option("--mode", "modes", multiple=True, type=click.Choice(["train", "val", "test"]),
-              help="Only of this mode. Repeatable; default all, but for sft and dpo not the held-out val.")  # fmt: skip
+              help="Only of this mode. Repeatable; default: all, for sft and dpo all but val.")  # fmt: skip
 @click.option("--status", "statuses", multiple=True, type=click.Choice(["succeeded", "failed", "cancelled"]),
-              help="Only of this status. Repeatable; default all, for sft and dpo succeeded.")  # fmt: skip
-@click.option("--model", "models", multiple=True, metavar="NAME", help="Learn only from this model, frozen or not.")
-@click.option("--agents", metavar="PATTERN", help="Learn only from these agents: 'writer|rewriter'.")
+              help="Only of this status. Repeatable; default: all, for sft and dpo succeeded.")  # fmt: skip
+@click.option(
+    "--model", "models", multiple=True, metavar="NAME", help="Only calls of this model, frozen or not. Repeatable."
+)
+@click.option("--agents", metavar="PATTERN", help="Only calls of these agents: 'writer|rewriter'.")
 @click.option("--label", "labels", multiple=True, metavar="LABEL",
               help="Only rollouts that `agl rollouts annotate` gave this label. Repeatable.")  # fmt: skip
-@click.option("--min-reward", type=float, metavar="X", help="Only rollouts of at least this reward.")
+@click.option("--min-reward", type=float, metavar="X", help="Only rollouts with at least this reward.")
 @click.option("--best-of-group", is_flag=True, help="sft: only the best rollout of each group.")
 @click.option("--pairs", type=click.Choice(["best", "all"]), default="best", show_default=True,
-              help="dpo: of each prompt the pair that differs most in reward, or all.")  # fmt: skip
+              help="dpo: for each prompt, the pair that differs most in reward, or all pairs.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 @with_place(ANY_RUN)
 async def export(
@@ -137,7 +143,7 @@ async def export(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Write recorded rollouts that have ended to FILE, as a dataset or as they are.
+    """Write finished rollouts to FILE, as a dataset or as they are.
 
     FILE may be on the Hugging Face hub: hf:ORG/NAME/FILE.jsonl, or, for --format model, hf:ORG/NAME."""
     if out is not None:

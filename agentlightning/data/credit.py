@@ -5,7 +5,7 @@ A return is a function `(reward, transitions, **options) → float64[T]` of R an
 float64[M] for each sampled token of a batch. Its statistics are over rollouts, each of which weighs the same however
 long it is: the mean is that of their mean returns, the variance the total one, of the means plus the mean of the
 variances within. A group of one has nothing to be compared with and gets 0. A function of the same signature may stand
-in for any of them; `credit_table` says which go together.
+in for any of them. `@returns(…)` and `@baseline(…)` say what `credit_table` must know to refuse what does not fit.
 
 Suffixes give shapes: T transitions of a rollout, in call order; R rollouts and N transitions of a batch; M its sampled
 tokens, transition by transition; G rollouts of a group.
@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,17 +30,71 @@ IndexArray: TypeAlias = npt.NDArray[np.int64]
 ToolWeights: TypeAlias = float | Mapping[str, float]
 WhitenOver: TypeAlias = Literal["rollouts", "tokens"]
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 ROUNDING = 1e-9  # spreads below this share of the values are those of rounding
+
+
+# --- properties --------------------------------------------------------------------------------------------------
+
+
+def returns(
+    *,
+    compares: Literal["nothing", "group"] = "nothing",
+    repeats_reward: bool = False,
+    intermediate: bool = False,
+    follows_reward: bool = False,
+) -> Callable[[F], F]:
+    """Says what a return is made of, all of it false of a function without this mark.
+
+    Args:
+        compares: a return that compares a `group` is a baseline already: it is called with the rewards and the
+            transitions of all G rollouts, and gives one float64[T] for each.
+        repeats_reward: R is in the return of every call, so that returns must not be added up over calls.
+        intermediate: the rewards of single calls are in it, so that R must not hold them.
+        follows_reward: rollouts of equal R have nothing to compare, so that `equal_rewards` is refused.
+    """
+    return _marked(
+        compares=compares, repeats_reward=repeats_reward, intermediate=intermediate, follows_reward=follows_reward
+    )
+
+
+def baseline(*, compares: Literal["nothing", "group"], whitens: bool = False, values: bool = False) -> Callable[[F], F]:
+    """Says what a baseline compares. Of a function without this mark it is not known, and nothing is refused.
+
+    Args:
+        compares: whether one rollout is compared with the others of its `group`, so that a group needs two.
+        whitens: whether all groups of a step must be there at once.
+        values: whether a critic's values of the sampled tokens, float64[M], are its second argument.
+    """
+    return _marked(compares=compares, whitens=whitens, values=values)
+
+
+def _marked(**properties: Any) -> Callable[[F], F]:
+    def mark(function: F) -> F:
+        vars(function)["properties"] = properties
+        return function
+
+    return mark
+
+
+def property_of(function: Callable[..., Any], name: str) -> Any:
+    """What `@returns` or `@baseline` says of a function, also of a `functools.partial` of it; None without a mark."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "properties", {}).get(name)
 
 
 # --- returns -----------------------------------------------------------------------------------------------------
 
 
+@returns(repeats_reward=True, follows_reward=True)
 def identical(reward: float, transitions: Sequence[Transition]) -> Float64Array:
     """x_t = R: each call is as good as the whole (LightningRL, arXiv:2508.03680)."""
     return np.full(len(transitions), reward, np.float64)
 
 
+@returns(repeats_reward=True, intermediate=True)
 def air(
     reward: float, transitions: Sequence[Transition], *, alpha: float = 0.2, tool_weights: ToolWeights = 1.0
 ) -> Float64Array:
@@ -49,6 +103,7 @@ def air(
     return alpha * intermediate(transitions, tool_weights) + (1 - alpha) * reward
 
 
+@returns(intermediate=True)
 def air_dense(reward: float, transitions: Sequence[Transition], *, tool_weights: ToolWeights = 1.0) -> Float64Array:
     """x_t = r_t of `intermediate`, and R on the last transition, with what it was given itself (not its tools' status).
 
@@ -58,6 +113,7 @@ def air_dense(reward: float, transitions: Sequence[Transition], *, tool_weights:
     return values
 
 
+@returns(repeats_reward=True, intermediate=True)
 def discounted(reward: float, transitions: Sequence[Transition], *, gamma: float = 0.9) -> Float64Array:
     """x_t = Σ_k γ^k·r_{t+k} over the rewards the transitions were given, with R added to the last."""
     _check_share("gamma", gamma)
@@ -66,6 +122,7 @@ def discounted(reward: float, transitions: Sequence[Transition], *, gamma: float
     return discount(given, np.full(len(given), gamma))
 
 
+@returns(compares="group", follows_reward=True)
 def tree(rewards_G: Sequence[float], transitions_G: Sequence[Sequence[Transition]]) -> list[Float64Array]:
     """x_t = R_i − the mean R of the other rollouts that reached the same state; one float64[T] per rollout.
 
@@ -172,16 +229,19 @@ class Returns:
         return np.repeat(self.rollouts, self.tokens)
 
 
+@baseline(compares="nothing")
 def no_baseline(returns: Returns) -> Float64Array:
     """A_t = x_t, as in REINFORCE (Williams 1992)."""
     return returns.values
 
 
+@baseline(compares="group")
 def dr_grpo(returns: Returns) -> Float64Array:
     """A_t = x_t − mean over the group (Dr. GRPO, arXiv:2503.20783)."""
     return np.where(returns.compared, returns.values - returns.per_group(_mean)[returns.rollouts], 0.0)
 
 
+@baseline(compares="group")
 def grpo(returns: Returns, *, epsilon: float = 1e-6, ddof: int = 1) -> Float64Array:
     """A_t = (x_t − mean) / (std + ε) over the group (GRPO, arXiv:2402.03300), with std² = Σ (mean of a rollout − mean)²
     / (G − `ddof`) + the mean of the variances within rollouts. The second is 0 where a rollout has one return.
@@ -191,12 +251,14 @@ def grpo(returns: Returns, *, epsilon: float = 1e-6, ddof: int = 1) -> Float64Ar
     return np.where(spread > 0, dr_grpo(returns) / (spread + epsilon), 0.0)
 
 
+@baseline(compares="group")
 def rloo(returns: Returns) -> Float64Array:
     """A_t = x_t − mean over the other rollouts of the group (RLOO, arXiv:2402.14740)."""
     others = returns.per_group(_mean_of_others)[returns.rollouts]
     return np.where(returns.compared, returns.values - others, 0.0)
 
 
+@baseline(compares="nothing", whitens=True)
 def reinforce_plus_plus(
     returns: Returns,
     *,
@@ -218,12 +280,14 @@ def reinforce_plus_plus(
     return whiten(np.repeat(ends, returns.tokens) * gamma ** _remaining(returns), returns.token_rollouts, whiten_over)
 
 
+@baseline(compares="group", whitens=True)
 def reinforce_plus_plus_baseline(returns: Returns, *, whiten_over: WhitenOver = "rollouts") -> Float64Array:
     """A_t = x_t − mean over the group, whitened over the batch (REINFORCE++-baseline, arXiv:2501.03262), float64[M]."""
     whitened = whiten(np.repeat(dr_grpo(returns), returns.tokens), returns.token_rollouts, whiten_over)
     return np.where(np.repeat(returns.compared, returns.tokens), whitened, 0.0)
 
 
+@baseline(compares="nothing", whitens=True, values=True)
 def gae(
     returns: Returns,
     values_M: npt.ArrayLike,

@@ -6,8 +6,8 @@
 | `air_dense` | yes | yes | yes: it holds each reward once |
 | `tree` | `none` only: it is a baseline itself | no | no |
 
-`gae` is for algorithms that have a critic. Functions of a user's own go with everything, and every row with every loss;
-`policy_gradient` with one optimiser step per batch only.
+`gae` is for algorithms that have a critic. Every row goes with every loss; `policy_gradient` with one optimiser step
+per batch only. The table follows from what `@returns` and `@baseline` say of a function, a user's own included.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from agentlightning.data import credit as formulas
-from agentlightning.data.credit import Float64Array, Returns
+from agentlightning.data.credit import Float64Array, Returns, property_of
 from agentlightning.data.references import is_reference, load_reference
 from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.sequences import CreditedTransition
@@ -47,11 +47,6 @@ BASELINES: Final[dict[str, CreditFunction]] = {
     "reinforce++_baseline": formulas.reinforce_plus_plus_baseline,
     "gae": formulas.gae,
 }
-_HOLD_R_IN_EVERY_CALL: Final = (formulas.identical, formulas.air, formulas.discounted)
-_READ_INTERMEDIATE: Final = (formulas.air, formulas.air_dense, formulas.discounted)
-_TELL_NO_CALLS_APART: Final = (formulas.identical, formulas.tree)
-_COMPARE_NO_GROUP: Final = (formulas.no_baseline, formulas.reinforce_plus_plus, formulas.gae)
-_OVER_THE_BATCH: Final = (formulas.reinforce_plus_plus, formulas.reinforce_plus_plus_baseline, formulas.gae)
 
 
 @dataclass(frozen=True)
@@ -60,6 +55,11 @@ class RewardedGroup:
 
     transitions: Sequence[Sequence[Transition]]
     rewards: Sequence[float]
+
+    def of_model(self, model: str) -> RewardedGroup:
+        """The calls of one model alone."""
+        own = [[call for call in transitions if call.model == model] for transitions in self.transitions]
+        return RewardedGroup(own, self.rewards)
 
     @classmethod
     def trial(cls, *rewards: float) -> RewardedGroup:
@@ -88,15 +88,9 @@ class Credit:
     equal_rewards: bool = False
 
     @property
-    def needs_values(self) -> bool:
-        """Whether a critic must say first what each sampled token is worth."""
-        return self.baseline is formulas.gae
-
-    @property
     def compares_group(self) -> bool:
-        """Whether one rollout of a task by itself would teach nothing; of a baseline of one's own this is not known."""
-        group_wise = self.baseline in BASELINES.values() and self.baseline not in _COMPARE_NO_GROUP
-        return self.returns is formulas.tree or group_wise
+        """Whether one rollout of a task by itself would teach nothing."""
+        return "group" in (property_of(self.returns, "compares"), property_of(self.baseline, "compares"))
 
     @property
     def built_in(self) -> bool:
@@ -105,12 +99,7 @@ class Credit:
     @property
     def needs_batch(self) -> bool:
         """Whether the groups of a step must be together, as those that are whitened."""
-        return self.baseline in _OVER_THE_BATCH
-
-    @property
-    def reads_intermediate(self) -> bool:
-        """Whether the return holds intermediate rewards, so that R must not."""
-        return self.returns in _READ_INTERMEDIATE
+        return bool(property_of(self.baseline, "whitens"))
 
     def advantages(
         self, groups: Sequence[RewardedGroup], values: Sequence[FloatArray] | None = None
@@ -119,46 +108,43 @@ class Credit:
 
         `values` float32[T] of each transition, in order, are a critic's; without them it says 0. ConfigError where a
         user's function gives another shape than is asked of it, or numbers that are not finite."""
-        rollouts = [transitions for group in groups for transitions in group.transitions]
-        transitions = [transition for rollout in rollouts for transition in rollout]
+        rollouts = [calls for group in groups for calls in group.transitions]
+        transitions = [transition for calls in rollouts for transition in calls]
         if not transitions:
             return [[[] for _ in group.transitions] for group in groups]
         tokens = np.array([len(transition.response_ids) for transition in transitions], np.int64)
         returns = Returns(
-            values=np.concatenate([value for group in groups for value in self._values(group)]),
-            rollouts=np.repeat(np.arange(len(rollouts)), [len(rollout) for rollout in rollouts]),
+            values=np.concatenate([of_rollout for group in groups for of_rollout in self._returned(group)]),
+            rollouts=np.repeat(np.arange(len(rollouts)), [len(calls) for calls in rollouts]),
             tokens=tokens,
             groups=np.repeat(np.arange(len(groups)), [len(group.rewards) for group in groups]),
             rewards=np.array([reward for group in groups for reward in group.rewards], np.float64),
-            equal_rewards=self.equal_rewards or self.returns in _TELL_NO_CALLS_APART,
+            equal_rewards=self.equal_rewards,
         )
-        credited = map(CreditedTransition, transitions, *self._per_transition(returns, values))
-        return [[[next(credited) for _ in rollout] for rollout in group.transitions] for group in groups]
-
-    def _per_transition(self, returns: Returns, values: Sequence[FloatArray] | None) -> list[list[FloatArray]]:
-        """Of each transition float32[T]: advantages and, with a critic, its values and their targets."""
-        tokens, total = returns.tokens, int(returns.tokens.sum())
-        if self.needs_values:
-            said = np.zeros(total) if values is None else np.concatenate(values, dtype=np.float64)
+        if property_of(self.baseline, "values"):
+            said = np.zeros(tokens.sum()) if values is None else np.concatenate(values, dtype=np.float64)
             advantages, targets = self.baseline(returns, said, **self.baseline_options)
-            found = [advantages, said, targets]
+            of_tokens = [advantages, said, targets]
         else:
             advantages = np.asarray(self.baseline(returns, **self.baseline_options), np.float64)
-            found = [np.repeat(advantages, tokens) if advantages.shape == tokens.shape else advantages]
-        for one in found:
-            _check(self.baseline, one, total, f"{len(tokens)} transitions or each of their tokens")
-        return [np.split(one.astype(np.float32), np.cumsum(tokens)[:-1]) for one in found]
+            of_tokens = [np.repeat(advantages, tokens) if advantages.shape == tokens.shape else advantages]
+        for one in of_tokens:
+            _check(self.baseline, one, tokens.sum(), f"{len(tokens)} transitions or each of their tokens")
+        split = [np.split(one.astype(np.float32), np.cumsum(tokens)[:-1]) for one in of_tokens]
+        credited = map(CreditedTransition, transitions, *split)
+        return [[[next(credited) for _ in calls] for calls in group.transitions] for group in groups]
 
-    def _values(self, group: RewardedGroup) -> list[Float64Array]:
-        if self.returns is formulas.tree:
-            return formulas.tree(group.rewards, group.transitions)
-        nothing = np.zeros(0)
-        pairs = zip(group.rewards, group.transitions, strict=True)
-        return [self._of_one(reward, of) if of else nothing for reward, of in pairs]
-
-    def _of_one(self, reward: float, transitions: Sequence[Transition]) -> Float64Array:
-        values = np.asarray(self.returns(reward, transitions, **self.returns_options), np.float64)
-        return _check(self.returns, values, len(transitions), f"{len(transitions)} transitions")
+    def _returned(self, group: RewardedGroup) -> list[Float64Array]:
+        """The returns of each rollout of a group, float64[T]."""
+        options, calls = self.returns_options, group.transitions
+        if property_of(self.returns, "compares") == "group":
+            found = self.returns(group.rewards, calls, **options)
+        else:
+            found = [self.returns(r, of, **options) if of else () for r, of in zip(group.rewards, calls, strict=True)]
+        return [
+            _check(self.returns, np.asarray(values, np.float64), len(of), f"{len(of)} transitions")
+            for values, of in zip(found, calls, strict=True)
+        ]
 
 
 def make_credit(
@@ -177,27 +163,27 @@ def make_credit(
     first = _function("returns", returns, returns_options, RETURNS)
     second = _function("baseline", baseline, baseline_options, BASELINES)
     credit = Credit(first, second, dict(returns_options), dict(baseline_options), equal_rewards)
-    if credit.needs_values and not critic:
+    if property_of(second, "values") and not critic:
         raise ConfigError(
-            "baseline 'gae' needs the values of a critic: take algorithm ppo (agl.PPO), which trains one, or call "
-            "credit.gae in a baseline of your own that knows them"
+            f"baseline {_name(second)!r} needs the values of a critic: take algorithm ppo (agl.PPO), which trains one, "
+            "or call credit.gae in a baseline of your own that knows them"
         )
-    if first is formulas.tree and second is not formulas.no_baseline:
+    if property_of(first, "compares") == "group" and second is not formulas.no_baseline:
         raise ConfigError(
-            "returns 'tree' subtracts what other rollouts got from the same state, and a second baseline would take it "
-            "away again; give baseline='none'"
+            f"returns {_name(first)!r} subtracts what other rollouts got, and a second baseline would take it away "
+            "again; give baseline='none'"
         )
-    if baseline_options.get("across_calls") and first in _HOLD_R_IN_EVERY_CALL:
+    if baseline_options.get("across_calls") and property_of(first, "repeats_reward"):
         raise ConfigError(
             f"across_calls adds up the rewards of a rollout's calls, and returns {_name(first)!r} holds R in each: R "
             "would count once per call; give returns='air_dense'"
         )
-    if reward.base == "sum" and credit.reads_intermediate:
+    if reward.base == "sum" and property_of(first, "intermediate"):
         raise ConfigError(
             f"reward.base 'sum' puts intermediate rewards into R, and returns {_name(first)!r} adds them to it: they "
             "would count twice; give base='final' or returns='identical'"
         )
-    if equal_rewards and (first in _TELL_NO_CALLS_APART or second in _COMPARE_NO_GROUP):
+    if equal_rewards and (property_of(first, "follows_reward") or property_of(second, "compares") == "nothing"):
         raise ConfigError(
             f"equal_rewards lets a group teach whose rewards are all equal and whose calls differ, which returns "
             f"{_name(first)!r} with baseline {_name(second)!r} does not ask: leave it out"
@@ -212,41 +198,6 @@ def make_credit(
             raise
         # A function of a user's own may look for what no agent has told of these made-up calls.
     return credit
-
-
-def check_credited(
-    by: str, groups: Sequence[RewardedGroup], answer: Sequence[Sequence[Sequence[object]]]
-) -> list[list[list[CreditedTransition]]]:
-    """What an algorithm answered to these groups. ConfigError unless it has a list for each rollout of each group, and
-    in it transitions with a finite float for each sampled token."""
-    try:
-        shape = [len(group) for group in answer]
-        items = [item for group in answer for rollout in group for item in rollout]
-    except TypeError:
-        raise ConfigError(f"{by} must give a list for each rollout of each group, and gave {answer!r:.200}") from None
-    asked = [len(group.transitions) for group in groups]
-    if shape != asked:
-        raise ConfigError(f"{by} must give lists for groups of {asked} rollouts, and gave them for {shape}")
-    for item in items:
-        if not isinstance(item, CreditedTransition):
-            raise ConfigError(f"{by} must give a CreditedTransition for each call that trains, and gave {item!r:.200}")
-        tokens = len(item.transition.response_ids)
-        for values in (item.advantages, *(one for one in (item.values, item.value_targets) if one is not None)):
-            if not _is_float_each(values, tokens):
-                raise ConfigError(
-                    f"{by} must give a NumPy array with a finite float for each of the {tokens} sampled tokens of a "
-                    f"call, and gave {values!r:.200}"
-                )
-    return cast("list[list[list[CreditedTransition]]]", answer)
-
-
-def _is_float_each(values: Any, count: int) -> bool:
-    return (
-        isinstance(values, np.ndarray)
-        and values.shape == (count,)
-        and np.issubdtype(values.dtype, np.floating)
-        and bool(np.isfinite(values).all())
-    )
 
 
 def _function(

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from agentlightning.errors import ConfigError, imported
 
 PREFIX: Final = "hf:"
-_NAME: Final = re.compile(r"hf:(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w.-]+))?(/(?P<file>[^@]+))?")
+_NAME: Final = re.compile(r"hf:(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w.-]+))?(/(?P<file>[^@]+))?")
 
 _NOT_THE_MODEL: Final = ["loop.json", "optimizer.pt"]  # of a checkpoint, what only the run itself goes on with
 

@@ -8,7 +8,7 @@ which transition is kept: "sequence" in a loss means a transition, however it wa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -210,7 +210,7 @@ def micro_batches(
         stop = min(int(np.searchsorted(lengths, -width / 2, side="right")), start + max_tokens // width)
         sampled = np.cumsum([len(sequences[i].positions) for i in order[start:stop]])
         rows = order[start : start + max(1, int(np.searchsorted(sampled, max_sampled, side="right")))]
-        yield pad([sequences[i] for i in rows], [weights[i] for i in rows], width)
+        yield pack([sequences[i] for i in rows], [weights[i] for i in rows])
         start += len(rows)
 
 
@@ -223,39 +223,34 @@ def _forests(
     for start, stop in cut(lengths, shared, sampled, max_tokens, max_sampled):
         chosen = [sequences[i] for i in order[start:stop]]
         forest, paths = plant([sequence.token_ids for sequence in chosen], shared[start:stop])
-        positions = [path[sequence.positions] for path, sequence in zip(paths, chosen, strict=True)]
-        rows = np.zeros(sum(map(len, positions)), np.int64)
-        yield _micro_batch(
-            chosen, [weights[i] for i in order[start:stop]], forest.token_ids[None], rows, positions, forest
-        )
+        yield pack(chosen, [weights[i] for i in order[start:stop]], forest, paths)
 
 
-def pad(sequences: list[TrainingSequence], weights: Iterable[FloatArray], width: int) -> MicroBatch:
-    """The sequences, none longer than `width`, as one micro-batch."""
-    token_ids = np.zeros((len(sequences), width), np.int32)
-    for row, sequence in enumerate(sequences):
-        token_ids[row, : len(sequence)] = sequence.token_ids
-    rows = np.repeat(np.arange(len(sequences), dtype=np.int64), [len(s.positions) for s in sequences])
-    return _micro_batch(sequences, weights, token_ids, rows, [s.positions for s in sequences])
-
-
-def _micro_batch(
-    sequences: list[TrainingSequence],
-    weights: Iterable[FloatArray],
-    token_ids: IntArray,
-    rows: npt.NDArray[np.int64],
-    positions: Sequence[npt.NDArray[np.integer]],
+def pack(
+    sequences: Sequence[TrainingSequence],
+    weights: Sequence[FloatArray],
     forest: Forest | None = None,
+    paths: Sequence[npt.NDArray[np.int64]] = (),
 ) -> MicroBatch:
+    """The sequences as one micro-batch of padded rows or, where `paths` say where their tokens are in it, a forest."""
+    lengths = [len(sequence.positions) for sequence in sequences]
+    if forest is None:
+        token_ids = np.zeros((len(sequences), max(map(len, sequences))), np.int32)
+        for row, sequence in zip(token_ids, sequences, strict=True):
+            row[: len(sequence)] = sequence.token_ids
+        rows, positions = np.arange(len(sequences)), [sequence.positions for sequence in sequences]
+    else:
+        token_ids, rows = forest.token_ids[None], np.zeros(len(sequences))
+        positions = [path[sequence.positions] for path, sequence in zip(paths, sequences, strict=True)]
     counts = [int(sequence.transitions[-1]) + 1 for sequence in sequences]
     first = np.cumsum([0, *counts[:-1]])
     return MicroBatch(
         token_ids=token_ids,
-        rows=rows,
+        rows=np.repeat(rows.astype(np.int64), lengths),
         positions=np.concatenate(positions).astype(np.int64),
         logprobs=np.concatenate([s.logprobs for s in sequences]),
         advantages=np.concatenate([s.advantages for s in sequences]),
-        weights=np.concatenate(list(weights)),
+        weights=np.concatenate(weights),
         transitions=np.concatenate(
             [s.transitions + start for s, start in zip(sequences, first, strict=True)], dtype=np.int64
         ),

@@ -64,6 +64,13 @@ class _Asked(NamedTuple):
         return ours and (self.entry.trainable or self.caller.attempt is not None)
 
     @property
+    def admitted(self) -> tuple[CallRequest, list[str]]:
+        """(what may be sent of the request, names of its fields that are not). CallRefused where that is not enough."""
+        if not self.guarded:
+            return self.request, []
+        return admit(self.request, trained=self.entry.trainable, training=self.learns)
+
+    @property
     def run_sampling(self) -> Sampling | None:
         """What the run decides about sampling: None in test mode, without an attempt, or where it is left open."""
         return {"train": self.entry.train, "val": self.entry.val}.get(self.caller.mode or "test")
@@ -105,7 +112,7 @@ class Calls:
             # Meanwhile the attempt may have ended, and the model may be another.
             asked = await self._asked(endpoint, body, headers, path_ids)
         caller, request, entry = asked.caller, asked.request, asked.entry
-        admitted, dropped = _admitted(asked)
+        admitted, dropped = asked.admitted
         attempt = caller.attempt
         # Numbered once it is admitted: an attempt that seems to lack a call is not trained.
         index = next(caller.call_indices) if attempt else None
@@ -132,7 +139,7 @@ class Calls:
             remember=self._conversations.remember,
             index=index,
             overridden=overridden,
-            dropped=dropped,
+            dropped=[*dropped, *request.dropped],
             discards=discards,
             held_seconds=held_seconds,
             made_by=caller_attributes(headers, request.messages),
@@ -148,7 +155,7 @@ class Calls:
         asked = await self._asked(endpoint, body, headers, path_ids)
         backend, fields = asked.entry.backend, asked.request.relayed
         if fields is None:
-            return await backend.count_tokens(_sent(asked, _admitted(asked)[0], "", None)[0])
+            return await backend.count_tokens(_sent(asked, asked.admitted[0], "", None)[0])
         async with backend.relay(RelayedCall(endpoint.path, asked.model, fields, _let_through(headers))) as answer:
             return await _counted(answer)
 
@@ -191,14 +198,6 @@ class Calls:
                 code="key_scope",
             )
         return replace(entry, trainable=False)
-
-
-def _admitted(asked: _Asked) -> tuple[CallRequest, list[str]]:
-    """(what may be sent of a request, names of its fields that are not)."""
-    request, dropped = asked.request, list[str]()
-    if asked.guarded:
-        request, dropped = admit(request, trained=asked.entry.trainable, training=asked.learns)
-    return request, [*dropped, *request.dropped]
 
 
 def _sent(

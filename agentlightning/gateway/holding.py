@@ -180,7 +180,7 @@ class Holding:
                     try:
                         await store.extend_attempts(sorted(standing - told), _SLICE)
                     except AgentLightningError as error:
-                        _log.warning("the clocks of attempts whose calls are held go on: %s", error)
+                        _log.warning("the clocks of attempts with held calls could not be stopped: %s", error)
                     told |= standing
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(renewal):

@@ -24,7 +24,7 @@ async def probe(backend: RemoteBackend, model: str, train: Sampling | None) -> N
     """Return if the backend answers with exact ids, and with the logprobs of the distribution that `train` samples
     from. ConfigError says what is wrong and what to do."""
     if backend.kind == "sglang" and train is not None and (train.top_p not in (None, 1.0) or train.top_k):
-        raise ConfigError("SGLang tells logprobs from before top_p and top_k: leave those of `train` at 1 and 0")
+        raise ConfigError("SGLang returns logprobs from before top_p and top_k: leave those of `train` at 1 and 0")
     try:
         async with asyncio.timeout(_SECONDS):
             answer = await one_answer(backend, model, Sampling(max_tokens=1, seed=0))

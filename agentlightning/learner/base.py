@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, get_
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, check_settings
+from agentlightning.learner.losses import TRUNCATION, Loss, Totals
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from agentlightning.data.token_bytes import TokenBytes
     from agentlightning.gateway.backend import Backend, Sampling
-    from agentlightning.learner.losses import Loss
 
 Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
 DType: TypeAlias = Literal["float32", "bfloat16"]
@@ -172,16 +172,6 @@ class Learner(Protocol):
     @property
     def token_bytes(self) -> TokenBytes | None: ...
 
-    def prepare(
-        self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None
-    ) -> tuple[list[TrainingSequence], dict[str, float]]:
-        """The batch as `step` is to be given it, whole or in parts; called before its first optimiser step.
-
-        With `loss.old` proximal, log-probabilities are those of the present weights, and the truncated weight of each
-        token is a factor of its advantage, which comes to the same: every loss is proportional to a positive factor
-        of the advantages. Then the metrics are those that `step` would tell of `version`."""
-        ...
-
     def values(self, batch: Sequence[TrainingSequence]) -> list[FloatArray]:
         """What the critic says that each sampled token is worth, float32[N] of each sequence. ConfigError where there
         is no critic."""
@@ -216,3 +206,23 @@ class Learner(Protocol):
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote; ConfigError if it does not fit this policy."""
         ...
+
+
+def against_proximal(
+    learner: Learner, batch: Sequence[TrainingSequence], loss: Loss, version: int | None
+) -> tuple[list[TrainingSequence], dict[str, float]]:
+    """The batch with the log-probabilities of the present weights, before the first optimiser step of `Loss.old`
+    proximal; and how far engine and learner are apart in the tokens that `version` sampled.
+
+    The truncated weight of each token becomes a factor of its advantage, which comes to the same: every loss is
+    proportional to a positive factor of the advantages."""
+    from torch import from_numpy
+
+    totals, made = Totals(version), list[TrainingSequence]()
+    for sequence, logprobs in zip(batch, learner.logprobs(batch, loss.temperature), strict=True):
+        difference = logprobs - from_numpy(sequence.logprobs)
+        totals.compare(difference, from_numpy(sequence.versions))
+        weights = difference.exp().clamp(max=loss.truncation or TRUNCATION).numpy()
+        advantages = (sequence.advantages * weights).astype(sequence.advantages.dtype)
+        made.append(replace(sequence, logprobs=logprobs.numpy(), advantages=advantages))
+    return made, totals.mismatch()

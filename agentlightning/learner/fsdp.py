@@ -100,11 +100,6 @@ class FsdpLearner:
             process.wait()
         shutil.rmtree(self._place, ignore_errors=True)
 
-    def prepare(
-        self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None
-    ) -> tuple[list[TrainingSequence], dict[str, float]]:
-        return self._call("prepare", batch, loss, version)
-
     def values(self, batch: Sequence[TrainingSequence]) -> list[FloatArray]:
         return self._call("values", batch)
 
@@ -160,7 +155,7 @@ class FsdpLearner:
             self.close()
             raise TrainingError(
                 f"a process of the FSDP learner has ended ({', '.join(ends)}), and the others with it. "
-                f"`--resume` (resume=True) goes on from the latest checkpoint{end_of(self._log, self._log_begin)}"
+                f"`--resume` (resume=True) continues from the latest checkpoint{end_of(self._log, self._log_begin)}"
             ) from None
 
 

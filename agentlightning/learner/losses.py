@@ -2,6 +2,11 @@
 
 Every loss is a pure function of tensors of shape [N], through whose `logprobs` alone gradients flow; aggregation is the
 batch's weights. References are checked in tests against values of verl. Imports no torch: algorithms make losses.
+
+GRPO's: a sampled token with advantage A and r = exp(log p now − log p when it was sampled) costs max(−r·A, −clip(r)·A)
+(`ppo_clip`), plus `kl_coefficient` times its divergence from the reference where one is kept. Each token's cost times
+its weight (`data.sequences.aggregation_weights`, which hold the batch's denominators), summed, is the loss.
+`TorchLearner._backward` puts it together.
 """
 
 from __future__ import annotations

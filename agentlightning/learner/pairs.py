@@ -106,7 +106,7 @@ class PairSettings:
         """ConfigError where what it needs is not on this machine."""
         if self.place.remote:
             if any(map(_is_made, self.models.values())):
-                raise ConfigError("learner: a Tinker server trains a model of its own: give its name for it as `model`")
+                raise ConfigError("learner: a Tinker server trains its own model: give its name there as `model`")
             tinker_sdk()
         else:
             choose_device(self.device)

@@ -118,6 +118,8 @@ def read_sampler(given: str | Mapping[str, Any] | None) -> SamplerPlace | None:
         raise ConfigError(f"sampler: {', '.join(place.urls)} is no address of a server; {_SAMPLERS}")
     if not place.starts and (place.flags or place.environment or place.program):
         raise ConfigError("sampler: program, flags and environment are of a server that is started: {vllm: start, …}")
+    if place.starts and place.api_key:
+        raise ConfigError("sampler: api_key belongs to a server given by URL; a started server needs none")
     if (place.starts or place.sglang) and place.model:
         raise ConfigError("sampler: this server has one model: leave `model` out")
     return place

@@ -130,7 +130,7 @@ class RemoteSampler:
             if isinstance(server, VllmBackend):
                 if server.model is None and len(served) != 1:
                     names = ", ".join(one.id for one in served) or "nothing"
-                    raise ConfigError(f"the sampler at {server.name} serves {names}: say which as `model`")
+                    raise ConfigError(f"the sampler at {server.name} serves {names}: choose one as `model`")
                 server.model, of_ids = server.model or served[0].id, server.of_ids
             lengths = {one.max_model_len for one in served if one.max_model_len} | {self._max_sequence_length}
             of_ids.max_sequence_length = min((one for one in lengths if one is not None), default=None)
@@ -166,7 +166,7 @@ class RemoteSampler:
                     await self._finished()
                 await self._load(self._servers, weights)
             finally:
-                self._settle()
+                self._open_or_close()
 
     async def sample(self) -> list[TrainingSequence]:
         return [await short_answer(server) for server in self._servers if not server.connection.unusable]
@@ -187,7 +187,7 @@ class RemoteSampler:
         while not self._usable.is_set():
             if time.monotonic() > give_up:
                 why = "; ".join(str(server.connection.unusable) for server in self._servers)
-                raise BackendError(f"no sampler for {_PATIENCE:g} seconds; `agl train --resume` goes on: {why}")
+                raise BackendError(f"no sampler for {_PATIENCE:g} seconds; `agl train --resume` continues: {why}")
             await asyncio.sleep(_LOOK_SECONDS)
             await self._look()
 
@@ -195,7 +195,7 @@ class RemoteSampler:
         """Notice servers that are gone, and give those that are back the newest weights. BackendError where the run's
         own has ended. One that is there and refuses weights is left alone."""
         if self._started is not None and (ended := self._started.ended()):
-            raise BackendError(f"the sampler is gone; `agl train --resume` goes on with another: {ended}")
+            raise BackendError(f"the sampler is gone; `agl train --resume` continues with another: {ended}")
         async with self._changing:
             for server in self._servers:
                 if not server.connection.unusable:
@@ -207,16 +207,16 @@ class RemoteSampler:
                     self._gone.discard(server)
                     with suppress(BackendError):  # its connection says why
                         await self._load([server], self._weights)
-            self._settle()
+            self._open_or_close()
 
     def _lost(self, server: RemoteBackend) -> None:
         """Send a server no calls before it has been given the newest weights."""
         server.connection.unusable = f"the server at {server.name} was lost, and with it the weights that it had"
         server.connection.lost = True
         self._gone.add(server)
-        self._settle()
+        self._open_or_close()
 
-    def _settle(self) -> None:
+    def _open_or_close(self) -> None:
         """Calls wait where no server can be used."""
         if all(server.connection.unusable for server in self._servers):
             self._usable.clear()
@@ -266,7 +266,7 @@ class RemoteSampler:
             except TimeoutError:
                 running = self._activity.running
                 if last:
-                    raise UnavailableError(f"{running} calls at {self.name} go on although aborted") from None
+                    raise UnavailableError(f"{running} calls at {self.name} still run although aborted") from None
                 _log.warning("%d calls have taken %g seconds: new weights wait no longer", running, self.patience)
                 for server in self._servers:
                     with suppress(BackendError):  # a server that is gone answers nothing
@@ -353,7 +353,7 @@ async def _served(server: RemoteBackend) -> list[_Served]:
         async with server.connection.posted(url, None, accepted=True) as response:
             served = msgspec.json.decode(await response.read(), type=_ServedModels)
     except (BackendError, msgspec.DecodeError) as error:
-        raise ConfigError(f"the sampler at {server.name} cannot be asked for its models: {error}") from None
+        raise ConfigError(f"the sampler at {server.name} does not list its models: {error}") from None
     return [one for one in served.data if one.parent is None]
 
 

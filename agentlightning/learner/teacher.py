@@ -65,7 +65,7 @@ def open_teacher(given: Any, student: TokenBytes | None) -> Teacher:
     try:
         server = asyncio.run(_probed(given, student))
     except (BackendError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError(f"teacher: {given.vllm} cannot score what is sampled: {_why(error)}") from None
+        raise ConfigError(f"teacher: {given.vllm} cannot score sampled tokens: {_why(error)}") from None
     return lambda sequences: asyncio.run(_score_all(server, sequences))
 
 
@@ -138,7 +138,7 @@ async def _score_all(server: TeacherServer, sequences: Sequence[TrainingSequence
         return await asyncio.gather(*map(of_one, sequences))
     except (BackendError, LookupError, TypeError, ValueError) as error:
         told = f"the teacher at {server.vllm} does not answer: {_why(error)}"
-        raise TrainingError(f"{told}. What was learned is saved: --resume goes on") from None
+        raise TrainingError(f"{told}. What was learned is saved: --resume continues") from None
     finally:
         await connection.close()
 

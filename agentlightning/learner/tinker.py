@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentlightning.data.sequences import TrainingSequence, aggregation_weights, pad
+from agentlightning.data.sequences import TrainingSequence, aggregation_weights, pack
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import BackendError, ConfigError, TrainingError, UnavailableError, imported
@@ -38,7 +38,7 @@ from agentlightning.learner.losses import Loss, Totals, policy_loss
 from agentlightning.learner.places import HOSTED, LearnerPlace
 from agentlightning.learner.policy import load_tokenizer
 from agentlightning.learner.remote import PROBED_TOKENS, Activity, sampled_sequence
-from agentlightning.learner.torch import MISMATCH_TOLERANCE, not_finite, prepared
+from agentlightning.learner.torch import MISMATCH_TOLERANCE, not_finite
 
 HANDLE_FILE: Final = "tinker.json"
 _LENGTH: Final = 4096  # of prompt and answer, unless it is given
@@ -70,12 +70,12 @@ def check_loss(loss: Loss) -> None:
     """ConfigError for a loss that a Tinker server has no gradient of."""
     if loss.temperature != 1:
         raise ConfigError(
-            f"learner: a Tinker server tells log-probabilities of temperature 1, not {loss.temperature:g}: set the "
+            f"learner: a Tinker server returns log-probabilities at temperature 1, not {loss.temperature:g}: set the "
             "algorithm's temperature to 1"
         )
     for name in ("entropy_coefficient", "kl_coefficient"):
         if getattr(loss, name):
-            raise ConfigError(f"learner: a Tinker server tells log-probabilities of sampled tokens alone: {name} is 0")
+            raise ConfigError(f"learner: a Tinker server returns log-probabilities of sampled tokens only: {name} is 0")
 
 
 @contextmanager
@@ -93,7 +93,9 @@ def open_tinker(
         except (OSError, ValueError) as error:
             raise ConfigError(f"learner: no Tinker server answers at {url}: {error}") from None
         if place.verl is not None and '"ready"' not in health:
-            raise ConfigError(f"learner: verl's Tinker server at {url} is not ready, or is another: it says {health}")
+            raise ConfigError(
+                f"learner: verl's Tinker server at {url} is not ready, or is another server: it answered {health}"
+            )
     with _explained(sdk):
         service = sdk.ServiceClient(base_url=url, api_key=os.environ.get("TINKER_API_KEY", "tml-none"))
         names = [one.model_name for one in service.get_server_capabilities().supported_models if one.model_name]
@@ -127,11 +129,6 @@ class TinkerLearner:
         self._masked = place.verl is not None
         self._averages = place.reduction == "mean"
         self._sums = place.verl is not None or place.reduction is not None
-
-    def prepare(
-        self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None
-    ) -> tuple[list[TrainingSequence], dict[str, float]]:
-        return prepared(self, batch, loss, version)
 
     def values(self, batch: Sequence[TrainingSequence]) -> list[FloatArray]:
         raise ConfigError("learner: a Tinker server trains no critic")
@@ -311,7 +308,7 @@ class TinkerSampler:
         """See `TokenGenerator`: all tokens come together."""
         room = self._length - len(request.prompt_token_ids)
         if request.top_logprobs:
-            raise BackendError("a Tinker server tells no top_logprobs; leave them out", status=400)
+            raise BackendError("a Tinker server returns no top_logprobs; omit them", status=400)
         await self._usable.wait()
         self._activity.__enter__()
         call, version = asyncio.create_task(self._sampled(self._client, request, room)), self._version
@@ -355,7 +352,7 @@ def gradient(
 ) -> tuple[Tensor, Totals]:
     """dL/dlogprob of every sampled token of the batch, float32[N], where these are its `logprobs`; and the metrics."""
     weights = aggregation_weights(batch, loss.aggregation, loss.constant_length or 0)
-    micro = pad(list(batch), weights, max(map(len, batch)))
+    micro = pack(batch, weights)
     old, advantages, transitions, versions = map(
         torch.from_numpy, (micro.logprobs, micro.advantages, micro.transitions, micro.versions)
     )

@@ -6,7 +6,6 @@ Whoever owns the engine keeps it from reading weights during `step`.
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,7 +26,7 @@ from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner import losses
-from agentlightning.learner.base import CRITIC_RATE, AdamW, Critic, Learner, WeightsForm
+from agentlightning.learner.base import CRITIC_RATE, AdamW, Critic, WeightsForm
 from agentlightning.learner.forward import (
     LOGITS_AT_ONCE,
     Sampled,
@@ -40,7 +39,7 @@ from agentlightning.learner.forward import (
     sampled,
     unsupported,
 )
-from agentlightning.learner.losses import TRUNCATION, Loss, Totals
+from agentlightning.learner.losses import Loss, Totals
 from agentlightning.learner.policy import Policy, saved_weights, written
 
 _log = logging.getLogger(__name__)
@@ -123,11 +122,10 @@ class TorchLearner:
         self.model = policy.model
         self.model.eval()  # no dropout: what is trained is the distribution that was sampled
         self.keeps_reference = bool(reference)
-        self._started_from: str | None = None
         self.reference = reference if isinstance(reference, PreTrainedModel) else None
         if reference is True and policy.adapter is None:
             self.reference = copy.deepcopy(self.model).requires_grad_(False)
-            self._started_from = _fingerprint(self.reference)
+        self._frozen = _sample_of_frozen(self.reference or self.model).to(self.dtype)
         self.critic = None if critic is None else ValueModel(self.model, critic)
         self._masters, self._trained = _trained(self.model, self.critic)
         own_rate = critic.learning_rate if critic else None
@@ -160,11 +158,6 @@ class TorchLearner:
     @property
     def token_bytes(self) -> TokenBytes | None:
         return self.policy.token_bytes
-
-    def prepare(
-        self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None
-    ) -> tuple[list[TrainingSequence], dict[str, float]]:
-        return prepared(self, batch, loss, version)
 
     def step(self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None) -> dict[str, float]:
         """See `Learner.step`. The gradient is that of Σ weights · loss over the whole batch."""
@@ -272,7 +265,7 @@ class TorchLearner:
 
     def _value_loss(self, critic: ValueModel, micro: MicroBatch, states: States, loss: Loss, totals: Totals) -> Tensor:
         if micro.values is None or micro.value_targets is None:
-            raise ConfigError("the critic cannot be trained: the batch does not say what its values were and should be")
+            raise ConfigError("the critic cannot be trained: the batch has no values and no returns")
         old, targets, weights = (
             torch.from_numpy(part).to(self.model.device) for part in (micro.values, micro.value_targets, micro.weights)
         )
@@ -323,7 +316,7 @@ class TorchLearner:
     def values(self, batch: Sequence[TrainingSequence]) -> list[FloatArray]:
         critic = self.critic
         if critic is None:
-            raise ConfigError("this learner has no critic to say what tokens are worth; pass critic=Critic()")
+            raise ConfigError("this learner has no critic; pass critic=Critic()")
 
         def of_critic(micro: MicroBatch) -> Tensor:
             return critic(micro, self._states(self.model, micro) if critic.trunk is None else None)
@@ -365,24 +358,29 @@ class TorchLearner:
         self._save_state(directory, self.optimizer.state_dict(), self._masters.state())
 
     def _save_state(self, directory: Path, optimizer: Any, masters: Sequence[Tensor]) -> None:
-        state = {"optimizer": optimizer, "steps": self.steps, "masters": masters, "reference": self._started_from}
+        state = {"optimizer": optimizer, "steps": self.steps, "masters": masters, "frozen": self._frozen}
         with written():
             torch.save(state, directory / OPTIMIZER_FILE)
 
     def load(self, directory: Path) -> None:
         """See `Learner.load`. Weights are copied into the live model, so that whoever shares it sees them."""
         try:
+            if not (directory / OPTIMIZER_FILE).is_file():
+                raise ValueError(f"it has no {OPTIMIZER_FILE}; its weights can be the model of a new run")
             if strangers := self._load_weights(directory):
                 raise ValueError(f"it is of another architecture: {strangers[:3]} …")
             if self.critic is not None:
                 self.critic.load(directory)
             copied = self.model.device.type != "cpu"  # to where the weights are, so that the file may go
             state = torch.load(directory / OPTIMIZER_FILE, weights_only=True, map_location="cpu", mmap=copied)
+            if len(self._frozen) and len(state["frozen"]) and not torch.equal(state["frozen"], self._frozen):
+                raise ValueError(
+                    "its run started from other weights, which are kept as the reference or under the adapter. Give "
+                    "the model that it started from; if this process has trained that one, load it again"
+                )
             self._load_state(state)
             for group in self.optimizer.param_groups:  # it has the settings of the run before
                 group |= {"betas": self.config.betas, "weight_decay": self.config.weight_decay}
-            if self._started_from and state.get("reference") not in (None, self._started_from):
-                raise ValueError("with reference=True it needs the model it started from; load that one again")
         except (OSError, RuntimeError, SafetensorError, ValueError, KeyError) as error:
             raise ConfigError(f"checkpoint {directory} cannot be resumed from: {error}") from None
         self.steps = int(state["steps"])
@@ -406,12 +404,11 @@ class TorchLearner:
         return weights
 
 
-def _fingerprint(model: PreTrainedModel) -> str:
-    """Tells weights from what training makes of them, by some of each tensor."""
-    digest = hashlib.sha256()
-    for weights in model.parameters():
-        digest.update(weights.detach().flatten()[:1000].float().cpu().numpy().tobytes())
-    return digest.hexdigest()
+def _sample_of_frozen(model: PreTrainedModel) -> Tensor:
+    """A few numbers of each tensor that is not trained, by which other weights are told from these."""
+    frozen = [one.detach() for one in model.parameters() if not one.requires_grad]
+    whole: list[Tensor] = [getattr(one, "full_tensor", one.detach)() for one in frozen]
+    return torch.cat([torch.zeros(0), *(one.flatten()[:8].float().cpu() for one in whole)])
 
 
 def _trained(model: PreTrainedModel, critic: ValueModel | None) -> tuple[MasterWeights, dict[str, list[Tensor]]]:
@@ -429,20 +426,3 @@ def not_finite(loss: float, *norms: float) -> TrainingError:
         f"the step was not taken: loss {loss}{told}. The weights are unchanged; lower the learning rate, or look for "
         "extreme rewards in the run's metrics"
     )
-
-
-def prepared(
-    learner: Learner, batch: Sequence[TrainingSequence], loss: Loss, version: int | None
-) -> tuple[list[TrainingSequence], dict[str, float]]:
-    """What the learner's `prepare` answers."""
-    if loss.old == "behaviour":
-        return list(batch), {}
-    totals = Totals(version)
-    made: list[TrainingSequence] = []
-    for sequence, logprobs in zip(batch, learner.logprobs(batch, loss.temperature), strict=True):
-        difference = logprobs - torch.from_numpy(sequence.logprobs)
-        totals.compare(difference, torch.from_numpy(sequence.versions))
-        weights = difference.exp().clamp(max=loss.truncation or TRUNCATION).numpy()
-        advantages = (sequence.advantages * weights).astype(np.float32)
-        made.append(replace(sequence, logprobs=logprobs.numpy(), advantages=advantages))
-    return made, totals.mismatch()

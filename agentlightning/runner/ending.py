@@ -43,7 +43,7 @@ async def _leave() -> None:
         task.cancel()
     deaf = (await asyncio.wait(left, timeout=LEFT_SECONDS))[1] if left else set[asyncio.Task[Any]]()
     for task in deaf:
-        logger.warning("%r goes on after it was cancelled and is left behind", task.get_name())
+        logger.warning("%r does not stop after it was cancelled and is abandoned", task.get_name())
         asyncio.tasks._unregister_task(task)  # pyright: ignore
         task._log_destroy_pending = False  # pyright: ignore
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))  # the loop waits for the one it has

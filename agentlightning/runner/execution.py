@@ -146,7 +146,7 @@ class Flight:
         await asyncio.wait({task}, timeout=GRACE_SECONDS)
         if not task.done():
             logger.warning(
-                "the agent of attempt %s goes on %g s after it was cancelled and is left behind; %s",
+                "the agent of attempt %s goes on %g s after it was cancelled and is abandoned; %s",
                 self.tracer.attempt_id,
                 GRACE_SECONDS,
                 ISOLATE,
@@ -283,7 +283,9 @@ def record_result(tracer: AttemptTracer, result: Any) -> None:
         return
     given = read_reward(result, "the agent's result")
     if not given.final:
-        raise InvalidError("the agent's result has final=false, but what is returned is final; emit that one instead")
+        raise InvalidError(
+            "the agent returned a reward with final=false, but a returned reward is final; emit it instead"
+        )
     emit_reward(given.reward, primary_key=given.primary_key, attributes={REWARD_RETURNED: True})
 
 

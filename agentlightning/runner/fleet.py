@@ -81,7 +81,7 @@ class Pool:
         self._stopping.set()
 
     async def run(self) -> bool:
-        """AgentLightningError when runners fail again and again. Whatever ends the pool, they are told to drain; False
+        """AgentLightningError when runners keep failing. Whatever ends the pool, they are told to drain; False
         where they could not be told."""
         told = True
         try:
@@ -144,7 +144,7 @@ class Pool:
             what = "; ".join(f"{name} failed: {seen[name]}" for name in failed[:3])
             self._not_before, self._failures = now + 2.0**self._failures, self._failures + 1
             if self._failures == TURNS_TO_FAIL:
-                raise AgentLightningError(f"runners fail again and again ({what}); their logs say why")
+                raise AgentLightningError(f"runners keep failing ({what}); their logs say why")
             self.tell(what)
         return running
 

@@ -77,7 +77,7 @@ def boot_of(agent: LitAgent[Any], isolation: Isolation, tracer: TracerKind, most
     if most is not None and most < 1:
         raise ConfigError(f"max_attempts_per_process is {most}; give 1 or more, or None for no limit")
     if isinstance(agent, CommandAgent):
-        raise ConfigError("a command runs in processes of its own anyway; leave isolation out")
+        raise ConfigError("a command already runs in its own process; omit isolation")
     return channel.packed(agent, tracer)
 
 

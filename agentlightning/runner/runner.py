@@ -458,8 +458,7 @@ async def patiently(call: Callable[[], Awaitable[T]], seconds: float) -> T:
                 raise
             if time.monotonic() + pause > deadline:
                 raise UnavailableError(
-                    f"it did not answer for {seconds:g} s: {error}. "
-                    "Attempts in flight are retried by whoever finds them, once it is back"
+                    f"it did not answer for {seconds:g} s: {error}. Running attempts will be retried once it is back"
                 ) from error
         await asyncio.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(2 * pause, LAST_RETRY_SECONDS)

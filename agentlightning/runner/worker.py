@@ -154,8 +154,10 @@ def _left_running(before: set[threading.Thread]) -> bool:
         return True
     if any(one.name != AGENT_THREAD and not _is_idle(one) for one in set(threading.enumerate()) - before):
         return True
-    with contextlib.suppress(OSError):  # Linux; elsewhere processes go unseen
-        return any(children.read_text().split() for children in Path("/proc/self/task").glob("*/children"))
+    for children in Path("/proc/self/task").glob("*/children"):  # Linux; elsewhere processes go unseen
+        with contextlib.suppress(OSError):  # of a thread that has just ended
+            if children.read_text().split():
+                return True
     return False
 
 

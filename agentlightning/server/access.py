@@ -33,6 +33,8 @@ class UnauthenticatedError(ForbiddenError):
     """No key, or one that nobody issued (HTTP 401)."""
 
 
+_ATTEMPT_TOTAL: Final = 256 << 20  # bytes of spans from an attempt's key
+_COUNTED: Final = 100_000  # attempts, the latest
 ATTEMPT_BYTES: Final = 16 << 20  # of spans in a request; one of many small parts takes a hundred times that to read
 
 
@@ -70,9 +72,9 @@ class Scope:
         return self.attempt is None and "admin" in self.opens
 
     def refuses(self, span: Span) -> str | None:
-        """Why the caller may not add a span with this content, or None: an attempt's key does not speak for the
-        gateway, and gives rewards only if it was issued to."""
-        if self.attempt is not None and speaks_for_gateway(span):
+        """Why the caller may not add a span with this content, or None: neither an attempt's key nor a grader's speaks
+        for the gateway, and an attempt's gives rewards only if it was issued to."""
+        if (self.attempt is not None or "worker" not in self.opens) and speaks_for_gateway(span):
             return (
                 f"span {span.span_id} holds what only the gateway records; leave out `tokens` (token ids) and names "
                 f"that begin with {CALL}"
@@ -114,7 +116,26 @@ class Access:
     def __init__(self, store: LightningStore, admin_key: str | None) -> None:
         self._store = store
         self._admin_key = None if admin_key is None else _digest(admin_key)
+        self._sent: dict[str, int] = {}  # bytes of spans, by attempt
         self.sessions = Sessions()
+
+    @property
+    def protected(self) -> bool:
+        """Whether nothing is done without a key."""
+        return self._admin_key is not None
+
+    def count_sent(self, scope: Scope, size: int) -> None:
+        """ForbiddenError once an attempt's key has sent more spans than an agent may since the server began."""
+        if scope.attempt is None:
+            return
+        attempt_id = scope.attempt[1]
+        self._sent[attempt_id] = sent = self._sent.pop(attempt_id, 0) + size
+        if len(self._sent) > _COUNTED:
+            del self._sent[next(iter(self._sent))]
+        if sent > _ATTEMPT_TOTAL:
+            raise ForbiddenError(
+                f"attempt {attempt_id} has sent {sent:,} bytes of spans; {_ATTEMPT_TOTAL:,} are the most"
+            )
 
     async def scope(self, headers: Mapping[str, str]) -> Scope:
         """UnauthenticatedError if a key is needed and the caller has none that is valid, ForbiddenError if none is and

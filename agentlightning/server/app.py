@@ -23,7 +23,7 @@ from agentlightning.server.access import Access
 from agentlightning.server.dashboard import page_routes, page_views
 from agentlightning.server.events import EventRoutes
 from agentlightning.server.health import Reading, ServerMetrics, gateway_readings, health_routes
-from agentlightning.server.limits import RateLimit, limit_of
+from agentlightning.server.limits import LargeBodies, RateLimit, limit_of
 from agentlightning.server.logs import Observed, label_routes, log_request
 from agentlightning.server.models import MODEL_CALLS, Models
 from agentlightning.server.openapi import documentation_routes
@@ -87,12 +87,13 @@ def create_app(
         inner.insert(0, Middleware(Shortcut, routes=own))
         shown += gateway_readings(gateway)
     metrics = ServerMetrics(store, access, shown)
+    outer = _outer(metrics, access, rate_limit=rate_limit, access_log=access_log, body_limit=body_limit)
     routes.append(metrics.route())
     routes += documentation_routes(described, routes, protected=protected)
     label_routes(routes)
     app = _Application(
         routes=routes,
-        middleware=[*_outer(metrics, access, rate_limit=rate_limit, access_log=access_log), *inner],
+        middleware=[*outer, *inner],
         exception_handlers=dict.fromkeys((AgentLightningError, HTTPException, Exception), _answer_to),
     )
     app.state.protected = guarded or protected
@@ -112,11 +113,13 @@ def _performed(store: LightningStore, gateway: Gateway | None) -> list[tuple[Seq
 
 
 def _outer(
-    metrics: ServerMetrics, access: Access | None, *, rate_limit: float | None, access_log: bool
+    metrics: ServerMetrics, access: Access | None, *, rate_limit: float | None, access_log: bool, body_limit: int
 ) -> list[Middleware]:
-    """What sees every request: measurements, the access log and the rate limit."""
+    """What sees every request: measurements, the access log and the limits."""
     listeners = [metrics.count, log_request] if access_log else [metrics.count]
     outer = [Middleware(Observed, listeners=listeners)]
+    if access is not None and access.protected:
+        outer.append(Middleware(LargeBodies, limit=body_limit))
     if rate_limit is not None:
         outer.append(Middleware(RateLimit, limit=limit_of(rate_limit), access=access))
     return outer

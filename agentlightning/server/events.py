@@ -133,7 +133,7 @@ class EventRoutes:
                 yield _event("spans", {"rollout_id": rollout_id})
         for run_id in dict.fromkeys(changes.runs):
             yield _event("metrics", {"run_id": run_id})
-        for run_id in dict.fromkeys(run_id for one in several if one is not None for run_id in one.runs_with_groups):
+        for run_id in dict.fromkeys(changes.runs_with_groups):
             yield _event("groups", {"run_id": run_id})
 
     async def _look_up(self, rollout_ids: Iterable[str]) -> dict[str, Rollout]:

@@ -1,15 +1,18 @@
-"""How many requests a caller may make, counted by the `limits` library, as ASGI middleware.
+"""How many requests a caller may make, counted by the `limits` library, and how many bytes of large ones are read at
+once, as ASGI middleware.
 
 A caller is who a valid key stands for, else an address.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import ipaddress
 import math
 import secrets
 import time
+from collections.abc import Awaitable
 from typing import Any, Final
 
 from limits import RateLimitItemPerSecond
@@ -19,11 +22,13 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning.errors import ConfigError
+from agentlightning.gateway.attribution import api_key_of
 from agentlightning.server.access import Access
 from agentlightning.server.requests import refusal
 
 _WINDOW: Final = 2  # seconds, at least: so much may come at once
 _SLOTS: Final = 256  # that addresses share, so that inventing them takes no memory
+_SMALL: Final = 1 << 20  # bytes, of a body that counts for nothing
 _UNLIMITED: Final = frozenset({"/health", "/ready"})
 
 
@@ -63,6 +68,53 @@ class RateLimit:
     def _slot(self, address: str) -> str:
         digest = hashlib.blake2b(address.encode(), key=self._salt, digest_size=8).digest()
         return f"address {int.from_bytes(digest, 'big') % _SLOTS}"
+
+
+class LargeBodies:
+    """ASGI: the large bodies of one caller that are read and not yet answered have at most `budget` bytes together;
+    further ones wait unread. A caller is a key, or an address without one. A body of unknown length counts as `limit`
+    bytes."""
+
+    def __init__(self, app: ASGIApp, limit: int, budget: int = 256 << 20) -> None:
+        self._app = app
+        self._limit, self._budget = limit, budget
+        self._callers: dict[str, _Held] = {}
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
+            return self._app(scope, receive, send)
+        length = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
+        size = min(int(length), self._limit) if length.isdigit() else self._limit
+        if size <= _SMALL:
+            return self._app(scope, receive, send)
+        return self._within_budget(size, scope, receive, send)
+
+    async def _within_budget(self, size: int, scope: Scope, receive: Receive, send: Send) -> None:
+        caller = api_key_of(Headers(scope=scope)) or _address(scope)
+        held = self._callers.setdefault(caller, _Held())
+        held.requests += 1
+        try:
+            while held.size and held.size + size > self._budget:
+                await held.freed.wait()
+            held.size += size
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                held.size -= size
+                held.freed.set()
+                held.freed.clear()
+        finally:
+            held.requests -= 1
+            if not held.requests:
+                del self._callers[caller]
+
+
+class _Held:
+    """What a caller's requests hold, and how many there are."""
+
+    def __init__(self) -> None:
+        self.size = self.requests = 0
+        self.freed = asyncio.Event()
 
 
 def _address(scope: Scope) -> str:

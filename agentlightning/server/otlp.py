@@ -45,7 +45,9 @@ def otlp_routes(store: LightningStore, access: Access, body_limit: int) -> list[
             body = await receive_body(request.receive, limit)
             encoding = request.headers.get("content-encoding", "")
             # In a thread: a large batch takes long to decode, and LLM calls go on meanwhile.
-            spans = await asyncio.to_thread(lambda: decode_traces(inflate(body, encoding, limit), content_type))
+            inflated = await asyncio.to_thread(inflate, body, encoding, limit)
+            access.count_sent(scope, len(inflated))
+            spans = await asyncio.to_thread(decode_traces, inflated, content_type)
             refused = await _take(store, scope, spans, (ids["rollout_id"], ids["attempt_id"]) if ids else None)
         except AgentLightningError as error:
             return _refusal(error, answer_type)
@@ -127,7 +129,7 @@ def inflate(body: bytes, encoding: str, limit: int) -> bytes:
     if len(inflated) > limit:
         raise TooLargeError(f"the body inflates to more than the {limit} bytes this server takes; send it in parts")
     if not stream.eof or stream.unused_data:
-        raise InvalidError(f"the body is not one whole {encoding} stream; it ends too early or goes on after its end")
+        raise InvalidError(f"the body is not one whole {encoding} stream; it is truncated or has trailing bytes")
     return inflated
 
 

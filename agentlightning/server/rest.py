@@ -190,8 +190,9 @@ class Rest:
         else:
             encoding = headers.get("content-encoding", "identity")
             if encoding != "identity":
-                raise InvalidError(f"the body is in the Content-Encoding {encoding!r}; send it as it is")
+                raise InvalidError(f"the body is in the Content-Encoding {encoding!r}; send it unencoded")
             data = await receive_body(receive, caller.body_limit(self._body_limit))
+            self._access.count_sent(caller, len(data))
         try:
             asked = endpoint.decode(fields, data, _MSGPACK in headers.get("content-type", ""))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -59,7 +59,7 @@ async def _attempt_of(store: LightningStore, request: Request, key: str) -> tupl
     """Whose rewards the key in the path gives; UnauthenticatedError, or ForbiddenError for a key of another kind."""
     credential = await store.find_key(key)
     if credential is None:
-        raise UnauthenticatedError("this URL holds no key of this server; post to $AGL_REWARD_URL exactly as it is")
+        raise UnauthenticatedError("this URL holds no key of this server; post to $AGL_REWARD_URL unchanged")
     note_caller(request.scope, credential.name)
     if credential.attempt is None or not credential.rewards:
         raise ForbiddenError(

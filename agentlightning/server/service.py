@@ -169,13 +169,13 @@ async def lent(
         client = LightningStoreClient(server, api_key, patience=_PATIENCE)
         stack.push_async_callback(client.close)
         for entry in entries:
-            await client.perform(registration(entry, f"{http.url}/v1", api_key=key, owner=owner))
             stack.push_async_callback(_remove, client, RemoveModel(name=entry.name, owner=owner))
+            await client.perform(registration(entry, f"{http.url}/v1", api_key=key, owner=owner))
         yield
 
 
 async def _remove(client: LightningStoreClient, call: RemoveModel) -> None:
-    with suppress(UnavailableError):  # a server that is gone routes nowhere any more
+    with suppress(AgentLightningError):  # one that is gone routes nowhere; one that refuses has not registered it
         await client.perform(call)
 
 

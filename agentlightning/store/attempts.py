@@ -384,7 +384,7 @@ def touch_worker(tx: Transaction, worker_id: str | None, stats: str | None = Non
         return
     if not 0 < len(worker_id) <= _LONGEST_WORKER_ID:
         raise InvalidError(
-            f"worker_id has {len(worker_id)} characters; give each worker a name of its own, of at most "
+            f"worker_id has {len(worker_id)} characters; give each worker a unique name of at most "
             f"{_LONGEST_WORKER_ID}, or None"
         )
     worker_id = codec.text(worker_id)

@@ -278,7 +278,7 @@ def token_columns(tokens: TokenCapture) -> Tokens:
     return Tokens(_pack(_INT32, tokens.prompt_token_ids), ids, logprobs, to_json(choices, "the choices of a call"))
 
 
-class Column(Sequence[Any]):
+class Numbers(Sequence[Any]):
     """The numbers of a column as they were read: equal to the tuple of them, and pickled as it.
 
     There is no object for each number before it is asked for, and NumPy makes a read-only array of all without a copy:
@@ -301,7 +301,7 @@ class Column(Sequence[Any]):
         return iter(self._numbers.tolist())
 
     def __eq__(self, other: object) -> bool:
-        return tuple(self) == tuple(other) if isinstance(other, (tuple, Column)) else NotImplemented
+        return tuple(self) == tuple(other) if isinstance(other, (tuple, Numbers)) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(tuple(self))
@@ -314,28 +314,28 @@ class Column(Sequence[Any]):
 
 
 def plain(value: object) -> Any:
-    """The `enc_hook` of encoders of what a store returns: spans hold `Column`s."""
-    if isinstance(value, Column):
+    """The `enc_hook` of encoders of what a store returns: spans hold `Numbers`."""
+    if isinstance(value, Numbers):
         return tuple(value)
     raise TypeError(f"a {type(value).__name__} cannot be encoded")
 
 
 def tokens_from_columns(columns: Tokens) -> TokenCapture:
-    """The capture that `token_columns` wrote; a `Column` takes the place of each tuple of numbers."""
+    """The capture that `token_columns` wrote; a `Numbers` takes the place of each tuple of numbers."""
     choices: list[SampledChoice] = []
     token, logprob = 0, 0  # bytes
     for choice in _choices.decode(columns.choices):
         end, logprob_end = token + _SIZE * choice.tokens, logprob + _SIZE * choice.logprobs
         choices.append(
             SampledChoice(
-                token_ids=cast("tuple[int, ...]", Column(_INT32, columns.token_ids[token:end])),
-                logprobs=cast("tuple[float, ...]", Column(_FLOAT32, columns.logprobs[logprob:logprob_end])),
+                token_ids=cast("tuple[int, ...]", Numbers(_INT32, columns.token_ids[token:end])),
+                logprobs=cast("tuple[float, ...]", Numbers(_FLOAT32, columns.logprobs[logprob:logprob_end])),
                 finish_reason=choice.finish_reason,
                 versions=choice.versions,
             )
         )
         token, logprob = end, logprob_end
-    prompt = cast("tuple[int, ...]", Column(_INT32, columns.prompt_token_ids))
+    prompt = cast("tuple[int, ...]", Numbers(_INT32, columns.prompt_token_ids))
     return TokenCapture(prompt_token_ids=prompt, choices=tuple(choices))
 
 

@@ -2,9 +2,10 @@
 
 The commit path: `submit` notes an operation and a future on the event loop; at the end of the loop's turn all that were
 noted go to the thread together, and what comes while a transaction is written shares the next one, and so one fsync.
-The thread begins, runs each operation in a savepoint, so that one that fails is undone alone, calls `settle` with what
-they changed (the store numbers what has finished), and commits. Back on the event loop `committed` wakes whoever waits
-for these changes, and then each caller gets its answer. A connection lost before the commit runs all of it again.
+The thread begins, runs each operation in a savepoint, so that one that fails is undone alone, calls `before_commit`
+with what they changed (the store numbers what has finished), and commits. Back on the event loop `committed` wakes
+whoever waits for these changes, and then each caller gets its answer. Where the connection is lost before the commit,
+all of it runs again.
 
 This module knows transactions, and what a connection must offer; it does not know what the operations do, nor which
 database it is.
@@ -58,8 +59,8 @@ class Connection(Protocol):
         """Interrupt what is executed in the block after so long; `math.inf`: never."""
         ...
 
-    def settle(self) -> None:
-        """Commit. Returns only if the transaction is stored; UnavailableError if that cannot be found out."""
+    def commit(self) -> None:
+        """Returns only if the transaction is stored; UnavailableError if that cannot be found out."""
         ...
 
     def close(self) -> None: ...
@@ -95,9 +96,9 @@ class _Outcome:
 class DatabaseThread:
     """Runs operations on one connection, in the order they were handed over, away from the event loop.
 
-    Threads that are given the same `jobs` share the work. `settle` is called at the end of each transaction, inside it,
-    with the notes of the operations that succeeded; `committed` on the event loop after the commit, with what `settle`
-    returned, before anybody gets an answer."""
+    Threads that are given the same `jobs` share the work. `before_commit` is called at the end of each transaction,
+    inside it, with the notes of the operations that succeeded; `committed` on the event loop after the commit, with
+    what that returned, before anybody gets an answer."""
 
     def __init__(
         self,
@@ -107,12 +108,12 @@ class DatabaseThread:
         begin: str = "BEGIN",
         largest_batch: int = 256,
         jobs: queue.SimpleQueue[list[_Job] | None] | None = None,
-        settle: Callable[[Connection, list[Any]], Any] = lambda connection, notes: None,
-        committed: Callable[[Any], None] = lambda settled: None,
+        before_commit: Callable[[Connection, list[Any]], Any] = lambda connection, notes: None,
+        committed: Callable[[Any], None] = lambda changed: None,
     ) -> None:
         self._connection = connection
         self._begin = begin
-        self._settle = settle
+        self._before_commit = before_commit
         self._committed = committed
         self._loop = asyncio.get_running_loop()
         self._largest_batch = largest_batch
@@ -175,7 +176,7 @@ class DatabaseThread:
         """Run a batch as one transaction and deliver its outcomes. If the connection was lost before the commit, the
         batch is tried again; for any other reason the whole batch fails."""
         outcomes: list[_Outcome] = []
-        settled = None
+        changed = None
         try:
             self._connection.revive()
             self._connection.execute(self._begin)
@@ -185,8 +186,8 @@ class DatabaseThread:
                 for job in batch:
                     outcomes.append(self._run_apart(job))
             notes = [one.job.notes for one in outcomes if one.error is None and one.job.notes is not None]
-            settled = self._settle(self._connection, notes)
-            self._connection.settle()
+            changed = self._before_commit(self._connection, notes)
+            self._connection.commit()
         except Exception as error:  # noqa: BLE001 - every caller of the batch gets it
             trouble = self._connection.trouble(error)
             self._roll_back()
@@ -194,7 +195,7 @@ class DatabaseThread:
                 self._transact(batch, tries - 1)
                 return
             outcomes = [_Outcome(job, error=_typed(trouble, error, job.seconds)) for job in batch]
-        self._loop.call_soon_threadsafe(self._deliver, outcomes, settled)
+        self._loop.call_soon_threadsafe(self._deliver, outcomes, changed)
 
     def _roll_back(self) -> None:
         try:
@@ -227,9 +228,9 @@ class DatabaseThread:
         execute("RELEASE SAVEPOINT operation")
         return outcome
 
-    def _deliver(self, outcomes: list[_Outcome], settled: Any) -> None:
-        if settled is not None:
-            self._committed(settled)
+    def _deliver(self, outcomes: list[_Outcome], changed: Any) -> None:
+        if changed is not None:
+            self._committed(changed)
         for outcome in outcomes:
             if outcome.job.future.done():
                 continue  # the caller was cancelled and no longer waits

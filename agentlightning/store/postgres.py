@@ -114,8 +114,8 @@ class PostgresConnection:
         self._give_up = time.monotonic() + seconds  # of all that is fetched for one query
         yield
 
-    def settle(self) -> None:
-        """Commit. Where the connection is lost meanwhile, the database is asked whether this transaction's mark is
+    def commit(self) -> None:
+        """Where the connection is lost meanwhile, the database is asked whether this transaction's mark is
         there. (Its number would not tell: a killed server gives those that it has forgotten to others.)"""
         mark = self._leave_mark() if self._writing else None
         try:
@@ -253,7 +253,7 @@ def open_owner(url: str, synchronous: Synchronous) -> PostgresConnection:
         if not _is_laid_out(connection):
             _lay_out(connection)
         connection.execute("SELECT pg_current_xact_id()")  # so that there is a mark in any case
-        connection.settle()
+        connection.commit()
     return connection
 
 

@@ -204,7 +204,7 @@ def _kind(value: Any, name: object) -> Kind:
 def _check_text(text: str, what: str) -> None:
     """InvalidError if a database cannot be given the text."""
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-        raise InvalidError(f"{what} holds a NUL or half a surrogate pair, which no database can be asked for")
+        raise InvalidError(f"{what} holds a NUL or half a surrogate pair, which no database can store")
 
 
 def _shown(value: object) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias, cast, get_args
 
 import msgspec
@@ -25,6 +26,8 @@ Redact: TypeAlias = Callable[[Span], Span | None]
 """Sees a span before anything of it is written: returns it, changed or not, or None to drop it."""
 
 REDACTED: Final = "[redacted]"
+_LONG: Final = 2000  # characters of messages that are worth remembering
+_REMEMBERED: Final = 1 << 24  # characters of conversations that may go on
 
 
 def redaction(capture: Capture = "full", hook: Redact | None = None) -> Redact:
@@ -36,11 +39,43 @@ def redaction(capture: Capture = "full", hook: Redact | None = None) -> Redact:
     if capture not in get_args(Capture):
         raise ConfigError(f"capture is {capture!r}; it must be one of {', '.join(get_args(Capture))}")
 
+    conversations = _Conversations()
+
     def redact(span: Span) -> Span | None:
-        kept = without_secrets(span if capture == "full" else without_content(span, tokens=capture == "tokens"))
+        kept = span if capture == "full" else without_content(span, tokens=capture == "tokens")
+        if not conversations.only_adds_harmless(kept):
+            kept = without_secrets(kept)
         return kept if hook is None else _hooked(hook, kept)
 
     return redact
+
+
+class _Conversations:
+    """The messages of each attempt's last long call that held no secret: where the next call's begin with them, only
+    what follows is searched. Safe in threads."""
+
+    def __init__(self) -> None:
+        self._harmless: dict[str, str] = {}  # by attempt, without the closing bracket of the array
+        self._characters = 0
+        self._lock = threading.Lock()
+
+    def only_adds_harmless(self, span: Span) -> bool:
+        """Whether the span is a call without a secret; False also where only a search of all can tell."""
+        messages = span.attributes.get(semconv.GEN_AI_INPUT_MESSAGES)
+        if not isinstance(messages, str) or len(messages) < _LONG or semconv.CALL_ENDPOINT not in span.attributes:
+            return False
+        with self._lock:
+            before = self._harmless.pop(span.attempt_id, "")
+            self._characters -= len(before)
+        added = messages.removeprefix(before + ",") if before else messages
+        if _rules_for_span(span, {**span.attributes, semconv.GEN_AI_INPUT_MESSAGES: added}):
+            return False
+        with self._lock:
+            self._characters += len(messages) - 1 - len(self._harmless.pop(span.attempt_id, ""))
+            self._harmless[span.attempt_id] = messages[:-1]
+            while self._characters > _REMEMBERED:
+                self._characters -= len(self._harmless.pop(next(iter(self._harmless))))
+        return True
 
 
 def _hooked(hook: Redact, span: Span) -> Span | None:
@@ -80,14 +115,13 @@ def _replaced(
 # Whoever has a key of an attempt chooses what is read here: everything takes linear time. Quantifiers are possessive
 # (`++`), so that nothing is read twice, and each pattern is tried only where one of its marks is in the text.
 
-_WORDS: Final = ("authorization", "cookie", "password", "passwd", "secret", "key", "token")
 _OF_KEYS: Final = ("api", "access", "secret", "private")
 _OF_TOKENS: Final = (
     *("access", "refresh", "auth", "oauth", "session", "security", "bearer", "csrf", "api", "bot"),
     *("github", "gitlab", "hf", "slack"),
 )
 _ENDINGS: Final = (
-    *_WORDS[:5],
+    *("authorization", "cookie", "password", "passwd", "secret"),
     *(f"{of}{dash}key" for of in _OF_KEYS for dash in ("", "_", "-")),
     *(f"{of}{dash}token" for of in _OF_TOKENS for dash in ("", "_", "-")),
 )
@@ -102,11 +136,7 @@ def is_credential(name: str) -> bool:
 def without_secrets(span: Span) -> Span:
     """The span with `[redacted]` for whatever a name says is a credential, and for whatever looks like a key within a
     text, JSON or not."""
-    open_parts = (span.name, span.status.description, span.attributes, span.events, span.links, span.resource)
-    try:
-        rules = _rules_for(msgspec.json.encode(open_parts))
-    except (TypeError, ValueError, RecursionError):
-        return span  # it cannot be stored, and is refused when that is tried
+    rules = _rules_for_span(span, span.attributes)
     if not rules:
         return span
 
@@ -120,6 +150,14 @@ def without_secrets(span: Span) -> Span:
 
     description = span.status.description
     return _replaced(span, cleaned, clean, description and clean(description))
+
+
+def _rules_for_span(span: Span, attributes: Attributes) -> Collection[Rule]:
+    open_parts = (span.name, span.status.description, attributes, span.events, span.links, span.resource)
+    try:
+        return _rules_for(msgspec.json.encode(open_parts))
+    except (TypeError, ValueError, RecursionError):
+        return ()  # it cannot be stored, and is refused when that is tried
 
 
 def _without_secrets(name: str, value: AttributeValue, clean: Callable[[str], str]) -> AttributeValue:
@@ -209,73 +247,65 @@ def _basic(match: re.Match[str]) -> str:
     return f"{match['scheme']}{REDACTED}" if ":" in decoded else match[0]
 
 
-_W: Final = "[A-Za-z0-9_-]"
-# In each pattern the mark comes first and what must not stand before it second: so the search is for a fixed text.
-_KEYS: Final[Mapping[tuple[str, ...], str]] = {
-    ("agl-",): rf"agl-(?<!{_W}agl-){_W}{{5,}}+\.{_W}{{20,}}+",
-    ("aglk-",): rf"aglk-(?<!{_W}aglk-){_W}{{20,}}+",
-    ("sk-",): rf"sk-(?<!{_W}sk-)(?=(?:[A-Za-z_-]*+\d){{2}}){_W}{{16,}}+",
-    ("k_live_", "k_test_"): r"\b[rs]k_(?:live|test)_[A-Za-z0-9]{16,}+",
-    ("ghp_", "gho_", "ghu_", "ghs_", "ghr_"): r"gh[pousr]_(?<![A-Za-z0-9_]gh._)[A-Za-z0-9]{30,}+",
-    ("github_pat_",): r"github_pat_[A-Za-z0-9_]{30,}+",
-    ("glpat-",): rf"glpat-{_W}{{16,}}+",
-    ("hf_",): r"hf_(?<![A-Za-z0-9_]hf_)[A-Za-z0-9]{30,}+",
-    ("akia", "asia"): r"A[KS]IA(?<![A-Za-z0-9]A.IA)[A-Z0-9]{16}(?![A-Za-z0-9])",
-}
-_SCHEMES: Final[Mapping[tuple[str, ...], tuple[str, str | Callable[[re.Match[str]], str]]]] = {
-    ("bearer",): (
-        r"(?P<scheme>\b[Bb](?i:earer)(?: |\\[nrt])++)"
-        r"(?:(?=[A-Za-z._~+/-]*+\d)[\w.~+/-]{8,}+|[\w.~+/-]{24,}+)=*+",
-        rf"\g<scheme>{REDACTED}",
-    ),
-    ("authorization:",): (  # a header as text: what follows the scheme is the secret, whatever it looks like
-        r"(?P<scheme>\b[Aa](?i:uthorization: ?(?:bearer|basic|token) ))[\w.~+/-]{8,}+=*+",
-        rf"\g<scheme>{REDACTED}",
-    ),
-    ("basic ",): (r"(?P<scheme>\b[Bb](?i:asic) ++)(?P<key>[A-Za-z0-9+/]{8,}+)=*+", _basic),
-    ("://",): (r"(?P<user>://[^\s/:@\"']*+:)[^\s/@\"']++@", rf"\g<user>{REDACTED}@"),
-}
-
 Rule: TypeAlias = Callable[[str], str]
 
 
-def _rule(pattern: str, replacement: str | Callable[[re.Match[str]], str]) -> Rule:
+def _rule(pattern: str, replacement: str | Callable[[re.Match[str]], str] = REDACTED) -> Rule:
     compiled = re.compile(pattern)
     return lambda text: compiled.sub(replacement, text)
 
 
-_RULES: Final[Sequence[tuple[Sequence[bytes], Rule]]] = [
-    *(([mark.encode() for mark in marks], _rule(pattern, REDACTED)) for marks, pattern in _KEYS.items()),
-    *(([mark.encode() for mark in marks], _rule(*rule)) for marks, rule in _SCHEMES.items()),
-    ([f"{word}{end}".encode() for word in _WORDS for end in "\"'\\."], _without_named),
-]
-
-
+_W: Final = "[A-Za-z0-9_-]"
 _END: Final = r"[\"'\\.]"
-_ANY_MARK: Final = [
-    re.compile(pattern.encode()).search
-    for pattern in (
-        r"-(?:(?<=agl-)|(?<=aglk-)|(?<=sk-)|(?<=glpat-))",
-        r"_(?:(?<=k_live_)|(?<=k_test_)|(?<=gh[pousr]_)|(?<=github_pat_)|(?<=hf_))",
-        r":(?://[^\s/:@\"']*+:|(?<=authorization:))",
-        r"b(?:earer|asic )",
-        r"ia(?<=a[ks]ia)",
-        rf"z(?<=authoriz)ation{_END}",
-        rf"w(?<=passw)(?:or)?d{_END}",
-        rf"c(?<=sec)ret{_END}",
-        rf"k(?:(?<=cook)ie|(?:(?<=[iste]k)|(?<=[iste][_-]k))ey){_END}",
-        rf"k(?:(?<=[shnyrfitbk]tok)|(?<=[shnyrfitbk][_-]tok))en{_END}",
-    )
-]
-"""One mark or another, each search for one letter: at the speed of memory, where looking for every mark is not."""
+# Sign → the rules that apply where it is in the text in small letters. A sign begins with one letter, which is found
+# at the speed of memory: most texts hold no sign, and this search is all they cost. In the pattern of a rule the mark
+# comes first and what must not stand before it second, so that the search is for a fixed text.
+_RULES: Final[Mapping[str, Sequence[Rule]]] = {
+    r"-(?:(?<=agl-)|(?<=aglk-)|(?<=sk-)|(?<=glpat-))[a-z0-9_-]{5}": (
+        _rule(rf"agl-(?<!{_W}agl-){_W}{{5,}}+\.{_W}{{20,}}+"),
+        _rule(rf"aglk-(?<!{_W}aglk-){_W}{{20,}}+"),
+        _rule(rf"sk-(?<!{_W}sk-)(?=(?:[A-Za-z_-]*+\d){{2}}){_W}{{16,}}+"),
+        _rule(rf"glpat-{_W}{{16,}}+"),
+    ),
+    r"_(?:(?<=k_live_)|(?<=k_test_)|(?<=gh[pousr]_)|(?<=github_pat_)|(?<=hf_))[a-z0-9_]{16}": (
+        _rule(r"\b[rs]k_(?:live|test)_[A-Za-z0-9]{16,}+"),
+        _rule(r"gh[pousr]_(?<![A-Za-z0-9_]gh._)[A-Za-z0-9]{30,}+"),
+        _rule(r"github_pat_[A-Za-z0-9_]{30,}+"),
+        _rule(r"hf_(?<![A-Za-z0-9_]hf_)[A-Za-z0-9]{30,}+"),
+    ),
+    r"ia(?<=a[ks]ia)[a-z0-9]{16}": (_rule(r"A[KS]IA(?<![A-Za-z0-9]A.IA)[A-Z0-9]{16}(?![A-Za-z0-9])"),),
+    r":(?<=authorization:)": (  # a header as text: what follows the scheme is the secret, whatever it looks like
+        _rule(
+            r"(?P<scheme>\b[Aa](?i:uthorization: ?(?:bearer|basic|token) ))[\w.~+/-]{8,}+=*+", rf"\g<scheme>{REDACTED}"
+        ),
+    ),
+    r"b(?:earer|asic )": (
+        _rule(
+            r"(?P<scheme>\b[Bb](?i:earer)(?: |\\[nrt])++)"
+            r"(?:(?=[A-Za-z._~+/-]*+\d)[\w.~+/-]{8,}+|[\w.~+/-]{24,}+)=*+",
+            rf"\g<scheme>{REDACTED}",
+        ),
+        _rule(r"(?P<scheme>\b[Bb](?i:asic) ++)(?P<key>[A-Za-z0-9+/]{8,}+)=*+", _basic),
+    ),
+    r"://[^\s/:@\"']*+:[^\s/@\"']++@": (_rule(r"(?P<user>://[^\s/:@\"']*+:)[^\s/@\"']++@", rf"\g<user>{REDACTED}@"),),
+    **dict.fromkeys(
+        (  # the ends of names of credentials
+            rf"z(?<=authoriz)ation{_END}",
+            rf"w(?<=passw)(?:or)?d{_END}",
+            rf"c(?<=sec)ret{_END}",
+            rf"k(?:(?<=cook)ie|(?:(?<=[iste]k)|(?<=[iste][_-]k))ey){_END}",
+            rf"k(?:(?<=[shnyrfitbk]tok)|(?<=[shnyrfitbk][_-]tok))en{_END}",
+        ),
+        (_without_named,),
+    ),
+}
+_SIGNS: Final = [(re.compile(sign.encode()).search, rules) for sign, rules in _RULES.items()]
 
 
-def _rules_for(data: bytes) -> Sequence[Rule]:
-    """The rules whose marks are in a text. Most spans hold none, and this is all they cost."""
+def _rules_for(data: bytes) -> Collection[Rule]:
+    """The rules whose signs are in a text, each once."""
     small = data.lower()
-    if not any(search(small) for search in _ANY_MARK):
-        return ()
-    return [rule for marks, rule in _RULES if any(mark in small for mark in marks)]
+    return dict.fromkeys(rule for search, rules in _SIGNS if search(small) for rule in rules)
 
 
 # --- content -----------------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def set_status(tx: Transaction, rollout_id: str, status: RolloutStatus) -> None:
 # --- numbering what has finished ---------------------------------------------------------------------------------
 
 
-def settle(connection: Connection, changes: Changes) -> None:
+def number_finished(connection: Connection, changes: Changes) -> None:
     """Number the rollouts and groups that this transaction finished, as the last thing it does.
 
     One connection writes, so that numbers become visible in their order: nothing appears behind a cursor that has
@@ -124,7 +124,7 @@ def create_rollout(tx: Transaction, request: EnqueueRolloutRequest, *, queued: b
     if request.rollout_id is not None:
         codec.check_id(request.rollout_id, "rollout_id")
         if request.rollout_id == UNATTRIBUTED:
-            raise InvalidError(f"rollout_id {UNATTRIBUTED!r} is reserved for what nobody could attribute; use another")
+            raise InvalidError(f"rollout_id {UNATTRIBUTED!r} is reserved for unattributed spans; use another")
         stored = find_rollout(tx.connection, request.rollout_id)
         if stored is not None:
             if not codec.same(stored.input, request.input, "the input of the rollout"):

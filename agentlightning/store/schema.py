@@ -160,7 +160,7 @@ def check_version(version: int, store: str) -> None:
     """ConfigError if a store has another layout than these tables."""
     if version != VERSION:
         raise ConfigError(
-            f"{store} has layout {version} and this release reads layout {VERSION}; it was left as it is. Use the "
+            f"{store} has layout {version} and this release reads layout {VERSION}; it was left unchanged. Use the "
             "release that wrote it, or a new store"
         )
 

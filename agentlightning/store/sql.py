@@ -137,7 +137,7 @@ class SqlStore(LightningStore):
             "get_latest_attempt": self._get_latest_attempt,
         }
         self._writer = DatabaseThread(
-            opened.writing, "agl-store-writer", begin=opened.begin, settle=self._settle, committed=self._announce
+            opened.writing, "agl-store-writer", begin=opened.begin, before_commit=self._number, committed=self._announce
         )
         kinds = {"reader": opened.reading, "search": opened.searching}
         self._readers = {kind: Readers(several, kind) for kind, several in kinds.items() if several}
@@ -170,14 +170,15 @@ class SqlStore(LightningStore):
                 raise ConfigError(f"{name} is {seconds}; it must be positive")
         database = database_of(address)
         opened = await asyncio.to_thread(database.open_store, str(address), synchronous, read_seconds)
-        clock = _steady(opened.now) if clock is None else clock
-        secret = await asyncio.to_thread(_secret_of, opened)
-        store = cls(str(address), opened, secret, clock, lease_seconds, redact, stored, read_seconds)
+        store = None
         try:
+            clock = _steady(opened.now) if clock is None else clock
+            secret = await asyncio.to_thread(_secret_of, opened)
+            store = cls(str(address), opened, secret, clock, lease_seconds, redact, stored, read_seconds)
             await store._write(attempts.grant_grace)
             await store.expire_overdue()
-        except UnavailableError:
-            await store.close()
+        except BaseException:
+            await (asyncio.to_thread(opened.close) if store is None else store.close())
             raise
         store._watchdog = asyncio.create_task(store._watch(), name="agl-store-watchdog")
         store._watchdog.add_done_callback(_report_defect)
@@ -251,10 +252,10 @@ class SqlStore(LightningStore):
 
         return self._writer.submit(run, changes)
 
-    def _settle(self, connection: Connection, several: list[Changes]) -> Changes:
-        """End a transaction: number what has finished."""
+    def _number(self, connection: Connection, several: list[Changes]) -> Changes:
+        """Number what has finished, at the end of a transaction."""
         changes = Changes.merged(several)
-        rollouts.settle(connection, changes)
+        rollouts.number_finished(connection, changes)
         return changes
 
     def _announce(self, changes: Changes) -> None:
@@ -451,9 +452,11 @@ class SqlStore(LightningStore):
         began, anew = self._clock(), self._opened.writing.dialect == "sqlite"
         try:
             async with self._clocks if anew else contextlib.nullcontext():
-                await asyncio.to_thread(self._opened.clean_up)
-                if anew:
-                    await self._write(lambda tx: attempts.go_on_after(tx, began))
+                try:
+                    await asyncio.to_thread(self._opened.clean_up)
+                finally:  # also where it fails at the end
+                    if anew:
+                        await self._write(lambda tx: attempts.go_on_after(tx, began))
         except UnavailableError as error:
             raise UnavailableError(
                 f"what matched was removed, but traces of it are left in the database's files: {error}. Ask again later"

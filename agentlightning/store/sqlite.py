@@ -24,7 +24,7 @@ Synchronous: TypeAlias = Literal["FULL", "NORMAL"]
 
 _BEGIN: Final = "BEGIN IMMEDIATE"
 _PATIENCE: Final = 600_000  # milliseconds; only a file that is written anew keeps others waiting
-_TRIES: Final = 200
+_TRIES: Final = 1200  # to empty the log, in a minute
 _STEPS: Final = 1000  # of SQLite's machine between two looks at the clock: some 20 µs
 
 
@@ -57,9 +57,6 @@ class SqliteConnection(sqlite3.Connection):
         finally:
             self.set_progress_handler(None, 0)
 
-    def settle(self) -> None:
-        self.execute("COMMIT")
-
     def revive(self) -> None:
         """A file is not lost."""
 
@@ -79,7 +76,7 @@ def check_file(path: Path, *, reading: bool = False) -> Path:
     except OSError as error:
         raise _unusable(path, error) from None
     if not header.startswith(b"SQLite format 3\x00") or int.from_bytes(header[68:72], "big") != APPLICATION_ID:
-        raise ConfigError(f"{path} is not an Agent Lightning store; it was left as it is. Choose another path")
+        raise ConfigError(f"{path} is not an Agent Lightning store; it was left unchanged. Choose another path")
     schema.check_version(int.from_bytes(header[60:64], "big"), f"the store {path}")
     if names > 1:
         raise ConfigError(
@@ -178,7 +175,7 @@ def _unusable(path: Path, error: Exception) -> ConfigError:
 
 
 def _damaged(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(f"the store {path} is damaged and was left as it is: {error}. Restore a backup")
+    return ConfigError(f"the store {path} is damaged and was left unchanged: {error}. Restore a backup")
 
 
 def connect(path: Path, synchronous: Synchronous, *, read_only: bool = False) -> SqliteConnection:
@@ -243,11 +240,12 @@ def _vacuum(path: Path) -> None:
         with contextlib.closing(connect(path, "FULL")) as connection:
             connection.execute("PRAGMA temp_store = FILE")  # the new file is made there: memory may not hold it
             connection.execute("VACUUM")
+            connection.execute("PRAGMA busy_timeout = 0")  # while it waited for a reader, nobody could write
             for _ in range(_TRIES):  # it is busy at once while a writer's commit moves the log into the file
                 if not connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
                     return
                 time.sleep(0.05)
-            raise UnavailableError("a query that is going on needs the log of earlier writes")
+            raise UnavailableError("a running query still needs the log of earlier writes")
     except sqlite3.Error as error:
         raise UnavailableError(str(error)) from None
 

@@ -38,7 +38,7 @@ class Changes(msgspec.Struct):
         whole = cls()
         for one in several:
             whole.queued += one.queued
-            for name in ("finished", "groups", "touched", "spans", "removed", "runs"):
+            for name in ("finished", "groups", "runs_with_groups", "touched", "spans", "removed", "runs"):
                 getattr(whole, name).extend(getattr(one, name))
             whole.keys = whole.keys or one.keys
             whole.set_deadline(one.deadline)

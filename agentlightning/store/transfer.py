@@ -101,7 +101,13 @@ async def import_rollouts(store: LightningStore, path: Path) -> Imported:
     with _reading(path) as records:
         while batch := await asyncio.to_thread(lambda: list(itertools.islice(records, _AT_ONCE))):
             # At once, so that they share a commit.
-            stored = await asyncio.gather(*(_import(store, place, record) for place, record in batch))
+            done = await asyncio.gather(
+                *(_import(store, place, record) for place, record in batch), return_exceptions=True
+            )
+            for failed in done:
+                if isinstance(failed, BaseException):
+                    raise failed
+            stored = [one is True for one in done]
             new += sum(stored)
             stored_already += len(stored) - sum(stored)
     return Imported(rollouts=new, stored_already=stored_already)

@@ -31,7 +31,7 @@ from agentlightning.types import Noun
 
 MSGPACK: Final = "application/msgpack"
 LONGEST_RETRY_AFTER: Final = 30.0  # seconds; whoever asks for more is asked again after these
-_ADMIN_SECONDS: Final = 600.0  # what an administrator's call, such as checking a large store, may take
+_ADMIN_SECONDS: Final = 600.0  # what an audited call, such as checking a large store, may take
 _TOO_MANY: Final = 429
 _LONGEST_NAME: Final = 1000  # an id has 200 at most; a server refuses a longer URL without a word
 _AGAIN: Final = (408, 425, _TOO_MANY, 502, 503, 504)
@@ -106,7 +106,7 @@ class Form:
         self._in_path = tuple(calls.path_fields(self._path))
         self._in_body = tuple(name for name in kind.__struct_fields__ if name not in self._in_path)
         self._waits = "timeout" in kind.__struct_fields__
-        self._own_wait = _ADMIN_SECONDS if kind.scope == "admin" else 0.0
+        self._own_wait = _ADMIN_SECONDS if kind.audited else 0.0
         self._route = kind.route
         self._may_be_nothing = NoneType in get_args(kind.returns)
         self._decode = msgspec.msgpack.Decoder(kind.returns).decode

@@ -80,7 +80,7 @@ def _take_out_upload() -> None:
     registered = getattr(getattr(tracing.get_trace_provider(), "_multi_processor", None), "_processors", None)
     if registered is None:
         tracing.set_tracing_disabled(True)
-        logger.warning("tracing of the OpenAI Agents SDK is off: what uploads to OpenAI cannot be told from the rest")
+        logger.warning("tracing of the OpenAI Agents SDK is off: its uploads to OpenAI cannot be told apart")
     elif uploading in registered:
         tracing.set_trace_processors([processor for processor in registered if processor is not uploading])
         logger.warning(

@@ -1,6 +1,6 @@
 """What counts as a tool that failed, told by its span or by what it answered.
 
-docs/tasks.md has the list. A pattern of a user's own takes the place of the words that an answer begins with.
+docs/tasks.md has the list. A user's own pattern replaces the words that an answer begins with.
 """
 
 from __future__ import annotations

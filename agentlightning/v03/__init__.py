@@ -41,8 +41,18 @@ _KEPT: Final = {
         "Adapter LlmProxyTraceToTriplet TraceAdapter TraceToMessages TraceToTripletBase TracerTraceToTriplet Triplet"
     ),
     "agentlightning.types": (
-        "AttemptStatus AttributeValue Attributes Resource ResourcesUpdate RolloutStatus StatusCode Worker"
+        "Attempt AttemptStatus AttemptedRollout AttributeValue Attributes EnqueueRolloutRequest NamedResources "
+        "Resource ResourcesUpdate RolloutStatus StatusCode Worker"
     ),
+    "agentlightning.runner.agent": "RolloutRawResult",
+    "agentlightning.tracing.emit": (
+        "emit_exception emit_message emit_object get_message_value get_object_value reward"
+    ),
+    "agentlightning.tracing.links": (
+        "extract_links_from_attributes extract_tags_from_attributes make_link_attributes make_tag_attributes "
+        "query_linked_spans"
+    ),
+    "agentlightning.tracing.rewards": "find_reward_spans get_reward_value get_rewards_from_span is_reward_span",
 }
 # Name in 0.3 → `module:attribute` that serves in its place.
 RENAMED: Final = (
@@ -94,7 +104,7 @@ _INSTEAD: Final = {
     "describe the run in a file and start it by `agl train run.yaml`": (
         "lightning_cli build_component LightningEnvVar resolve_bool_env_var resolve_int_env_var resolve_str_env_var"
     ),
-    "filter by agl.Condition, agl.And, agl.Or and sort by agl.Order": (
+    "filter by And, Or, Not and Condition, and sort by Order, of agentlightning.types": (
         "FilterField FilterOptions SortOptions PaginatedResult"
     ),
     "read agl.Span and its attributes; their names are in agentlightning.semconv": (

@@ -135,19 +135,19 @@ def test_an_overlapping_run_that_was_interrupted_goes_on(tmp_path: Path) -> None
 def test_what_goes_wrong_beside_a_step_ends_the_run_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trace, trained = Groups._trace, Groups.trained
+    taken, trained = Groups._take_in, Groups.trained
 
-    async def failing_later(self: Groups, rollout_ids: Any) -> Any:
+    def failing_later(self: Groups, *given: Any) -> None:
         if self.steps_left < 6:
             raise TrainingError("the store is gone")
-        return await trace(self, rollout_ids)
+        taken(self, *given)
 
     async def not_before_it_failed(self: Groups, version: int | None) -> None:
         await trained(self, version)
         while self._failure is None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
-    monkeypatch.setattr(Groups, "_trace", failing_later)
+    monkeypatch.setattr(Groups, "_take_in", failing_later)
     monkeypatch.setattr(Groups, "trained", not_before_it_failed)
     with pytest.raises(TrainingError, match="the store is gone"):
         trainer(tmp_path, algorithm=algorithm(steps=6, max_staleness=1)).fit(agents.vowels, TASKS)
@@ -216,14 +216,14 @@ def test_groups_that_are_too_old_make_room_although_none_is_on_its_way(
 def test_rollouts_of_weights_that_the_run_does_not_descend_from_are_never_fresh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flowing: dict[str, Any]
 ) -> None:
-    trace = Groups._trace
+    take_in = Groups._take_in
 
-    async def first_by_others(self: Groups, rollout_ids: Any) -> Any:
-        first, *others = await trace(self, rollout_ids)
+    def first_by_others(self: Groups, name: str, finished: int, rollouts: Any) -> None:
+        first, *others = rollouts
         calls = (msgspec.structs.replace(one, versions=np.full_like(one.versions, 99)) for one in first.transitions)
-        return [replace(first, transitions=tuple(calls)), *others]
+        take_in(self, name, finished, [replace(first, transitions=tuple(calls)), *others])
 
-    monkeypatch.setattr(Groups, "_trace", first_by_others)
+    monkeypatch.setattr(Groups, "_take_in", first_by_others)
     result = trainer(tmp_path, algorithm=algorithm(**flowing)).fit(agents.vowels, TASKS)
     assert sum(flow(result, "rollouts_dropped/stale")) >= 6
     assert all(count <= 9 for count in flow(result, "rollouts"))

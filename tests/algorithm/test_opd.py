@@ -178,9 +178,9 @@ async def test_what_a_server_cannot_do_is_told_before_the_run_or_ends_it() -> No
         long = RewardedGroup([[call("a", 0, [5] * 100, [8])]], [0.0])
         with pytest.raises(TrainingError, match="at most 100 tokens"):
             await asyncio.to_thread(distilled.credited, [long])
-    with pytest.raises(TrainingError, match="--resume goes on"):
+    with pytest.raises(TrainingError, match="--resume continues"):
         await asyncio.to_thread(distilled.credited, [group()])
-    with pytest.raises(ConfigError, match="cannot score what is sampled"):
+    with pytest.raises(ConfigError, match="cannot score sampled tokens"):
         await asyncio.to_thread(open_teacher, server.url, None)
 
 

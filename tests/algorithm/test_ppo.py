@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import agentlightning as agl
-from agentlightning.algorithm.rl.batch import make_batch
+from agentlightning.algorithm.rl.batch import Batch, Values, make_batches
 from agentlightning.data import credit
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.recorded import rewarded_group
@@ -41,6 +41,10 @@ def groups(*rewards: float) -> list[RewardedGroup]:
     return [rewarded_group([trace_rollout(rollout, spans)], "exclude") for rollout, spans in flights]
 
 
+def batch_of(algorithm: Any, groups: Sequence[RewardedGroup], values: Values | None = None) -> Batch:
+    return make_batches(algorithm, groups, {"policy": values})["policy"]
+
+
 def telling_tokens(sequences: Sequence[TrainingSequence]) -> list[np.ndarray]:
     """A critic to whom a token is worth its id."""
     return [sequence.token_ids[sequence.positions].astype(np.float32) for sequence in sequences]
@@ -52,7 +56,7 @@ def silent(sequences: Sequence[TrainingSequence]) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("level", ["transition", "trajectory", "tree"])
 def test_every_sampled_token_has_its_own_value_and_no_other_token_has_one(level: Any) -> None:
-    batch = make_batch(ppo(level=level), groups(1.0, 0.0, 0.5), telling_tokens).sequences
+    batch = batch_of(ppo(level=level), groups(1.0, 0.0, 0.5), telling_tokens).sequences
     for sequence, values in zip(batch, telling_tokens(batch), strict=True):
         assert sequence.values is not None
         assert len(sequence.positions) < len(sequence)  # what was observed is there too
@@ -64,7 +68,7 @@ def test_advantages_and_targets_are_those_of_gae_over_the_sampled_tokens() -> No
     rollouts = groups(1.0, 0.0)
     settings: dict[str, Any] = {"gamma": 0.9, "lam": 0.8, "across_calls": True}
     chosen = ppo(returns="air_dense", returns_options={"tool_weights": 0.3}, level="transition", **settings)
-    batch = make_batch(chosen, rollouts, telling_tokens).sequences
+    batch = batch_of(chosen, rollouts, telling_tokens).sequences
     values = np.concatenate(telling_tokens(batch)).astype(np.float64)
     rewards = np.array([0, 0, 0.3, 0, 0, 1.0, 0, 0, 0.3, 0, 0, 0])
     advantages = np.zeros(12)
@@ -80,25 +84,25 @@ def test_advantages_and_targets_are_those_of_gae_over_the_sampled_tokens() -> No
 
 def test_a_batch_of_equal_rewards_teaches_the_critic_until_it_knows_them() -> None:
     """Nothing is better than anything else, so that the policy has nothing to learn from it."""
-    unknown = make_batch(ppo(lam=1.0), groups(1.0, 1.0), silent)
+    unknown = batch_of(ppo(lam=1.0), groups(1.0, 1.0), silent)
     assert unknown.sequences and not any(sequence.advantages.any() for sequence in unknown.sequences)
     assert unknown.metrics["value_mean"] == 0.0 and unknown.metrics["value_target_mean"] == pytest.approx(1.0)
-    known = make_batch(ppo(), groups(0.0, 0.0), silent)
+    known = batch_of(ppo(), groups(0.0, 0.0), silent)
     assert not known.sequences and known.metrics["groups_without_variance"] == 2
 
 
 def test_what_a_critic_explains_is_told() -> None:
-    assert make_batch(ppo(lam=1.0), groups(1.0, 0.0), silent).metrics["explained_variance"] == pytest.approx(0.0)
+    assert batch_of(ppo(lam=1.0), groups(1.0, 0.0), silent).metrics["explained_variance"] == pytest.approx(0.0)
 
     def knowing(sequences: Sequence[TrainingSequence]) -> list[np.ndarray]:
         return [np.full(len(one.positions), one.rollout_id == "f0", np.float32) for one in sequences]
 
-    assert make_batch(ppo(lam=1.0), groups(1.0, 0.0), knowing).metrics["explained_variance"] == pytest.approx(1.0)
+    assert batch_of(ppo(lam=1.0), groups(1.0, 0.0), knowing).metrics["explained_variance"] == pytest.approx(1.0)
 
 
 def test_without_a_critic_nothing_is_carried_along() -> None:
     flights = [trace_rollout(*flight(name, reward, ["KL23"])) for name, reward in (("f0", 1.0), ("f1", 0.0))]
-    batch = make_batch(agl.GRPO(group_size=2), [rewarded_group(flights, "exclude")]).sequences
+    batch = batch_of(agl.GRPO(group_size=2), [rewarded_group(flights, "exclude")]).sequences
     assert batch and all(sequence.values is None and sequence.value_targets is None for sequence in batch)
     said = ppo().advantages(groups(1.0))
     assert not said[0][0][0].values.any()  # type: ignore[union-attr]

@@ -18,7 +18,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.algorithm import evaluation
-from agentlightning.algorithm.rl import batch, groups, resumption
+from agentlightning.algorithm.rl import groups, reinforcement, resumption
 from agentlightning.algorithm.rl.checkpoints import Checkpoints, LoopState
 from agentlightning.algorithm.rl.job import Job
 from agentlightning.algorithm.tracking import Tracking
@@ -70,13 +70,13 @@ async def test_the_event_loop_neither_writes_weights_nor_reads_rollouts(
 
         monkeypatch.setattr(owner, name, watched)
 
-    for owner, name in ((TorchLearner, "save"), (TorchLearner, "load"), (batch, "make_batch")):
+    for owner, name in ((TorchLearner, "save"), (TorchLearner, "load"), (reinforcement, "make_batches")):
         watch(owner, name)
     for module in (groups, evaluation):
         watch(module, "trace_rollout")
     await trainer(tmp_path, algorithm=algorithm(steps=1)).fit_async(agents.vowels, TASKS, TASKS[:1])
     await trainer(tmp_path, algorithm=algorithm(steps=2)).fit_async(agents.vowels, TASKS, TASKS[:1], resume=True)
-    assert threads.keys() == {"save", "load", "make_batch", "trace_rollout"}
+    assert threads.keys() == {"save", "load", "make_batches", "trace_rollout"}
     assert threading.main_thread() not in set().union(*threads.values())
     assert all(one.name.startswith("learner") for one in threads["save"] | threads["load"])  # as gradient steps do
 

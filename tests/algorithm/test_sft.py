@@ -196,11 +196,11 @@ def test_ids_that_another_tokenizer_made_are_refused(tmp_path: Path, earlier: Pa
 def test_what_cannot_be_said_of_recorded_rollouts_is_refused(tmp_path: Path, earlier: Path) -> None:
     with pytest.raises(ConfigError, match="max_staleness is about rollouts that are run"):
         agl.SFT(traces="x", max_staleness=2)
-    with pytest.raises(ConfigError, match="give traces, which says where"):
+    with pytest.raises(ConfigError, match="also give traces, the store"):
         agl.SFT(traces_run="r")
     assert agl.SFT(traces="x", group_size=1).traces == str(Path("x").absolute())
     assert "there is no store at" in refusal(tmp_path, ConfigError, agl.SFT(traces=str(tmp_path)))
-    with pytest.raises(ConfigError, match="leave the training dataset out"):
+    with pytest.raises(ConfigError, match="traces replace the training dataset"):
         trainer(tmp_path / "t", algorithm=agl.SFT(traces=str(earlier))).fit(agents.vowels, TASKS)
     with pytest.raises(ConfigError, match="give a training dataset"):
         trainer(tmp_path / "u").fit(agents.vowels)

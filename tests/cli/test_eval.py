@@ -126,18 +126,18 @@ def test_an_interrupted_evaluation_goes_on(
     monkeypatch.setenv("INTERRUPTED_AT", "ocean")
     command = (*OBEDIENT, *ENDPOINT, "--model", "always", "--out", "one", "--n-runners", "1")
     assert run(["eval", *command]) == 130
-    assert "go on with --resume" in capsys.readouterr().out
+    assert "--resume continues" in capsys.readouterr().out
     assert told(capsys, *command, "--resume")["estimates"]["reward"]["value"] == 0.75
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
-        ((), 2, "say what to measure"),
-        (("--rollouts", "one", "--compare", "a", "b"), 2, "say what to measure"),
+        ((), 2, "choose what to measure"),
+        (("--rollouts", "one", "--compare", "a", "b"), 2, "choose what to measure"),
         (("--rollouts", "one", "--samples", "2"), 2, "--samples is for what runs an agent, and none is named"),
         ((*OBEDIENT, "--rollouts", "one"), 2, "--rollouts is for what reads what is stored"),
-        ((*OBEDIENT,), 2, "say what answers the agent"),
+        ((*OBEDIENT,), 2, "choose the model"),
         (("measured_agent.py:obedient", *ENDPOINT, "--model", "m"), 2, "DATA is missing"),
         ((*OBEDIENT, *ENDPOINT), 2, "--endpoint needs --model"),
         ((*OBEDIENT, "--model", "m", "--endpoint-model", "n"), 2, "which is missing"),

@@ -150,6 +150,6 @@ def test_a_rollout_is_annotated_where_it_is_found_and_exported_by_its_label(caps
     assert run(["rollouts", "show", good]) == 0
     told = capsys.readouterr()
     assert "label: good" in told.out and "\x1b[31m" not in told.out and "in runs/first" in told.err
-    for wrong, message in (([good], "say something"), (["nobody", "--label", "x"], "in any of 2 stores here")):
+    for wrong, message in (([good], "give --label"), (["nobody", "--label", "x"], "in any of 2 stores here")):
         assert run(["rollouts", "annotate", *wrong]) != 0
         assert message in capsys.readouterr().err

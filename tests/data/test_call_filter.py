@@ -10,7 +10,7 @@ import pytest
 
 import agentlightning as agl
 from agentlightning import semconv
-from agentlightning.algorithm.rl.batch import make_batch
+from agentlightning.algorithm.rl.batch import make_batches
 from agentlightning.algorithm.rl.groups import CompleteGroup, Ticket
 from agentlightning.algorithm.rl.metrics import rollout_metrics
 from agentlightning.data.call_filter import KEEPABLE, CallFilter
@@ -160,7 +160,7 @@ def test_what_was_kept_and_sampled_by_whom_is_in_the_metrics() -> None:
     algorithm = agl.GRPO(group_size=2)
     rollouts = [trace_rollout(rollout(), [sampled(finish_reason="length"), reward(value)]) for value in (0.0, 1.0)]
     group = complete(*rollouts)
-    metrics = rollout_metrics([group]) | make_batch(algorithm, [group.rewarded]).metrics
+    metrics = rollout_metrics([group]) | make_batches(algorithm, [group.rewarded], {"policy": None})["policy"].metrics
     assert metrics["kept/cut off at max_tokens"] == 2
     assert metrics["policy_version_oldest"] == 3
     assert metrics["clock_skew_seconds"] == 0

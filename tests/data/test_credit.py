@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -13,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentlightning.algorithm.grpo import GRPO
 from agentlightning.data import credit
 from agentlightning.data.credit import Returns
 from agentlightning.data.credit_table import BASELINES, RETURNS, RewardedGroup, make_credit
@@ -327,3 +330,31 @@ def test_a_function_that_gives_something_else_is_named() -> None:
         run([TWO], returns=lambda reward, transitions: [reward])
     with pytest.raises(ConfigError, match="4 transitions or each of their tokens, and gave"):
         run([TWO], baseline=lambda returns: returns.values * np.nan)
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+
+
+def test_what_the_page_marks_is_refused_as_built_in_functions_are(tmp_path: Path) -> None:
+    (body,) = re.findall(r"^```python\n(# credit\.py\n.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    (tmp_path / "page_credit.py").write_text(body)
+    later, median = (f"{tmp_path}/page_credit.py:{name}" for name in ("later", "against_the_median"))
+    middle = (0.25 + 0.5 + 1.0) / 3 / 2
+    found = run([TWO], returns=later, baseline=median)
+    assert found == [pytest.approx([value - middle] * 2) for value in (0.25, 0.5, 1.0, 0.0, 0.0)]
+    with pytest.raises(ConfigError, match="needs at least 2"):
+        GRPO(baseline=median, group_size=1)
+    with pytest.raises(ConfigError, match="'later' holds R in each"):
+        run([TWO], returns=later, baseline="reinforce++", baseline_options={"across_calls": True})
+
+
+def test_a_return_of_ones_own_may_compare_the_group() -> None:
+    @credit.returns(compares="group")
+    def against_the_mean(rewards: Sequence[float], calls: Sequence[Sequence[Transition]]) -> list[FloatArray]:
+        return [np.full(len(of), reward - np.mean(rewards)) for reward, of in zip(rewards, calls, strict=True)]
+
+    partly = functools.partial(against_the_mean)
+    for own in (against_the_mean, partly):
+        assert run([TWO], returns=own, baseline="none") == run([TWO], baseline="dr_grpo")
+        with pytest.raises(ConfigError, match="give baseline='none'"):
+            run([TWO], returns=own)

@@ -260,5 +260,5 @@ async def test_calls_wait_on_where_the_store_cannot_be_told(caplog: pytest.LogCa
     with caplog.at_level(logging.WARNING), pytest.raises(BackendError, match="ask again"):
         await holding.wait(gate, ("r", "a"))
     assert time.monotonic() - began > 0.25
-    assert "the clocks of attempts whose calls are held go on" in caplog.text
+    assert "the clocks of attempts with held calls could not be stopped" in caplog.text
     await holding.close()

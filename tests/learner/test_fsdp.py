@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from agentlightning.errors import ConfigError, TrainingError
-from agentlightning.learner.base import AdamW, DType
+from agentlightning.learner.base import AdamW, DType, against_proximal
 from agentlightning.learner.fsdp import FsdpLearner, Settings
 from agentlightning.learner.losses import Loss
 from agentlightning.learner.policy import Policy, empty_policy, load_policy, open_policy, saved_weights
@@ -96,7 +96,7 @@ def test_two_processes_compute_what_one_does(two: FsdpLearner, model: Path, tmp_
 @pytest.mark.slow
 def test_old_log_probabilities_and_losses_of_ones_own_are_those_of_one(two: FsdpLearner, model: Path) -> None:
     one, loss = one_process(model), replace(LOSS, kind=own_loss, clip_high=None, old="proximal")
-    (ours, told), (theirs, expected) = (learner.prepare(batch(), loss, 0) for learner in (two, one))
+    (ours, told), (theirs, expected) = (against_proximal(learner, batch(), loss, 0) for learner in (two, one))
     same(told, expected)
     np.testing.assert_allclose(ours[0].advantages, theirs[0].advantages, atol=1e-5)
     same(two.step(ours, loss), one.step(theirs, loss))

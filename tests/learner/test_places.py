@@ -64,6 +64,7 @@ def test_what_is_no_learner_is_refused(given: Any, why: str) -> None:
         ({"vllm": "http://a", "flags": ["--x"]}, "of a server that is started"),
         ({"sglang": "start"}, "no address of a server"),
         ({"vllm": "start", "model": "m"}, "leave `model` out"),
+        ({"vllm": "start", "api_key": "k"}, "api_key belongs to a server given by URL"),
         ({"sglang": "http://a", "model": "m"}, "has one model"),
     ],
 )
@@ -86,12 +87,12 @@ def test_what_is_no_sampler_is_refused(given: Any, why: str) -> None:
         ({"learner": {"fsdp": 2}, "device": "mps"}, r"device 'mps'|device is 'mps'"),
         ({"learner": VERL}, "all weights and no adapter: leave lora out"),
         ({"learner": VERL, "lora": None, "sampler": VLLM}, "goes without sampler: the server that learns samples too"),
-        ({"learner": VERL, "lora": None}, "trains a model of its own"),  # the model is one that was made here
+        ({"learner": VERL, "lora": None}, "trains its own model"),  # the model is one that was made here
         ({"learner": "tinker"}, "TINKER_API_KEY"),
         ({"learner": TINKER, "dtype": "bfloat16"}, "goes without dtype"),
         ({"learner": TINKER, "optimizer": AdamW(gradient_checkpointing=True)}, "goes without gradient_checkpointing"),
         ({"learner": TINKER, "algorithm": GRPO(steps=1, reference=True)}, "goes without reference"),
-        ({"learner": TINKER, "algorithm": GRPO(steps=1, temperature=0.7)}, "log-probabilities of temperature 1, not 0"),
+        ({"learner": TINKER, "algorithm": GRPO(steps=1, temperature=0.7)}, "log-probabilities at temperature 1, not 0"),
         ({"learner": TINKER, "algorithm": GRPO(steps=1, entropy_coefficient=0.01)}, "entropy_coefficient is 0"),
         ({"learner": TINKER, "lora": None}, r"give lora: \{rank: 16\}"),
         ({"learner": TINKER, "lora": LoRA(alpha=16)}, "alpha 32"),

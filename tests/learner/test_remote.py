@@ -76,7 +76,7 @@ async def varied(task: Any, llm: agl.LLM, rollout: agl.Rollout) -> float:
 
 
 async def test_a_server_that_is_not_there_is_named_before_training(tmp_path: Path, model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9/v1 cannot be asked for its models"):
+    with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9/v1 does not list its models"):
         await trainer(tmp_path, model=model, sampler={"vllm": "http://127.0.0.1:9"}).fit_async(agents.vowels, TASKS)
 
 

@@ -124,7 +124,7 @@ async def test_a_thread_that_goes_on_after_its_rollout_does_not_keep_a_runner_fr
 @pytest.mark.parametrize(
     ("agent", "signals", "code", "says"),
     [
-        ("deaf", 1, 130, "left behind"),
+        ("deaf", 1, 130, "abandoned"),
         ("blocks", 1, 130, "does not let the process end"),
         ("leaves", 0, 7, "an agent in its process called os._exit"),
         ("ends", 0, 1, "an agent in its process called os._exit"),

@@ -413,7 +413,7 @@ async def test_one_that_no_other_process_can_import_is_refused_at_once(store: Sq
     for agent in (local, lambda task: 1.0, agl.rollout(local)):
         with pytest.raises(ConfigError, match=r"cannot be brought into another process.*Define it at the top level"):
             Runner(store, agent, isolation="process")
-    with pytest.raises(ConfigError, match="a command runs in processes of its own anyway"):
+    with pytest.raises(ConfigError, match="a command already runs in its own process"):
         Runner(store, agl.command("true"), isolation="process")
     with pytest.raises(ConfigError, match="isolation is 'proces'; did you mean 'process'"):
         Runner(store, isolated.plain, isolation="proces")  # type: ignore[arg-type]

@@ -251,7 +251,7 @@ async def test_runners_that_never_come_up_end_the_pool(
 ) -> None:
     monkeypatch.setattr(fleet, "TURNS_TO_FAIL", 2)
     await store.enqueue_rollout(0)
-    with pytest.raises(AgentLightningError, match=r"again and again .*BackoffLimitExceeded.*their logs say why"):
+    with pytest.raises(AgentLightningError, match=r"keep failing .*BackoffLimitExceeded.*their logs say why"):
         async with running(store, (1, 1)):
             async with asyncio.timeout(15):
                 while True:

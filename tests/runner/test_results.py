@@ -57,7 +57,7 @@ async def test_what_counts_as_a_reward(store: SqlStore, result: Any, value: floa
     ids=repr,
 )  # fmt: skip
 async def test_anything_else_fails_its_attempt_and_says_why(store: SqlStore, result: Any) -> None:
-    with pytest.raises(InvalidError, match="the agent's result"):
+    with pytest.raises(InvalidError, match=r"the agent('s result| returned)"):
         await result_of(store, result)
 
 

@@ -173,7 +173,7 @@ async def test_an_attempts_key_writes_no_tokens_to_train_on(store, http):
     place = await furnish(store, "a")
     choice = SampledChoice(token_ids=(1,), logprobs=(0.0,), finish_reason="stop")
     forged = span_of(place, 2, tokens=TokenCapture(prompt_token_ids=(1,), choices=(choice,)))
-    for key in (place.attempt_key, place.grading_key):
+    for key in (place.attempt_key, place.grading_key, await issue(store, "grader")):
         status, text = await Caller(http, key)(CALLS["store_spans"](spans=[forged]))
         assert status == 403 and "token ids" in text
 
@@ -186,7 +186,7 @@ async def test_an_attempts_key_does_not_speak_for_the_gateway(store, http):
         span_of(place, 4, attributes={semconv.CALL_INDEX: 1}),
         span_of(place, 5, attributes={semconv.CALL_ENDPOINT: "responses"}),
     ]
-    for key, span in product((place.attempt_key, place.grading_key), forged):
+    for key, span in product((place.attempt_key, place.grading_key, await issue(store, "grader")), forged):
         status, text = await Caller(http, key)(CALLS["store_spans"](spans=[span_of(place, 6), span]))
         assert status == 403 and semconv.CALL in text
         assert (await Caller(http, key).request("POST", "/v1/traces", **otlp(span)))[0] == 403

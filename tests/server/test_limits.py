@@ -1,16 +1,23 @@
-"""Rate limits: fair to each caller, and of no use to who invents keys."""
+"""Limits of requests and of bytes: fair to each caller, and of no use to who invents keys."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
 import pytest
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, ForbiddenError
+from agentlightning.server.access import Access, Scope
 from agentlightning.server.app import create_app
-from agentlightning.server.limits import RateLimit, _address, limit_of
+from agentlightning.server.limits import LargeBodies, RateLimit, _address, limit_of
 from agentlightning.server.serve import HttpServer
 from tests.server.conftest import ADMIN_KEY
 
@@ -71,3 +78,46 @@ async def test_invented_keys_share_what_their_address_has(store):
         open_to_all = [(await http.get("/", headers={"x-api-key": f"other-{n}"})).status for n in range(30)]
         assert 429 in open_to_all, "an open page makes no key known"
         assert (await http.get("/api/v1/statistics", headers=ADMIN)).status == 200
+
+
+async def test_large_bodies_of_one_caller_are_read_within_a_budget():
+    size, reading = 3 << 19, {"one": 0, "two": 0}
+    most = dict(reading)
+
+    async def read(request: Request) -> Response:
+        name = request.headers["x-api-key"]
+        await request.body()
+        reading[name] += 1
+        most[name] = max(most[name], reading[name])
+        await asyncio.sleep(0.05)
+        reading[name] -= 1
+        return Response("ok")
+
+    layers = [Middleware(LargeBodies, limit=2 * size, budget=2 * size)]
+    app = Starlette(routes=[Route("/", read, methods=["POST"])], middleware=layers)
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield b"x" * size
+
+    async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http:
+
+        async def post(name: str, body: Any) -> int:
+            async with http.post("/", data=body, headers={"x-api-key": name}) as answer:
+                return answer.status
+
+        posts = [post(name, b"x" * size) for name in ["one"] * 7 + ["two"]]
+        assert set(await asyncio.gather(*posts)) == {200}
+        assert most == {"one": 2, "two": 1}
+        most["one"] = 0
+        assert await asyncio.gather(*(post("one", parts()) for _ in range(3))) == [200] * 3
+        assert most["one"] == 1, "a body of unknown length counts as the longest"
+
+
+async def test_an_attempts_key_sends_so_many_bytes_of_spans_and_no_more(store):
+    access = Access(store, ADMIN_KEY)
+    for attempt in ("at-1", "at-2"):
+        scope = Scope("agent", frozenset(), ("ro-1", attempt))
+        access.count_sent(scope, 200 << 20)
+    with pytest.raises(ForbiddenError, match="attempt at-2 has sent"):
+        access.count_sent(scope, 100 << 20)
+    access.count_sent(Scope(), 1 << 40)

@@ -17,10 +17,12 @@ from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.replicas import Replicas
 from agentlightning.server.app import create_app
-from agentlightning.server.models import RemoveModel, registration
+from agentlightning.server.models import HoldModel, RemoveModel, registration
 from agentlightning.server.serve import HttpServer
+from agentlightning.store.base import CALLS
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
+from agentlightning.store.wire import form_of
 from tests.gateway.servers import Server, until
 
 pytestmark = pytest.mark.anyio
@@ -297,3 +299,9 @@ async def test_a_model_of_the_server_itself_is_not_replaced_by_accident() -> Non
         assert status == 409
         assert "the server itself" in said["error"]["message"]
         assert (await place.put("policy", base_url=other.url, replace=True))[0] == 200
+
+
+def test_a_server_that_hangs_is_not_waited_for_as_one_that_checks_its_store() -> None:
+    """A step of training begins with a hold: it is not worth ten minutes."""
+    assert form_of(HoldModel).request(HoldModel(name="policy")).wait == 0
+    assert form_of(CALLS["check_store"]).request(CALLS["check_store"]()).wait == 600

@@ -123,7 +123,7 @@ async def test_a_transaction_that_postgresql_forgot_is_not_taken_for_stored(
 ):
     with database(postgres_database) as one:
         begin(one, "kept")
-        one.settle()
+        one.commit()
         begin(one, "forgotten")
         forgotten = one._leave_mark()
         await to_thread.run_sync(postgres_server.kill)
@@ -137,7 +137,7 @@ async def test_a_commit_whose_connection_is_cut_is_ended_before_it_is_said_to_be
     with database(postgres_database) as connection:
         connection.execute(SLOW_COMMIT)
         begin(connection, "slow")
-        settling = asyncio.create_task(to_thread.run_sync(connection.settle))
+        settling = asyncio.create_task(to_thread.run_sync(connection.commit))
         await asyncio.sleep(0.2)
         assert not settling.done()
         with socket.socket(fileno=os.dup(connection._raw.fileno())) as wire:
@@ -151,7 +151,7 @@ async def test_a_commit_that_was_undone_while_its_connection_was_cut_is_known_to
     with database(postgres_database) as connection, psycopg.connect(postgres_database, autocommit=True) as other:
         connection.execute(SLOW_COMMIT)
         begin(connection, "slow")
-        settling = asyncio.create_task(to_thread.run_sync(connection.settle))
+        settling = asyncio.create_task(to_thread.run_sync(connection.commit))
         await asyncio.sleep(0.2)
         other.execute(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query = 'COMMIT' AND state = 'active'"

@@ -402,3 +402,37 @@ async def test_nothing_is_written_if_the_hook_fails(hook, fault):
         await store.add_many_spans([span_of(**ids), span_of(**ids, span_id="2", sequence_id=2)])
     assert await store.query_spans(ids["rollout_id"]) == []
     await store.close()
+
+
+# --- conversations that grow -------------------------------------------------------------------------------------
+
+PIECES = st.sampled_from(
+    [
+        OPENAI_KEY,
+        ISSUED_KEY,
+        '"password": "p"',
+        "Authorization: Basic dTpw",
+        "https://u:p@h/x",
+        "a word",
+        "\\",
+        '"',
+        "[]",
+    ]
+)
+TURNS = st.lists(st.tuples(st.sampled_from(["at-1", "at-2"]), st.booleans(), PIECES), min_size=1, max_size=12)
+
+
+@given(turns=TURNS)
+def test_a_conversation_is_cleaned_as_if_each_call_came_first(turns: list[tuple[str, bool, str]]) -> None:
+    redact = redaction()
+    history: dict[str, list[dict[str, str]]] = {}
+    for attempt_id, again, text in turns:
+        if again:  # another conversation of the attempt
+            history.pop(attempt_id, None)
+        messages = history.setdefault(attempt_id, [{"role": "system", "content": "x" * 2500}])
+        messages.append({"role": "user", "content": text})
+        called = span_of(
+            attempt_id=attempt_id,
+            attributes={semconv.CALL_ENDPOINT: "chat/completions", semconv.GEN_AI_INPUT_MESSAGES: json.dumps(messages)},
+        )
+        assert redact(called) == without_secrets(called)

@@ -264,6 +264,22 @@ async def test_nothing_of_an_erased_rollout_is_left_in_the_files(tmp_path):
     assert traces(tmp_path, b"ZEBRA") == []
 
 
+async def test_others_write_while_a_reader_keeps_the_log_from_being_emptied(tmp_path):
+    store = await SqlStore.open(tmp_path / "store.db")
+    await finish(store, "ZEBRA")
+    with contextlib.closing(sqlite3.connect(tmp_path / "store.db", isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM rollouts").fetchone()
+        erasing = asyncio.create_task(delete(store, Condition("input", "contains", "ZEBRA"), scrub=True))
+        await asyncio.sleep(1)
+        async with asyncio.timeout(5):
+            await store.enqueue_rollout("meanwhile")
+        assert not erasing.done()
+    assert (await erasing).rollouts == 1
+    assert traces(tmp_path, b"ZEBRA") == []
+    await store.close()
+
+
 def test_a_store_that_is_larger_than_the_memory_can_be_asked_to_leave_no_trace(tmp_path):
     asked = """
         import asyncio, resource, sys

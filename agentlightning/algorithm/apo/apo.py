@@ -253,7 +253,7 @@ class APO:
         """Search. However it ends, what was best by then is left. ConfigError and TrainingError as the models say."""
         if not context.train_tasks or not context.val_tasks:
             raise ConfigError(
-                "training tasks are needed to see what is wrong, and held-out tasks (val_dataset) to compare prompts"
+                "APO needs training tasks to find faults, and held-out tasks (val_dataset) to compare prompts"
             )
         search = await self._open(context)
         for name, template in search.lineage.templates(search.seed).items():

@@ -108,7 +108,7 @@ class Alarms:
             f"{f'The best weights are in {place}' if place else 'No better weights were saved'}"
         )
         if ends:
-            raise TrainingError(f"{told}. Try a lower learning_rate; stop_on_collapse=0 goes on")
+            raise TrainingError(f"{told}. Try a lower learning_rate; stop_on_collapse=0 continues instead")
         self._collapse_noted = True
         self._note(told)
 

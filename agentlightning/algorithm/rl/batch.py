@@ -44,39 +44,28 @@ class Batch:
 def make_batches(
     algorithm: RLSettings, groups: Sequence[RewardedGroup], critics: Mapping[str, Values | None]
 ) -> dict[str, Batch]:
-    """The batch of each policy, which `critics` names with its critic if it has one: its own calls, compared with its
-    own calls in the other rollouts."""
-    several = len(critics) > 1
-    return {
-        model: make_batch(algorithm, [_only(group, model) for group in groups] if several else groups, values)
-        for model, values in critics.items()
-    }
-
-
-def _only(group: RewardedGroup, model: str) -> RewardedGroup:
-    own = [[call for call in transitions if call.model == model] for transitions in group.transitions]
-    return RewardedGroup(own, group.rewards)
-
-
-def make_batch(algorithm: RLSettings, groups: Sequence[RewardedGroup], values: Values | None = None) -> Batch:
-    """Credit the groups of one step, with a critic's `values` where there is one, and lay their calls into sequences.
-    Groups that teach nothing are dropped and counted."""
+    """Credit the groups of one step and lay their calls into sequences: a batch for each policy that `critics` names,
+    with its critic if it has one. Of several policies each has its own calls, compared with its own calls in the other
+    rollouts. Groups from which nothing is learned are dropped and counted."""
+    batches: dict[str, Batch] = {}
     enough = [group for group in groups if len(group.rewards) >= algorithm.fewest_rewarded]
-    said = None if values is None else values_of(enough, algorithm.level, values)
-    credited = algorithm.credited(enough, said)
-    teaching = [group for group in credited if any(item.teaches for calls in group for item in calls)]
-    sequences = [made for group in teaching for calls in group for made in build_sequences(calls, algorithm.level)]
-    metrics = {
-        "groups_too_few_rewarded": float(len(groups) - len(enough)),
-        "groups_without_variance": float(len(credited) - len(teaching)),
-        "sequences": float(len(sequences)),
-        **algorithm.measured,
-        **credit_metrics(credited),
-    }
-    versions = [version for one in sequences if (version := one.oldest_version) is not None]
-    if versions:
-        metrics["policy_version_oldest"] = float(min(versions))
-    return Batch(sequences, metrics)
+    for model, values in critics.items():
+        own = enough if len(critics) == 1 else [group.of_model(model) for group in enough]
+        credited = algorithm.credited(own, None if values is None else values_of(own, algorithm.level, values))
+        teaching = [group for group in credited if any(item.teaches for calls in group for item in calls)]
+        sequences = [made for group in teaching for calls in group for made in build_sequences(calls, algorithm.level)]
+        metrics = {
+            "groups_too_few_rewarded": float(len(groups) - len(enough)),
+            "groups_without_variance": float(len(credited) - len(teaching)),
+            "sequences": float(len(sequences)),
+            **algorithm.measured,
+            **credit_metrics(credited),
+        }
+        versions = [version for one in sequences if (version := one.oldest_version) is not None]
+        if versions:
+            metrics["policy_version_oldest"] = float(min(versions))
+        batches[model] = Batch(sequences, metrics)
+    return batches
 
 
 def minibatches(

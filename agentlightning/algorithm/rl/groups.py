@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -27,7 +27,7 @@ from agentlightning.data.recorded import rewarded_group
 from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.errors import ConflictError
 from agentlightning.store.base import LightningStore
-from agentlightning.types import EnqueueRolloutRequest, Rollout, RolloutStatus, Span
+from agentlightning.types import EnqueueRolloutRequest, Rollout, RolloutStatus
 
 # How many groups in a row may be of no use, in steps' worth, before a step goes on without them.
 USELESS_STEPS: Final = 10
@@ -83,22 +83,17 @@ class Dropped:
 
 
 async def trace_group(
-    store: LightningStore,
-    rollout_ids: Sequence[str],
-    algorithm: RLSettings,
-    models: Sequence[str],
+    store: LightningStore, rollout_ids: Sequence[str], algorithm: RLSettings, models: Iterable[str]
 ) -> list[TracedRollout]:
     """What the store holds of these finished rollouts, as `algorithm` sees it when it trains `models`."""
     rollouts = {rollout.rollout_id: rollout for rollout in await store.query_rollouts(rollout_id_in=rollout_ids)}
-    calls = algorithm.call_filter(*models)
-
-    def trace(rollout: Rollout, spans: Sequence[Span]) -> TracedRollout:
-        one = trace_rollout(rollout, spans, calls=calls, reward=algorithm.reward)
-        return replace(one, breaks=continuity(one.transitions, spans).breaks)
-
-    return [
-        await asyncio.to_thread(trace, rollouts[name], await store.query_spans(name, "latest")) for name in rollout_ids
-    ]
+    calls, traced = algorithm.call_filter(*models), list[TracedRollout]()
+    for name in rollout_ids:
+        spans = await store.query_spans(name, "latest")
+        one = await asyncio.to_thread(trace_rollout, rollouts[name], spans, calls=calls, reward=algorithm.reward)
+        found = await asyncio.to_thread(continuity, one.transitions, spans)
+        traced.append(replace(one, breaks=found.breaks))
+    return traced
 
 
 class Groups:
@@ -238,7 +233,7 @@ class Groups:
             while True:
                 for group in await store.complete_groups_after(run_id, self._cursor, timeout=30.0):
                     if group.group_id in self._begun:  # those of an abandoned lineage pass by unused
-                        rollouts = await self._trace(group.rollout_ids)
+                        rollouts = await trace_group(store, group.rollout_ids, self.algorithm, self.context.policies)
                         await self._check_called(rollouts)
                         self._take_in(group.group_id, group.finished_index or 0, rollouts)
                     self._cursor = max(self._cursor, group.finished_index or 0)
@@ -256,10 +251,6 @@ class Groups:
             if len(self._first) >= self.algorithm.tasks_per_step * self.algorithm.group_size:
                 await refuse_uncalled(self.context, self._first)
                 self._first = None
-
-    async def _trace(self, rollout_ids: Sequence[str]) -> list[TracedRollout]:
-        policies = self.context.policies
-        return await trace_group(self.context.store, rollout_ids, self.algorithm, tuple(policies))
 
     def _take_in(self, name: str, finished: int, rollouts: Sequence[TracedRollout]) -> None:
         ticket = self._begun.pop(name, None)
@@ -309,7 +300,8 @@ class Groups:
         complete = sorted((one.finished_index, one.group_id, one) for one in groups if one.finished_index is not None)
         for finished, name, group in complete:
             if finished <= passed:
-                self._take_in(name, finished, await self._trace(group.rollout_ids))
+                rollouts = await trace_group(store, group.rollout_ids, self.algorithm, self.context.policies)
+                self._take_in(name, finished, rollouts)
                 self._changed.set()
 
     def _requests(self, name: str, ticket: Ticket) -> list[EnqueueRolloutRequest]:

@@ -21,7 +21,7 @@ from agentlightning.algorithm.rl.batch import Sequences, Values, minibatches
 from agentlightning.algorithm.rl.metrics import Usage
 from agentlightning.algorithm.rl.settings import RLSettings
 from agentlightning.errors import TrainingError, docs_page
-from agentlightning.learner.base import Learner, Sampler, Weights, WeightsForm
+from agentlightning.learner.base import Learner, Sampler, Weights, WeightsForm, against_proximal
 
 _EXPORTS_KEPT: Final[dict[str, int]] = {"adapter": 16}  # of each policy, else 3; a server may read one again
 
@@ -54,23 +54,6 @@ class Policies:
     async def in_thread(self, work: Callable[[], T]) -> T:
         """What `work` gives in the thread of the gradient steps."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-    async def learn(
-        self,
-        batches: Mapping[str, Sequences],
-        algorithm: RLSettings,
-        *,
-        seed: int,
-        step: int,
-        version: int,
-    ) -> AsyncGenerator[tuple[str, dict[str, float]]]:
-        """Make the optimiser steps of each policy that has a batch: (name, metrics) of each. `version` is what the
-        weights are called now."""
-        loop = asyncio.get_running_loop()
-        for name, batch in batches.items():
-            steps = optimiser_steps(self.learners[name], batch, algorithm, seed=seed, step=step, version=version)
-            while (metrics := await loop.run_in_executor(self._thread, next, steps, None)) is not None:
-                yield name, metrics
 
     @asynccontextmanager
     async def alone(self) -> AsyncGenerator[None]:
@@ -163,12 +146,14 @@ def optimiser_steps(
     step: int,
     version: int | None,
 ) -> Iterator[dict[str, float]]:
-    """Make the optimiser steps of one batch; the metrics of each as it is made. Blocks."""
+    """Make the optimiser steps of one batch, whose weights are called `version` now; the metrics of each as it is made.
+    Blocks."""
     if not batch:
         return
-    loss = algorithm.make_loss(step)
-    prepared, told = learner.prepare(batch, loss, version)
+    loss, measured = algorithm.make_loss(step), dict[str, float]()
+    if loss.old == "proximal":
+        batch, measured = against_proximal(learner, batch, loss, version)
     for epoch in range(algorithm.epochs):
-        for part in minibatches(prepared, algorithm.minibatches, seed, step, epoch):
-            yield learner.step(part, loss, version) | told
-            version, told = None, {}  # the weights have another by now
+        for part in minibatches(batch, algorithm.minibatches, seed, step, epoch):
+            yield learner.step(part, loss, version) | measured
+            version, measured = None, {}  # the weights have another by now

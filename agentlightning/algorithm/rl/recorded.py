@@ -81,7 +81,7 @@ class RecordedGroups(Groups):
         return self._taken, Dropped()
 
     async def _read(self, ticket: Ticket) -> CompleteGroup:
-        ids, models = self.sampler.task(ticket.position), tuple(self.context.policies)
+        ids, models = self.sampler.task(ticket.position), self.context.policies
         traced = tuple(map(_of_unknown_weights, await trace_group(self._traces, ids, self.algorithm, models)))
         return CompleteGroup(ticket, 0, traced, rewarded_group(traced, self.algorithm.unrewarded))
 

@@ -21,13 +21,13 @@ import msgspec
 from agentlightning.algorithm.base import RunContext, Stopped
 from agentlightning.algorithm.evaluation import Evaluation, why_unrewarded
 from agentlightning.algorithm.rl.alarms import Alarms
-from agentlightning.algorithm.rl.batch import BATCHES_FILE, Batch, RecordedBatch, make_batches
+from agentlightning.algorithm.rl.batch import BATCHES_FILE, RecordedBatch, make_batches
 from agentlightning.algorithm.rl.checkpoints import Checkpoints, explained
 from agentlightning.algorithm.rl.evaluations import HeldOut
 from agentlightning.algorithm.rl.groups import CompleteGroup, Dropped, Groups
 from agentlightning.algorithm.rl.job import Job
 from agentlightning.algorithm.rl.metrics import over_steps, rollout_metrics, speed_metrics
-from agentlightning.algorithm.rl.policies import Policies
+from agentlightning.algorithm.rl.policies import Policies, optimiser_steps
 from agentlightning.algorithm.rl.resumption import resume
 from agentlightning.algorithm.rl.settings import RLSettings
 from agentlightning.data.sequences import TrainingSequence
@@ -114,7 +114,13 @@ class Loop:
         self._record_batch(step, groups)
         everything = [*groups, *(group for _, group in dropped.groups)]
         await self._check_trainable([traced for group in everything for traced in group.rollouts])
-        batches = await self._credited(groups)
+        critics = job.policies.critics(job.algorithm)
+        make = partial(make_batches, job.algorithm, [group.rewarded for group in groups], critics)
+        if job.algorithm.trained_critic is None:
+            batches = await asyncio.to_thread(make)
+        else:  # a critic reads weights as a gradient step does
+            async with job.alone():
+                batches = await job.policies.in_thread(make)
         metrics = rollout_metrics(groups, dropped)
         metrics |= job.policies.named({name: batch.metrics for name, batch in batches.items()})
         version = None
@@ -185,30 +191,21 @@ class Loop:
             raise TrainingError(message)
         job.context.progress.note(f"step {job.state.step + 1} trains nothing: {message}")
 
-    async def _credited(self, groups: Sequence[CompleteGroup]) -> dict[str, Batch]:
-        """The batch of each policy; a critic reads weights as a gradient step does."""
-        job, rewarded = self.job, [group.rewarded for group in groups]
-        make = partial(make_batches, job.algorithm, rewarded, job.policies.critics(job.algorithm))
-        if job.algorithm.trained_critic is None or not groups:
-            return await asyncio.to_thread(make)
-        async with job.alone():
-            return await job.policies.in_thread(make)
-
     async def _learn(self, batches: Mapping[str, list[TrainingSequence]], step: int) -> dict[str, float]:
         """The step's optimiser steps, then the publication of the new weights."""
         job, progress = self.job, self.job.context.progress
         history: dict[str, list[dict[str, float]]] = {name: [] for name, batch in batches.items() if batch}
         parts = sum(min(job.algorithm.minibatches, len(batch)) for batch in batches.values())
         progress.phase("learn", parts * job.algorithm.epochs)
-        seed, version = job.context.seed, job.state.policy_version
+        about = {"seed": job.context.seed, "step": step, "version": job.state.policy_version}
         async with job.alone():
             try:
-                async for name, metrics in job.policies.learn(
-                    batches, job.algorithm, seed=seed, step=step, version=version
-                ):
-                    self._learning = True
-                    history[name].append(metrics)
-                    progress.advance(sum(map(len, history.values())))
+                for name, batch in batches.items():
+                    steps = optimiser_steps(job.policies.learners[name], batch, job.algorithm, **about)
+                    while (metrics := await job.policies.in_thread(partial(next, steps, None))) is not None:
+                        self._learning = True
+                        history[name].append(metrics)
+                        progress.advance(sum(map(len, history.values())))
             except TrainingError as error:
                 raise TrainingError(f"step {step}: {error}. {self._how_to_replay(step)}") from error
             # Before the engines go on: no token of the new weights is to be called one of the old.

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
+import numpy as np
+
 from agentlightning.algorithm.evaluation import SUPERVISED
 from agentlightning.data.call_filter import CallFilter
-from agentlightning.data.credit_table import RewardedGroup, check_credited
+from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.references import is_reference, load_reference
 from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.sequences import Aggregation, CreditedTransition, Level
@@ -203,13 +205,35 @@ class RLSettings(metaclass=_Tried):
     def credited(
         self, groups: Sequence[RewardedGroup], values: Sequence[FloatArray] | None = None
     ) -> list[list[list[CreditedTransition]]]:
-        """What `advantages` answers, or with a critic's `values` `advantages_with_values`. ConfigError where that is no
-        answer."""
+        """What `advantages` answers, or with a critic's `values` `advantages_with_values`. ConfigError unless that has
+        a list for each rollout of each group, and in it transitions with a finite float for each sampled token."""
         if not groups:
             return []
-        name = "advantages" if values is None else "advantages_with_values"
+        by = f"{type(self).__name__}.{'advantages' if values is None else 'advantages_with_values'}"
         answer = self.advantages(groups) if values is None else self.advantages_with_values(groups, values)
-        return check_credited(f"{type(self).__name__}.{name}", groups, answer)
+        try:
+            shape = [len(group) for group in answer]
+            items: list[Any] = [item for group in answer for rollout in group for item in rollout]
+        except TypeError:
+            raise ConfigError(
+                f"{by} must give a list for each rollout of each group, and gave {answer!r:.200}"
+            ) from None
+        asked = [len(group.transitions) for group in groups]
+        if shape != asked:
+            raise ConfigError(f"{by} must give lists for groups of {asked} rollouts, and gave them for {shape}")
+        for item in items:
+            if not isinstance(item, CreditedTransition):
+                raise ConfigError(
+                    f"{by} must give a CreditedTransition for each call that trains, and gave {item!r:.200}"
+                )
+            tokens = len(item.transition.response_ids)
+            for one in (item.advantages, item.values, item.value_targets):
+                if one is not None and not _is_float_each(one, tokens):
+                    raise ConfigError(
+                        f"{by} must give a NumPy array with a finite float for each of the {tokens} sampled tokens of "
+                        f"a call, and gave {one!r:.200}"
+                    )
+        return answer
 
     @property
     def fewest_rewarded(self) -> int:
@@ -231,10 +255,19 @@ class RLSettings(metaclass=_Tried):
     ) -> list[list[list[CreditedTransition]]]:
         """As `advantages`, where there is a critic: `values` float32[T] of each transition, in order, are what it says
         each sampled token is worth. The answer holds them, and what it should have said."""
-        raise ConfigError(f"{self.name} trains a critic, and does not say what its values are for")
+        raise ConfigError(f"{self.name} trains a critic, and does not define what its values mean")
 
     def make_loss(self, step: int = 1) -> Loss:
         """The loss of the batch of a step, from 1."""
         own = {name: getattr(self, name) for name in Loss.__dataclass_fields__ if hasattr(self, name)}
         own["kl_coefficient"] = self.kl_coefficient if self.kl_coefficient is not None else 0.04 * self.reference
         return Loss(kind=self.loss_function, **own)
+
+
+def _is_float_each(values: Any, count: int) -> bool:
+    return (
+        isinstance(values, np.ndarray)
+        and values.shape == (count,)
+        and np.issubdtype(values.dtype, np.floating)
+        and bool(np.isfinite(values).all())
+    )

@@ -313,7 +313,7 @@ class _AnswerReader:
 
     def _read_choice(self, choice: _Said[Any]) -> list[BackendEvent]:
         if choice.index not in range(self._call.sampling.n):
-            raise BackendError(f"the backend sent choice {choice.index}, which was not asked for")
+            raise BackendError(f"the backend sent choice {choice.index}, which was not requested")
         if choice.finish_reason is not None and choice.index in self._unfinished:
             self._unfinished.discard(choice.index)
             self._ends.append((choice, _FINISH_REASONS.get(choice.finish_reason, "abort")))

@@ -222,7 +222,7 @@ class _VllmAnswer(_Answer):
     def _read_choice(self, choice: _VllmChoice) -> list[SampledToken]:
         told = choice.logprobs.content if choice.logprobs is not None else []
         if [token.token_id for token in told] != choice.token_ids:
-            raise BackendError("the vLLM server told logprobs of other tokens than it sampled")
+            raise BackendError("the vLLM server returned logprobs of other tokens than it sampled")
         most = self._request.top_logprobs
         tokens = [
             SampledToken(
@@ -337,7 +337,7 @@ class _SglangAnswer(_Answer):
         if meta.prompt_tokens != asked:
             raise BackendError(
                 f"the SGLang server read {meta.prompt_tokens} tokens of a prompt of {asked}: shorten it (a server "
-                "started with --allow-auto-truncate cuts prompts by itself)",
+                "started with --allow-auto-truncate cuts prompts silently)",
                 status=400,
                 code="context_length_exceeded",
             )
@@ -346,7 +346,9 @@ class _SglangAnswer(_Answer):
         sampled = meta.output_token_logprobs[-new:] if new else []
         tops = meta.output_top_logprobs[-new:] if meta.output_top_logprobs else [None] * len(sampled)
         if len(sampled) != new or len(tops) != new:
-            raise BackendError(f"the SGLang server counted {new} tokens more and told the logprobs of {len(sampled)}")
+            raise BackendError(
+                f"the SGLang server counted {new} more tokens and returned the logprobs of {len(sampled)}"
+            )
         self.finished = reason is not None and new > 0
         return [
             SampledToken(
@@ -370,7 +372,7 @@ class _SglangAnswer(_Answer):
             async with asyncio.timeout(_ABORT_SECONDS), self._connection.posted(url, body, control=True, accepted=True):
                 pass
         except (BackendError, TimeoutError) as error:
-            _log.warning("a call that nobody waits for may go on at %s: %r", self._connection.base_url, error)
+            _log.warning("an abandoned call may still run at %s: %r", self._connection.base_url, error)
 
     def _version_of(self, meta: _Meta, position: int) -> int:
         weights = [part.version for part in meta.weight_versions if part.start <= position]

@@ -39,6 +39,7 @@ from agentlightning.gateway.generation import Ending, GenerationRequest, Sampled
 from agentlightning.gateway.request import NEUTRAL_PENALTIES
 from agentlightning.types import FinishReason
 
+_MANY: Final = 1000  # messages, which take some milliseconds to render: the same
 _LONG: Final = 100_000  # characters, which take a tenth of a second to tokenise: other calls go on meanwhile
 # Fields that the chat template is given.
 _AHEAD: Final = 256  # events of an answer's choices that wait to be read
@@ -123,7 +124,8 @@ class TokenBackend:
             tools = [] if call.tool_choice == "none" else call.tools
             if tools:
                 self._chat.tool_call_parser()  # refuses tools before anything is computed
-            text = self._chat.render(call.messages, tools, **variables)
+            render = partial(self._chat.render, call.messages, tools, **variables)
+            text = await asyncio.to_thread(render) if len(call.messages) > _MANY else render()
             encode = partial(self._recorded.encode, call.session)
         else:
             text, encode = call.prompt, self._as_it_stands

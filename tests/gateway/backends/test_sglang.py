@@ -326,7 +326,7 @@ ABORT = {"type": "abort", "message": "Aborted", "status_code": None, "err_type":
         ({"finish_reason": {**ABORT, "message": "wrong input", "status_code": 400}}, 400, "wrong input"),
         ({"finish_reason": {"type": "stop", "matched": "NaN happened"}}, 503, "NaN happened"),
         ({"prompt_tokens": 3}, 400, "read 3 tokens"),
-        ({"output_token_logprobs": []}, 502, "told the logprobs of 0"),
+        ({"output_token_logprobs": []}, 502, "returned the logprobs of 0"),
         ({"finish_reason": None}, 502, "before the last token"),
         ({"completion_tokens": "many"}, 502, "no answer of /generate"),
     ],
