@@ -188,15 +188,15 @@ def make_credit(
             f"equal_rewards lets a group teach whose rewards are all equal and whose calls differ, which returns "
             f"{_name(first)!r} with baseline {_name(second)!r} does not ask: leave it out"
         )
-    try:  # what is wrong is told now, rather than after the first rollouts
+    try:  # show a mistake now rather than after the first rollouts
         credit.advantages([RewardedGroup.trial(0.0, 1.0)])
     except (TypeError, ValueError) as error:
-        told = f"returns_options {returns_options} or baseline_options {baseline_options}"
-        raise ConfigError(f"{told}: {error}") from None
+        options = f"returns_options {returns_options} or baseline_options {baseline_options}"
+        raise ConfigError(f"{options}: {error}") from None
     except (AssertionError, AttributeError, LookupError):
         if credit.built_in:
             raise
-        # A function of a user's own may look for what no agent has told of these made-up calls.
+        # A function of a user's own may look for what these made-up calls do not have.
     return credit
 
 

@@ -115,9 +115,9 @@ def training_of(run: Run | None) -> Training:
     credit = {name: algorithm[name] for name in CreditSettings.__struct_fields__ if name in algorithm}
     by_settings = config.get("credit_by_settings", "baseline" in algorithm)
     calls, unrewarded = {**named, "models": list(mapping(config.get("models")))}, algorithm.get("unrewarded", "exclude")
-    told = {"calls": calls, "reward": algorithm["reward"], "unrewarded": unrewarded, "name": algorithm.get("name")}
+    settings = {"calls": calls, "reward": algorithm["reward"], "unrewarded": unrewarded, "name": algorithm.get("name")}
     try:
-        return msgspec.convert(told | ({"credit": credit} if by_settings else {}), Training)
+        return msgspec.convert(settings | ({"credit": credit} if by_settings else {}), Training)
     except msgspec.ValidationError:
         return UNTRAINED
 

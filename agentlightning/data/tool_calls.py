@@ -1,6 +1,6 @@
 """How the tool calls that a model asked for went: what automatic intermediate rewards are made of.
 
-Read from the spans of tools or, in an attempt that has none, from what the agent told the model of their results. Knows
+Read from the spans of tools or, in an attempt that has none, from the results that the agent sent to the model. Knows
 steps and the messages of the three protocols; no rewards.
 """
 
@@ -32,7 +32,8 @@ def tool_statuses(steps: Sequence[Step], failed_tool: str | None = None) -> dict
     `failed_tool` is the pattern that the steps were read with."""
     tools = [step for step in steps if step.kind == "tool"]
     if not tools:
-        return _told([step.span for step in steps if step.kind == "call" and step.call is not None], failed_tool)
+        calls = [step.span for step in steps if step.kind == "call" and step.call is not None]
+        return _from_messages(calls, failed_tool)
     statuses: dict[str, list[ToolStatus]] = {}
     for step in tools:
         if step.call is not None:
@@ -41,7 +42,7 @@ def tool_statuses(steps: Sequence[Step], failed_tool: str | None = None) -> dict
     return statuses
 
 
-def _told(calls: Sequence[Span], failed_tool: str | None) -> dict[str, list[ToolStatus]]:
+def _from_messages(calls: Sequence[Span], failed_tool: str | None) -> dict[str, list[ToolStatus]]:
     statuses: dict[str, list[ToolStatus]] = {}
     results: dict[str, dict[str, bool]] = {}  # of each request, decoded once and only if it is needed
     asked = [tool_requests(call) for call in calls]

@@ -164,6 +164,6 @@ def _schema(arrow: Any) -> Any:
         return item if inner == kind else arrow.list_(item)
 
     fields = [
-        arrow.field(name, type_of(kind), metadata={"description": told}) for name, (kind, told) in COLUMNS.items()
+        arrow.field(name, type_of(kind), metadata={"description": meaning}) for name, (kind, meaning) in COLUMNS.items()
     ]
     return arrow.schema(fields, metadata={"agentlightning.transitions": SCHEMA_VERSION})

@@ -40,7 +40,7 @@ _LAST_WORDS_SECONDS: Final = 1.0
 
 @dataclass(frozen=True)
 class Settings:
-    """What each process is told first: the model's directory, or its id, and how to train it. `dtype` is what its
+    """The first message to each process: the model's directory, or its id, and how to train it. `dtype` is what its
     layers compute in."""
 
     model: str

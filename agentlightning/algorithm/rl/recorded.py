@@ -136,13 +136,13 @@ async def read_groups(
             f"reads them: another one made these ids. {_OTHERWISE}"
         )
     if not groups:
-        told = [f"{count:,} {outcome}" for outcome, count in outcomes.most_common()]
-        told += [f"{count:,} calls left out ({reason})" for reason, count in excluded.most_common()]
+        reasons = [f"{count:,} {outcome}" for outcome, count in outcomes.most_common()]
+        reasons += [f"{count:,} calls left out ({reason})" for reason, count in excluded.most_common()]
         hint = f". Their model is called {', '.join(sorted(models))}: give model_name" if models else ""
         where = place if run_id is None else f"{place}, run {run_id}"
         raise TrainingError(
             f"nothing to learn from: of the finished rollouts in {where}, held-out ones aside, none is kept for "
-            f"{', '.join(context.policies)}: {'; '.join(told) or 'there is none'}{hint}. Nothing was trained"
+            f"{', '.join(context.policies)}: {'; '.join(reasons) or 'there is none'}{hint}. Nothing was trained"
         )
     context.progress.note(f"{len(groups):,} recorded groups are learned from, of {outcomes.total():,} rollouts")
     return groups
