@@ -85,13 +85,13 @@ class SFT(Reinforcement):
         return 1 if self.best is None else 2
 
     def traces_beside(self, store: LightningStore) -> AbstractAsyncContextManager[LightningStore]:
-        from agentlightning.algorithm.rl.recorded import open_traces
+        from agentlightning.algorithm.rl.traces import open_traces
 
         return super().traces_beside(store) if self.traces is None else open_traces(self.traces)
 
     @asynccontextmanager
     async def groups(self, context: RunContext) -> AsyncGenerator[Groups]:
-        from agentlightning.algorithm.rl.recorded import RecordedGroups, read_groups
+        from agentlightning.algorithm.rl.traces import RecordedGroups, read_groups
 
         if self.traces is None:
             async with super().groups(context) as groups:

@@ -16,7 +16,7 @@ import agentlightning as agl
 from agentlightning.algorithm.rl.batch import Batch, Values, make_batches
 from agentlightning.data import credit
 from agentlightning.data.credit_table import RewardedGroup
-from agentlightning.data.recorded import rewarded_group
+from agentlightning.data.recordings import rewarded_group
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.errors import ConfigError

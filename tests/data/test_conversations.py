@@ -24,7 +24,7 @@ from agentlightning.data.conversations import (
     read_calls,
 )
 from agentlightning.types import Span
-from tests.data.recorded import SYSTEM, TOOL, asks_for, call, says, tool_says
+from tests.data.recordings import SYSTEM, TOOL, asks_for, call, says, tool_says
 from tests.gateway.claude import SEARCH, asked, client_of
 from tests.gateway.talker import SEARCH_TOOL, user
 from tests.gateway.world import world

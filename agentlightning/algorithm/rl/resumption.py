@@ -1,7 +1,7 @@
-"""How a run that was cut short goes on: from its newest checkpoint, with the rollouts that it still waits for.
+"""How a run that was cut short continues: from its newest checkpoint, with the rollouts that it still waits for.
 
 A group's id is made of the run, the position of its task and the policy version it was begun under, and an
-evaluation's of the step and the version, so that a run that goes on finds its own again, and none of another lineage.
+evaluation's of the step and the version, so that a resumed run finds its own again, and none of another lineage.
 """
 
 from __future__ import annotations
