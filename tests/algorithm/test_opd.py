@@ -24,14 +24,14 @@ from agentlightning.learner.teacher import open_teacher
 from agentlightning.learner.tiny import make_model, make_tokenizer
 from tests import agents
 from tests.test_trainer import TASKS, policy, trainer
+from tests.transitions import transition
 
 pytestmark = pytest.mark.anyio
 
 
 def call(rollout: str, index: int, prompt: list[int], answer: list[int]) -> Transition:
-    ids, sampled = np.array(prompt, np.int32), np.array(answer, np.int32)
     logprobs = -np.arange(1, len(answer) + 1, dtype=np.float32)
-    return Transition(rollout, "a", f"{rollout}-{index}", index, 0, "policy", ids, sampled, logprobs, sampled, "stop")
+    return transition(prompt, answer, rollout_id=rollout, call_index=index, logprobs=logprobs)
 
 
 def group() -> RewardedGroup:

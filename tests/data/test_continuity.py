@@ -6,7 +6,6 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
@@ -16,6 +15,7 @@ from agentlightning.data.transitions import Transition
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.learner.tiny import make_tokenizer
 from agentlightning.types import Span
+from tests.transitions import transition
 
 END = "<|end|>"
 TOOL_CALL = '<tool_call>{"name": "search", "arguments": {"q": "sun"}}</tool_call>'
@@ -90,20 +90,7 @@ class Attempt:
     ) -> tuple[int, ...]:
         index = len(self.transitions)
         given = {"rollout_id": "r", "attempt_id": "a", "span_id": f"{index:016x}"}
-        self.transitions.append(
-            Transition(
-                **given,
-                call_index=index,
-                choice=0,
-                model="policy",
-                prompt_ids=np.array(prompt, np.int32),
-                response_ids=np.array(answer, np.int32),
-                logprobs=np.zeros(len(answer), np.float32),
-                versions=np.zeros(len(answer), np.int32),
-                finish_reason="stop",
-                agent=agent,
-            )
-        )
+        self.transitions.append(transition(prompt, answer, **given, call_index=index, agent=agent))
         attributes = content if content is not None and self.content else {}
         times = {"start_time": float(index), "end_time": index + 0.5}
         self.spans.append(

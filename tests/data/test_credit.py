@@ -22,6 +22,7 @@ from agentlightning.data.credit_table import BASELINES, RETURNS, RewardedGroup, 
 from agentlightning.data.tool_calls import ToolStatus
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError
+from tests import transitions
 from tests.golden import INPUTS, MASK, OUTPUTS
 
 FloatArray = npt.NDArray[np.float64]
@@ -33,21 +34,8 @@ def transition(
     prompt: Sequence[int] = (1,),
     response: Sequence[int] = (2, 3),
 ) -> Transition:
-    return Transition(
-        rollout_id="r",
-        attempt_id="a",
-        span_id="s",
-        call_index=0,
-        choice=0,
-        model="policy",
-        prompt_ids=np.array(prompt, np.int32),
-        response_ids=np.array(response, np.int32),
-        logprobs=np.zeros(len(response), np.float32),
-        versions=np.zeros(len(response), np.int32),
-        finish_reason="stop",
-        reward=reward,
-        tools=tuple(ToolStatus(tool, status, None) for tool, status in tools),  # type: ignore[arg-type]
-    )
+    statuses = tuple(ToolStatus(tool, status, None) for tool, status in tools)  # type: ignore[arg-type]
+    return transitions.transition(prompt, response, reward=reward, tools=statuses)
 
 
 FLIGHT = [transition(tools=[("memory", 1)]), transition(tools=[("search", 1)]), transition()]

@@ -17,25 +17,13 @@ from agentlightning.data.sequences import (
     build_sequences,
     micro_batches,
 )
-from agentlightning.data.transitions import Transition
+from tests.transitions import transition
 
 
 def credited(prompt: list[int], response: list[int], advantage: float = 1.0, rollout: str = "r") -> CreditedTransition:
-    size = len(response)
-    transition = Transition(
-        rollout_id=rollout,
-        attempt_id="a",
-        span_id="s",
-        call_index=0,
-        choice=0,
-        model="policy",
-        prompt_ids=np.array(prompt, np.int32),
-        response_ids=np.array(response, np.int32),
-        logprobs=-np.arange(1, size + 1, dtype=np.float32),
-        versions=np.zeros(size, np.int32),
-        finish_reason="stop",
-    )
-    return CreditedTransition(transition, np.full(size, advantage, np.float32))
+    logprobs = -np.arange(1, len(response) + 1, dtype=np.float32)
+    call = transition(prompt, response, rollout_id=rollout, logprobs=logprobs)
+    return CreditedTransition(call, np.full(len(response), advantage, np.float32))
 
 
 def test_a_prompt_that_extends_the_last_call_exactly_is_appended_to_it() -> None:
