@@ -62,7 +62,8 @@ def read_calls(
 
     `models` are those to learn from, frozen or not; None takes all that are not frozen. `agents` are the agents to
     learn from, None takes all."""
-    steps = [step for step in read_steps(spans) if step.kind == "call" and not _is_no_call(step.span)]
+    steps = [step for step in read_steps(spans) if step.kind == "call"]
+    steps = [step for step in steps if step.span.attributes.get(semconv.CALL_ENDPOINT) not in _NO_CALL]
     discarded = discarded_calls(spans)
     calls: list[ChatCall] = []
     unread: list[str] = []
@@ -117,10 +118,6 @@ def discarded_calls(spans: Iterable[Span]) -> set[int]:
     """Indices of calls whose answers nobody received: the client asked again, or had left."""
     named = [indices for span in spans if (indices := span.attributes.get(semconv.CALL_DISCARDS))]
     return {index for indices in named if isinstance(indices, Sequence) for index in indices if isinstance(index, int)}
-
-
-def _is_no_call(span: Span) -> bool:
-    return span.attributes.get(semconv.CALL_ENDPOINT) in _NO_CALL
 
 
 def _unlearnable(step: Step, models: frozenset[str] | None, agents: re.Pattern[str] | None) -> str | None:
