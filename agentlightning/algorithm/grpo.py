@@ -57,7 +57,7 @@ class GRPO(Reinforcement):
         return type(self).advantages is GRPO.advantages
 
     def try_advantages(self) -> None:
-        if self.credit.built_in or not self.credit_by_settings:  # `make_credit` has tried functions of a user's own
+        if self.credit.built_in or not self.credit_by_settings:  # `make_credit` has tried your own functions
             super().try_advantages()
 
     def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:

@@ -86,7 +86,7 @@ class Tracking:
         self._outboxes: list[_Outbox] | None = None
         self._measured: list[Metrics] = []
 
-    async def go_on_after(self, step: int) -> None:
+    async def resume_after(self, step: int) -> None:
         """Take up what a run that is resumed had measured up to `step`; what came later will come again."""
         self._measured = [one for one in await self._store.query_metrics(self._run.run_id) if one.step <= step]
         self.history = {one.step: dict(one.values) for one in self._measured}

@@ -7,7 +7,7 @@
 | `tree` | `none` only: it is a baseline itself | no | no |
 
 `gae` is for algorithms that have a critic. Every row goes with every loss; `policy_gradient` with one optimiser step
-per batch only. The table follows from what `@returns` and `@baseline` say of a function, a user's own included.
+per batch only. The table follows from what `@returns` and `@baseline` say of a function, your own included.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def make_credit(
     except (AssertionError, AttributeError, LookupError):
         if credit.built_in:
             raise
-        # A function of a user's own may look for what these made-up calls do not have.
+        # Your own function may look for what these made-up calls do not have.
     return credit
 
 

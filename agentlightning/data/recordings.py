@@ -1,7 +1,7 @@
 """The finished rollouts of a store, group by group, each with the spans of its last attempt; and how their run trains
 them, read back from its manifest: which calls, what reward, whose credit.
 
-Knows stores, rollouts and manifests. Functions of a user's own are named there, and never loaded here.
+Knows stores, rollouts and manifests. Your own functions are named there, and never loaded here.
 """
 
 from __future__ import annotations

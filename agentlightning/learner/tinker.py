@@ -1,4 +1,4 @@
-"""A Tinker server as learner and sampler in one: the hosted service, or a server of one's own that speaks its protocol.
+"""A Tinker server as learner and sampler in one: the hosted service, or your own server that speaks its protocol.
 
 Knows the `tinker` SDK, and what such a server is sent in which order. Weights stay on the server, and what is published
 and saved here are their handles.

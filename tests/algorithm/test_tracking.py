@@ -170,7 +170,7 @@ async def test_a_late_measurement_and_a_resumed_run_keep_one_line_a_step(tmp_pat
         {"step": 3, "loss": 3},
     ]
     resumed = Tracking(store, run, tmp_path / "run", (), print)
-    await resumed.go_on_after(1)
+    await resumed.resume_after(1)
     await resumed.record(2, {"loss": 20.0})
     assert [line["loss"] for line in lines(tmp_path)] == [1, 20]
     await store.close()

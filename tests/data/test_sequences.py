@@ -136,7 +136,7 @@ def test_each_sampled_token_keeps_the_version_it_was_sampled_under_at_every_leve
     assert sorted(sampled) == [(3, 6), (4, 6), (5, 7), (9, 7)]
 
 
-def test_versions_that_nobody_told_are_no_versions() -> None:
+def test_versions_that_nobody_gave_are_no_versions() -> None:
     unknown = msgspec.structs.replace(credited([1], [2]).transition, versions=np.array([-1], np.int32))
     (sequence,) = build_sequences([CreditedTransition(unknown, np.ones(1, np.float32))], "tree")
     assert sequence.oldest_version is None

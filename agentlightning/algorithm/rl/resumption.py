@@ -31,7 +31,7 @@ async def resume(job: Job, alarms: Alarms) -> None:
     else:
         job.state = restored
         job.groups.restore(restored.groups)
-        await context.tracking.go_on_after(restored.step)
+        await context.tracking.resume_after(restored.step)
         alarms.remember(measured for _, measured in sorted(context.tracking.history.items()))
         context.progress.note(f"resumed after step {restored.step} (policy version {restored.policy_version})")
     if not context.owns_runner:
