@@ -1,6 +1,6 @@
 """How the tool calls that a model asked for went: what automatic intermediate rewards are made of.
 
-Read from the spans of tools or, in an attempt that has none, from what the agent told the model of their results. Knows
+Read from the spans of tools or, in an attempt that has none, from the results that the agent sent to the model. Knows
 steps and the messages of the three protocols; no rewards.
 """
 
@@ -38,7 +38,8 @@ def tool_statuses(steps: Sequence[Step], failed_tool: str | None = None) -> dict
     `failed_tool` is the pattern that the steps were read with."""
     tools = [step for step in steps if step.kind == "tool"]
     if not tools:
-        return _reported([step.span for step in steps if step.kind == "call" and step.call is not None], failed_tool)
+        calls = [step.span for step in steps if step.kind == "call" and step.call is not None]
+        return _from_messages(calls, failed_tool)
     statuses: dict[str, list[ToolStatus]] = {}
     for step in tools:
         if step.call is not None:
@@ -47,7 +48,7 @@ def tool_statuses(steps: Sequence[Step], failed_tool: str | None = None) -> dict
     return statuses
 
 
-def _reported(calls: Sequence[Span], failed_tool: str | None) -> dict[str, list[ToolStatus]]:
+def _from_messages(calls: Sequence[Span], failed_tool: str | None) -> dict[str, list[ToolStatus]]:
     """What the agent sent the model of its tools' results: each request is answered by the first call that adds it."""
     statuses: dict[str, list[ToolStatus]] = {}
     asked = [tool_requests(call) for call in calls]
