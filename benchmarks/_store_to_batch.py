@@ -30,7 +30,7 @@ from agentlightning import semconv
 from agentlightning.algorithm.grpo import GRPO
 from agentlightning.algorithm.rl.batch import make_batches
 from agentlightning.data.call_filter import CallFilter
-from agentlightning.data.recorded import rewarded_group
+from agentlightning.data.recordings import rewarded_group
 from agentlightning.data.sequences import aggregation_weights, micro_batches
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.learner.base import AdamW

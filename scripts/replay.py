@@ -34,7 +34,7 @@ from agentlightning.cli.config import build, load_config
 from agentlightning.cli.fit import make_algorithm
 from agentlightning.cli.options import json_option, print_json
 from agentlightning.cli.place import STORE_FILE, Place
-from agentlightning.data.recorded import rewarded_group
+from agentlightning.data.recordings import rewarded_group
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.display import hide_library_progress
 from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError, TrainingError

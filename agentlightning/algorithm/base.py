@@ -67,8 +67,8 @@ class RunContext:
     Rollouts are enqueued with `resources_id`; None is the latest. `policies` are the
     models trained here, by the name that agents call them by. Inside `calls_held()` agents' calls of them
     wait before their engines, and the clocks of their attempts stand still. `stop` is set when the job should end;
-    `deadline` is a loop time (seconds of `asyncio.get_running_loop().time()`) or None. What is measured is told to
-    `tracking`, which hands it to the `trackers`."""
+    `deadline` is a loop time (seconds of `asyncio.get_running_loop().time()`) or None. Metrics go to
+    `tracking`, which hands them to the `trackers`."""
 
     run: Run
     store: LightningStore

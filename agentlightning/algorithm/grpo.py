@@ -25,7 +25,7 @@ class GRPO(Reinforcement):
 
     `returns` says how a rollout's reward is divided over its calls, `baseline` what that is compared with. Both are a
     name of `data/credit_table.py`, a reference (`file.py:function`) or a function, and are called with their options.
-    With `equal_rewards` a group teaches whose rewards are all equal, where `returns` tells its calls apart.
+    With `equal_rewards` a group whose rewards are all equal is trained on too, where its calls have different returns.
     What does not go together is refused."""
 
     returns: Any = "identical"  # str or function: what reads run files knows no such union
@@ -57,7 +57,7 @@ class GRPO(Reinforcement):
         return type(self).advantages is GRPO.advantages
 
     def try_advantages(self) -> None:
-        if self.credit.built_in or not self.credit_by_settings:  # `make_credit` has tried functions of a user's own
+        if self.credit.built_in or not self.credit_by_settings:  # `make_credit` has tried your own functions
             super().try_advantages()
 
     def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
@@ -67,7 +67,7 @@ class GRPO(Reinforcement):
 @dataclass(kw_only=True)
 class RLOO(GRPO):
     """A_i = R_i − the mean R of the others of its group (arXiv:2402.14740). It is not divided by a spread, so that a
-    group teaches as much as its rewards differ."""
+    group counts as much as its rewards differ."""
 
     baseline: Any = "rloo"
     name: str = "rloo"

@@ -25,6 +25,7 @@ from agentlightning.types import Span
 Ended: TypeAlias = Literal["rewarded", "failed", "no reward", "not a number", "left out"]
 
 TAG_FIELDS = ("tags", "kind")
+_EXCEPTION = (semconv.EXCEPTION_TYPE, semconv.EXCEPTION_MESSAGE)
 _LEFT_OUT: Ended = "left out"
 _CLOSE = 1e-9  # a sum of tenths is a little less than 1
 
@@ -114,8 +115,8 @@ def measured(traced: TracedRollout, spans: Sequence[Span], tag_fields: Sequence[
 
 def exception_of(spans: Iterable[Span]) -> str:
     """`LookupError: no such city`, of the last exception recorded; empty where there is none."""
-    told = [span.attributes for span in spans if span.name == semconv.EXCEPTION]
-    return f"{told[-1].get(semconv.EXCEPTION_TYPE)}: {told[-1].get(semconv.EXCEPTION_MESSAGE)}" if told else ""
+    exceptions = [span.attributes for span in spans if span.name == semconv.EXCEPTION]
+    return "{}: {}".format(*map(exceptions[-1].get, _EXCEPTION)) if exceptions else ""
 
 
 def _tags(place: Any, fields: Sequence[str]) -> Iterable[str]:

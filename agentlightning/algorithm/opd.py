@@ -16,7 +16,6 @@ from agentlightning.algorithm.rl.batch import values_of
 from agentlightning.algorithm.rl.groups import Groups
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.sequences import Aggregation, CreditedTransition
-from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError
 from agentlightning.learner.teacher import Teacher, open_teacher, read_teacher
 
@@ -81,24 +80,14 @@ class OPD(GRPO):
         if self._teacher is None:
             raise ConfigError("the teacher is opened by a run; its advantages are not known before")
         teacher = iter(values_of(groups, self.level, self._teacher))
-        credited = super().advantages(groups) if self.reward_coefficient else _without_rewards(groups)
+        credited = super().advantages(groups)
         items = [item for group in credited for calls in group for item in calls]
         differences = [next(teacher) - item.transition.logprobs for item in items]
         total = sum(map(len, differences))
         self.measured = {"teacher_kl": -float(sum(one.sum() for one in differences)) / max(1, total)}
-        made = iter(
-            replace(item, advantages=self._advantage(difference, item.advantages))
+        sums = (
+            self.teacher_coefficient * difference + self.reward_coefficient * item.advantages
             for item, difference in zip(items, differences, strict=True)
         )
+        made = (replace(item, advantages=one.astype(np.float32)) for item, one in zip(items, sums, strict=True))
         return [[[next(made) for _ in calls] for calls in group] for group in credited]
-
-    def _advantage(self, difference: FloatArray, of_reward: FloatArray) -> FloatArray:
-        made = self.teacher_coefficient * difference + self.reward_coefficient * of_reward
-        return made.astype(np.float32)
-
-
-def _without_rewards(groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
-    return [
-        [[CreditedTransition(one, np.zeros_like(one.logprobs)) for one in calls] for calls in group.transitions]
-        for group in groups
-    ]

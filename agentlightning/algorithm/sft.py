@@ -70,10 +70,10 @@ class SFT(Reinforcement):
             raise ConfigError("traces_run names a run in a store; also give traces, the store")
         if self.traces is not None and "://" not in str(self.traces):
             self.traces = str(Path(self.traces).expanduser().absolute())
-        told = [name for name in _OF_FRESH if getattr(self, name)]
-        if self.traces is not None and told:
+        given = [name for name in _OF_FRESH if getattr(self, name)]
+        if self.traces is not None and given:
             raise ConfigError(
-                f"{told[0]} is about rollouts that are run, and with traces none is: leave one of them out"
+                f"{given[0]} is about rollouts that are run, and with traces none is: leave one of them out"
             )
 
     @property
@@ -85,13 +85,13 @@ class SFT(Reinforcement):
         return 1 if self.best is None else 2
 
     def traces_beside(self, store: LightningStore) -> AbstractAsyncContextManager[LightningStore]:
-        from agentlightning.algorithm.rl.recorded import open_traces
+        from agentlightning.algorithm.rl.traces import open_traces
 
         return super().traces_beside(store) if self.traces is None else open_traces(self.traces)
 
     @asynccontextmanager
     async def groups(self, context: RunContext) -> AsyncGenerator[Groups]:
-        from agentlightning.algorithm.rl.recorded import RecordedGroups, read_groups
+        from agentlightning.algorithm.rl.traces import RecordedGroups, read_groups
 
         if self.traces is None:
             async with super().groups(context) as groups:

@@ -1,7 +1,7 @@
 """Where the measurements of a run go: into the store, into `metrics.jsonl`, and to every tracker.
 
-A tracker is told of them in a thread of its own: what it waits for, nothing else waits for, and what goes wrong in it
-is told once and stops no training. Each knows its package, which is imported when a run starts and not before.
+A tracker runs in a thread of its own: nothing waits for it, and its first error is shown once and stops no training.
+Each knows its package, which is imported when a run starts and not before.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Tracking:
         self._outboxes: list[_Outbox] | None = None
         self._measured: list[Metrics] = []
 
-    async def go_on_after(self, step: int) -> None:
+    async def resume_after(self, step: int) -> None:
         """Take up what a run that is resumed had measured up to `step`; what came later will come again."""
         self._measured = [one for one in await self._store.query_metrics(self._run.run_id) if one.step <= step]
         self.history = {one.step: dict(one.values) for one in self._measured}
@@ -117,7 +117,7 @@ class Tracking:
 
 
 class _Outbox:
-    """What a tracker is still to be told, and the thread that tells it."""
+    """Metrics that a tracker has not received yet, and the thread that hands them over."""
 
     def __init__(self, tracker: Tracker, run: TrackedRun, note: Callable[[str], None]) -> None:
         self._tracker, self._note = tracker, note
@@ -152,7 +152,7 @@ class _Outbox:
         except Exception as error:  # noqa: BLE001 (whatever it is, training goes on)
             if not self._failed:
                 self._failed = True
-                self._tell(f"{type(error).__name__}: {error} (told once; training goes on)")
+                self._tell(f"{type(error).__name__}: {error} (shown once; training continues)")
 
     def _tell(self, message: str) -> None:
         with contextlib.suppress(RuntimeError):  # the run has ended without it

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 import click
 import msgspec
 
-from agentlightning.tracing.instrument import INSTRUMENT, instrument_as_told
+from agentlightning.tracing.instrument import INSTRUMENT, instrument_from_environment
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,7 +55,7 @@ def instrument_agents(told: str | None, *, here: bool) -> None:
     os.environ[INSTRUMENT] = told
     click.get_current_context().call_on_close(lambda: os.environ.pop(INSTRUMENT, None))
     if here:
-        names = instrument_as_told()
+        names = instrument_from_environment()
         click.echo(f"instrumented: {', '.join(names) or 'nothing, no instrumentation is installed'}", err=True)
 
 

@@ -29,6 +29,7 @@ from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.runner.agent import LitAgent
 from agentlightning.semconv import CALL_ENDPOINT, CALL_REFUSED, HTTP_STATUS
 from agentlightning.store.redaction import text_without_secrets
+from agentlightning.tracing.instrument import instruments
 from agentlightning.types import LLM, AttemptedRollout, NamedResources, Rollout, Span
 
 if TYPE_CHECKING:
@@ -44,8 +45,23 @@ _NO_CALLS: Final = (
 _ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "GEMINI_MODEL", "AGL_MODEL")
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
-@click.argument("command", metavar="COMMAND…", nargs=-1, type=click.UNPROCESSED)
+class _RecordCommand(click.Command):
+    """Takes the program of `--instrument python agent.py` for the program, not for a name of instrumentation."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        options = [param for param in self.params if isinstance(param, click.Option) and not param.is_flag]
+        with_value = {name for option in options for name in option.opts}
+        at = 0
+        while at < len(args) and args[at].startswith("-") and args[at] not in ("--", "--instrument"):
+            at += 2 if args[at] in with_value else 1
+        given = args[at + 1] if args[at : at + 1] == ["--instrument"] and len(args) > at + 1 else None
+        if given is not None and shutil.which(given) and not instruments(given):
+            args = [*args[: at + 1], "--", *args[at + 1 :]]
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=_RecordCommand, context_settings={"allow_interspersed_args": False})
+@click.argument("command", metavar="COMMAND…", nargs=-1, required=True, type=click.UNPROCESSED)
 @with_backend()
 @click.option("--harness", metavar="NAME",
               help="Run this coding agent (claude-code, codex, …) with COMMAND as its arguments.")  # fmt: skip
@@ -79,10 +95,6 @@ def record(
     from agentlightning.display import runnable
     from agentlightning.tracing.tree import rollout_tree
 
-    if instrument is not None and shutil.which(instrument):  # it is the program, and no names were given
-        command, instrument = (instrument, *command), "all"
-    if not command and harness is None:
-        raise click.UsageError("Missing argument 'COMMAND…', the program to run")
     instrument_agents(instrument, here=False)
     preset = None if harness is None else _preset(harness, model)
     command = command if preset is None else (preset.program, *command)

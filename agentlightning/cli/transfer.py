@@ -159,7 +159,7 @@ async def export(
         raise click.UsageError("--pairs goes with --format dpo")
     from agentlightning.data.agents import agent_pattern
     from agentlightning.data.export import Wanted
-    from agentlightning.data.recorded import ENDED, LEARNED_FROM, finished_rollouts
+    from agentlightning.data.recordings import ENDED, LEARNED_FROM, finished_rollouts
 
     if agents is not None:
         agent_pattern(agents)  # refused before any store is opened
@@ -236,7 +236,7 @@ async def _export(
 ) -> _Exported:
     """Without a line there is no file, and a ConfigError."""
     from agentlightning.data import export
-    from agentlightning.data.recorded import recorded_groups
+    from agentlightning.data.recordings import recorded_groups
     from agentlightning.data.transition_table import TransitionFile, transition_lines
     from agentlightning.display import counting
     from agentlightning.store.transfer import writing

@@ -14,7 +14,7 @@ import numpy as np
 from agentlightning.dashboard.rollouts import RolloutRow, rows_of
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.forest import shared_length
-from agentlightning.data.recorded import CreditSettings, Training, rewarded_group, training_of
+from agentlightning.data.recordings import CreditSettings, Training, rewarded_group, training_of
 from agentlightning.data.transitions import FloatArray, IntArray, TracedRollout, Transition, trace_rollout
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.store.base import LightningStore

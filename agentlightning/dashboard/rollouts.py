@@ -13,7 +13,7 @@ import msgspec
 from agentlightning import semconv
 from agentlightning.data.agents import agent_of
 from agentlightning.data.conversations import Message, conversations, read_calls
-from agentlightning.data.recorded import Training
+from agentlightning.data.recordings import Training
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.errors import ConflictError, InvalidError
 from agentlightning.store.base import LightningStore

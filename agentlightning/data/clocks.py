@@ -1,7 +1,7 @@
 """Spans of several machines on one clock, the gateway's: what caused what tells how far the agent's is off.
 
 A span around a call began before it and ended after it; a tool began after the call that asked for it had ended, and
-ended before the call that was told its result began. Each gives a range for how much the agent's clock is ahead. Knows
+ended before the call that was sent its result began. Each gives a range for how much the agent's clock is ahead. Knows
 spans and their ids; it does not know what is rewarded or trained.
 """
 
@@ -27,28 +27,17 @@ def align_clocks(spans: Sequence[Span]) -> tuple[Sequence[Span], float | None]:
     """The spans of ONE attempt with the agent's times as the gateway's clock would have shown them, and how many
     seconds the agent's clock was ahead (None: nothing tells).
 
-    Times stay as they are where they agree with all that is known. Otherwise the shift is the smallest of those that
-    agree with most of it: one machine among several whose clock is off moves nothing."""
-    bounds = [bound for bound in _bounds(spans) if any(map(math.isfinite, bound))]
-    if not bounds:
+    Times stay as they are where they agree with all that is known, and where it contradicts itself: then the agent ran
+    on several machines. Otherwise the shift is the smallest that agrees, and a little more: nothing follows a call as
+    fast as the fastest that was seen."""
+    bounds = list(_bounds(spans))
+    low, high = max((low for low, _ in bounds), default=-math.inf), min((high for _, high in bounds), default=math.inf)
+    if low > high or (math.isinf(low) and math.isinf(high)):
         return spans, None
-    if all(low <= 0 <= high for low, high in bounds):
+    if low <= 0 <= high:
         return spans, 0.0
-    skew = _agreed(bounds)
-    return ([_earlier(span, skew) for span in spans] if skew else spans), skew
-
-
-def _agreed(bounds: Sequence[tuple[float, float]]) -> float:
-    """The shift nearest to 0 that lies in most of the ranges, a little inside of what these have in common: nothing
-    follows a call as fast as the fastest that was seen."""
-    ends = {0.0, *(end for bound in bounds for end in bound if math.isfinite(end))}
-    best = max(ends, key=lambda end: (sum(low <= end <= high for low, high in bounds), -abs(end)))
-    around = [(low, high) for low, high in bounds if low <= best <= high]
-    low, high = max(low for low, _ in around), min(high for _, high in around)
-    if best == 0:
-        return 0.0
-    inside = max(_MARGIN, abs(best) / 2)  # what is far off is surely off
-    return min(best + inside, (low + high) / 2) if best > 0 else max(best - inside, (low + high) / 2)
+    skew = min(1.5 * low + _MARGIN, (low + high) / 2) if low > 0 else max(1.5 * high - _MARGIN, (low + high) / 2)
+    return [_earlier(span, skew) for span in spans], skew
 
 
 def _bounds(spans: Sequence[Span]) -> Iterator[tuple[float, float]]:
@@ -57,7 +46,7 @@ def _bounds(spans: Sequence[Span]) -> Iterator[tuple[float, float]]:
     others = {span.span_id: span for span in spans if not _by_gateway(span)}
     if not others:
         return
-    answers = {text_of(call, semconv.GEN_AI_RESPONSE_ID): call for call in calls}
+    answers = {name: call for call in calls if (name := text_of(call, semconv.GEN_AI_RESPONSE_ID))}
     for call in calls:
         if (outer := others.get(call.parent_id or "")) is not None:
             yield _around(outer, call)
@@ -65,11 +54,11 @@ def _bounds(spans: Sequence[Span]) -> Iterator[tuple[float, float]]:
     for span in others.values():
         kind = kind_of(span)
         if kind == "call":
-            named, result = text_of(span, semconv.GEN_AI_RESPONSE_ID), result_of(span) or ""
-            ids = [named] if named else [told for told in answers if told and told in result]
-            yield from (_around(span, answers[told]) for told in ids if told in answers)
-        elif kind == "tool" and (told := text_of(span, *TOOL_CALL_IDS)):
-            yield _between(span, f'"{told}"', calls, said)
+            named = text_of(span, semconv.GEN_AI_RESPONSE_ID)
+            result = "" if named else result_of(span) or ""
+            yield from (_around(span, call) for name, call in answers.items() if name == named or name in result)
+        elif kind == "tool" and (call_id := text_of(span, *TOOL_CALL_IDS)):
+            yield _between(span, f'"{call_id}"', calls, said)
 
 
 def _around(outer: Span, call: Span) -> tuple[float, float]:
@@ -78,14 +67,14 @@ def _around(outer: Span, call: Span) -> tuple[float, float]:
     return outer.start_time - call.start_time, end - call.end_time
 
 
-def _between(tool: Span, told: str, calls: Sequence[Span], said: Sequence[str]) -> tuple[float, float]:
+def _between(tool: Span, call_id: str, calls: Sequence[Span], said: Sequence[str]) -> tuple[float, float]:
     """`said` are the answers of the calls."""
-    asked = [index for index, answer in enumerate(said) if told in answer]
+    asked = [index for index, answer in enumerate(said) if call_id in answer]
     if len(asked) != 1:  # some servers count the ids of tool calls from 0 in each answer
         return -math.inf, math.inf
     later = calls[asked[0] + 1 :]
     sent = ((one, text_of(one, semconv.GEN_AI_INPUT_MESSAGES) or "") for one in later)
-    answered = next((one for one, messages in sent if messages.rfind(told) >= 0), None)  # it is mostly near the end
+    answered = next((one for one, messages in sent if messages.rfind(call_id) >= 0), None)  # it is mostly near the end
     low = -math.inf if answered is None else tool.end_time - answered.start_time
     return low, tool.start_time - calls[asked[0]].end_time
 

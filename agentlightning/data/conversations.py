@@ -62,7 +62,8 @@ def read_calls(
 
     `models` are those to learn from, frozen or not; None takes all that are not frozen. `agents` are the agents to
     learn from, None takes all."""
-    steps = [step for step in read_steps(spans) if step.kind == "call" and not _is_no_call(step.span)]
+    steps = [step for step in read_steps(spans) if step.kind == "call"]
+    steps = [step for step in steps if step.span.attributes.get(semconv.CALL_ENDPOINT) not in _NO_CALL]
     discarded = discarded_calls(spans)
     calls: list[ChatCall] = []
     unread: list[str] = []
@@ -77,9 +78,9 @@ def read_calls(
             received = call_index(step.span) not in discarded
             reason = _unlearnable(step, models, agents) if received else NOT_RECEIVED
             tools = chat_tools(step.span)
-            told = _signatures([*messages, *answers[:1]])
-            sent = (msgspec.json.encode(tools, order="sorted").decode(), *told[:-1])
-            calls.append(ChatCall(messages, tools, answers[0], reason, sent, told[-1], step.span))
+            signatures = _signatures([*messages, *answers[:1]])
+            sent = (msgspec.json.encode(tools, order="sorted").decode(), *signatures[:-1])
+            calls.append(ChatCall(messages, tools, answers[0], reason, sent, signatures[-1], step.span))
     return calls, unread
 
 
@@ -119,10 +120,6 @@ def discarded_calls(spans: Iterable[Span]) -> set[int]:
     return {index for indices in named if isinstance(indices, Sequence) for index in indices if isinstance(index, int)}
 
 
-def _is_no_call(span: Span) -> bool:
-    return span.attributes.get(semconv.CALL_ENDPOINT) in _NO_CALL
-
-
 def _unlearnable(step: Step, models: frozenset[str] | None, agents: re.Pattern[str] | None) -> str | None:
     attributes = step.span.attributes
     if step.failed or attributes.get(semconv.CALL_FLAG) in _CALL_FAILED:
@@ -143,11 +140,11 @@ def _sent(span: Span) -> list[Message]:
     """All messages of a request, the system prompt included where its protocol keeps that apart."""
     messages = chat_messages(input_messages(span.attributes))
     request = mapping(json_of(text_of(span, semconv.CALL_REQUEST)))
-    told = _content(request.get("system") or request.get("instructions"))
+    system = _content(request.get("system") or request.get("instructions"))
     first = messages[0] if messages else {}
-    if not told or (first.get("role") in ("system", "developer") and first.get("content") == told):
+    if not system or (first.get("role") in ("system", "developer") and first.get("content") == system):
         return messages
-    return [{"role": "system", "content": told}, *messages]
+    return [{"role": "system", "content": system}, *messages]
 
 
 def _continues_elsewhere(span: Span) -> bool:
@@ -223,10 +220,10 @@ def _tool_call(call_id: object, name: object, arguments: object) -> dict[str, An
 
 def _tool_result(call_id: object, content: object, *, failed: bool = False) -> Message:
     """A failed call's result begins with `Error: `, as the gateway writes it: this form has no mark of failure."""
-    told = _content(content)
+    text = _content(content)
     if failed:
-        told = f"Error: {told}" if isinstance(told, str) else [{"type": "text", "text": "Error: "}, *told]
-    return {"role": "tool", "tool_call_id": str(call_id or ""), "content": told}
+        text = f"Error: {text}" if isinstance(text, str) else [{"type": "text", "text": "Error: "}, *text]
+    return {"role": "tool", "tool_call_id": str(call_id or ""), "content": text}
 
 
 def _content(content: object) -> str | list[dict[str, Any]]:
@@ -264,13 +261,13 @@ def _part(block: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def chat_tools(span: Span) -> list[dict[str, Any]]:
     """The tools that a request offered, in the form of chat completions; one that has no such form stays as it is."""
-    told = items(json_of(text_of(span, semconv.GEN_AI_TOOL_DEFINITIONS)))
-    for index in range(len(span.attributes) if not told else 0):  # OpenInference numbers them
+    definitions = items(json_of(text_of(span, semconv.GEN_AI_TOOL_DEFINITIONS)))
+    for index in range(len(span.attributes) if not definitions else 0):  # OpenInference numbers them
         definition = mapping(json_of(text_of(span, f"llm.tools.{index}.tool.json_schema")))
         if not definition:
             break
-        told.append(definition)
-    return [_tool(mapping(tool)) for tool in told]
+        definitions.append(definition)
+    return [_tool(mapping(tool)) for tool in definitions]
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:

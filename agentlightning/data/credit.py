@@ -208,12 +208,12 @@ class Returns:
         return _mean_by(self.rollouts, (self.values - self.means[self.rollouts]) ** 2, len(self.means))
 
     def per_group(self, statistic: Callable[..., npt.ArrayLike], *of: Float64Array) -> Float64Array:
-        """`statistic` of what each group's rollouts have `of` each, by default their mean returns, told to each of its
-        rollouts: float64[R]."""
-        told = np.empty(len(self.groups))
+        """`statistic` of what each group's rollouts have `of` each, by default their mean returns, repeated for each of
+        its rollouts: float64[R]."""
+        out = np.empty(len(self.groups))
         for group in np.unique(self.groups):
-            told[self.groups == group] = statistic(*(one[self.groups == group] for one in of or (self.means,)))
-        return told
+            out[self.groups == group] = statistic(*(one[self.groups == group] for one in of or (self.means,)))
+        return out
 
     @cached_property
     def compared(self) -> npt.NDArray[np.bool_]:

@@ -7,7 +7,7 @@
 | `tree` | `none` only: it is a baseline itself | no | no |
 
 `gae` is for algorithms that have a critic. Every row goes with every loss; `policy_gradient` with one optimiser step
-per batch only. The table follows from what `@returns` and `@baseline` say of a function, a user's own included.
+per batch only. The table follows from what `@returns` and `@baseline` say of a function, your own included.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _trial_call(rollout: str, index: int) -> Transition:
 @dataclass(frozen=True)
 class Credit:
     """A return and a baseline that go together, with their options. Where `equal_rewards` do not count, a group whose R
-    are all equal teaches nothing, however its calls differ."""
+    are all equal is not trained on, however its calls differ."""
 
     returns: CreditFunction
     baseline: CreditFunction
@@ -89,7 +89,7 @@ class Credit:
 
     @property
     def compares_group(self) -> bool:
-        """Whether one rollout of a task by itself would teach nothing."""
+        """Whether one rollout of a task by itself would have nothing to be compared with."""
         return "group" in (property_of(self.returns, "compares"), property_of(self.baseline, "compares"))
 
     @property
@@ -158,7 +158,7 @@ def make_credit(
     critic: bool = False,
 ) -> Credit:
     """The credit that these names, references (`file.py:function`) or functions mean, where R is made as `reward` says
-    and groups of `equal_rewards` teach or not, with or without a critic. ConfigError, with the reason, where one is
+    and groups of `equal_rewards` count or not, with or without a critic. ConfigError, with the reason, where one is
     unknown, has no such option, or does not go with the others."""
     first = _function("returns", returns, returns_options, RETURNS)
     second = _function("baseline", baseline, baseline_options, BASELINES)
@@ -185,18 +185,18 @@ def make_credit(
         )
     if equal_rewards and (property_of(first, "follows_reward") or property_of(second, "compares") == "nothing"):
         raise ConfigError(
-            f"equal_rewards lets a group teach whose rewards are all equal and whose calls differ, which returns "
+            f"equal_rewards trains on a group whose rewards are all equal and whose calls differ, which returns "
             f"{_name(first)!r} with baseline {_name(second)!r} does not ask: leave it out"
         )
-    try:  # what is wrong is told now, rather than after the first rollouts
+    try:  # show a mistake now rather than after the first rollouts
         credit.advantages([RewardedGroup.trial(0.0, 1.0)])
     except (TypeError, ValueError) as error:
-        told = f"returns_options {returns_options} or baseline_options {baseline_options}"
-        raise ConfigError(f"{told}: {error}") from None
+        options = f"returns_options {returns_options} or baseline_options {baseline_options}"
+        raise ConfigError(f"{options}: {error}") from None
     except (AssertionError, AttributeError, LookupError):
         if credit.built_in:
             raise
-        # A function of a user's own may look for what no agent has told of these made-up calls.
+        # Your own function may look for what these made-up calls do not have.
     return credit
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 from agentlightning.data.agents import agent_pattern
 from agentlightning.data.annotations import annotation_of
 from agentlightning.data.conversations import NOT_RECORDED, ChatCall, Message, conversations, read_calls
-from agentlightning.data.recorded import Recorded
+from agentlightning.data.recordings import Recorded
 
 # Why a rollout or a pair of them gives no line.
 NO_REWARD: Final = "rollouts without a reward"
@@ -203,8 +203,8 @@ def _tools(call: ChatCall) -> dict[str, Any]:
 
 
 def _add(found: Lines, unit: str, line: dict[str, Any], messages: Sequence[Message]) -> None:
-    told = line.get("input", line).get("tools", ())
-    wrong = next(filter(None, map(_problem, messages)), None) or _tools_problem(told)
+    tools = line.get("input", line).get("tools", ())
+    wrong = next(filter(None, map(_problem, messages)), None) or _tools_problem(tools)
     if wrong is None:
         found.lines.append(line)
     else:

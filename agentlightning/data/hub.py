@@ -83,7 +83,7 @@ def push(path: Path, target: str) -> str:
 
 @contextlib.contextmanager
 def _hub(name: str) -> Generator[Any]:
-    """The hub's package, whose errors are told as ConfigErrors."""
+    """The hub's package, whose errors become ConfigErrors."""
     hub = imported("huggingface_hub", name, "huggingface_hub")
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

@@ -100,8 +100,8 @@ class _Receivers:
         links = [
             link.value_match for link in extract_links_from_attributes(reward.attributes) if link.key_match in _IDS
         ]
-        told = links or [value for name in _IDS if isinstance(value := reward.attributes.get(name), str)]
-        named = [call for one in told for call in self._by_id.get(one, ())]
+        ids = links or [value for name in _IDS if isinstance(value := reward.attributes.get(name), str)]
+        named = [call for one in ids for call in self._by_id.get(one, ())]
         return named[0] if len(named) == 1 else None
 
     @cached_property

@@ -33,7 +33,7 @@ class CreditedTransition:
     value_targets: FloatArray | None = None
 
     @property
-    def teaches(self) -> bool:
+    def trains(self) -> bool:
         """Whether anything is learned from it, by the policy or by a critic."""
         return bool(self.advantages.any()) or not np.array_equal(_or_empty(self.values), _or_empty(self.value_targets))
 

@@ -1,6 +1,6 @@
 """How the tool calls that a model asked for went: what automatic intermediate rewards are made of.
 
-Read from the spans of tools or, in an attempt that has none, from what the agent told the model of their results. Knows
+Read from the spans of tools or, in an attempt that has none, from the results that the agent sent to the model. Knows
 steps and the messages of the three protocols; no rewards.
 """
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
 
 from agentlightning import semconv
 from agentlightning.tracing.dialects import items, joined, json_of, mapping, text_of
@@ -27,12 +28,18 @@ class ToolStatus:
     duration: float | None
 
 
+class _Result(NamedTuple):
+    content: Any
+    is_error: bool = False
+
+
 def tool_statuses(steps: Sequence[Step], failed_tool: str | None = None) -> dict[str, list[ToolStatus]]:
     """The tool calls of each gateway call of an attempt, by its span id; calls that made none are left out.
     `failed_tool` is the pattern that the steps were read with."""
     tools = [step for step in steps if step.kind == "tool"]
     if not tools:
-        return _told([step.span for step in steps if step.kind == "call" and step.call is not None], failed_tool)
+        calls = [step.span for step in steps if step.kind == "call" and step.call is not None]
+        return _from_messages(calls, failed_tool)
     statuses: dict[str, list[ToolStatus]] = {}
     for step in tools:
         if step.call is not None:
@@ -41,23 +48,36 @@ def tool_statuses(steps: Sequence[Step], failed_tool: str | None = None) -> dict
     return statuses
 
 
-def _told(calls: Sequence[Span], failed_tool: str | None) -> dict[str, list[ToolStatus]]:
+def _from_messages(calls: Sequence[Span], failed_tool: str | None) -> dict[str, list[ToolStatus]]:
+    """What the agent sent the model of its tools' results: each request is answered by the first call that adds it."""
     statuses: dict[str, list[ToolStatus]] = {}
-    results: dict[str, dict[str, bool]] = {}  # of each request, decoded once and only if it is needed
     asked = [tool_requests(call) for call in calls]
     times_asked = Counter(request.id for requests in asked for request in requests)
+    added: dict[str, dict[str, _Result]] = {}  # by the call that sent them, read when they are asked for
     for index, call in enumerate(calls):
         for request in asked[index]:
-            for later in calls[index + 1 :]:
+            for before, later in pairwise(calls[index:]):
                 if times_asked[request.id] > 1 and not _continues(later, call):
                     continue  # the id may be of another conversation: some servers count from 0 in each answer
-                if later.span_id not in results:
-                    results[later.span_id] = dict(_results(later, failed_tool))
-                failed = results[later.span_id].get(request.id)
-                if failed is not None:
-                    statuses.setdefault(call.span_id, []).append(ToolStatus(request.name, -1 if failed else 1, None))
+                if later.span_id not in added:
+                    added[later.span_id] = dict(_results(_new_messages(later, before)))
+                result = added[later.span_id].get(request.id)
+                if result is not None:
+                    status = ToolStatus(request.name, -1 if _failed(result, failed_tool) else 1, None)
+                    statuses.setdefault(call.span_id, []).append(status)
                     break
     return statuses
+
+
+def _new_messages(later: Span, before: Span) -> list[Any]:
+    """What `later` was sent beyond what `before` was sent, or all of it where it does not continue that. Most calls of
+    a long attempt continue the one before, so that its history is not read again at each."""
+    sent = text_of(later, semconv.GEN_AI_INPUT_MESSAGES) or ""
+    if _continues(later, before):
+        rest = sent[len(text_of(before, semconv.GEN_AI_INPUT_MESSAGES) or "") - 1 :].lstrip()
+        if rest.startswith(","):
+            sent = f"[{rest[1:]}"
+    return items(json_of(sent))
 
 
 def _continues(later: Span, call: Span) -> bool:
@@ -66,20 +86,20 @@ def _continues(later: Span, call: Span) -> bool:
     return sent.startswith(before.removesuffix("]"))
 
 
-def _results(call: Span, failed_tool: str | None) -> Iterator[tuple[str, bool]]:
-    """(id of the tool call, whether it failed) for each tool result a request holds, in order."""
-    for message in map(mapping, items(json_of(text_of(call, semconv.GEN_AI_INPUT_MESSAGES)))):
+def _results(messages: Sequence[Any]) -> Iterator[tuple[str, _Result]]:
+    """(id of the tool call, its result) for each tool result among the messages of a request, in order."""
+    for message in map(mapping, messages):
         if message.get("role") == "tool":
-            yield str(message.get("tool_call_id")), _failed(message.get("content"), failed_tool)
+            yield str(message.get("tool_call_id")), _Result(message.get("content"))
         elif message.get("type") == "function_call_output":
-            yield str(message.get("call_id")), _failed(message.get("output"), failed_tool)
+            yield str(message.get("call_id")), _Result(message.get("output"))
         else:
             for block in map(mapping, items(message.get("content"))):
                 if block.get("type") == "tool_result":
-                    failed = block.get("is_error") is True or _failed(block.get("content"), failed_tool)
-                    yield str(block.get("tool_use_id")), failed
+                    yield str(block.get("tool_use_id")), _Result(block.get("content"), block.get("is_error") is True)
 
 
-def _failed(content: Any, failed_tool: str | None) -> bool:
-    text = joined(content) if items(content) else content
-    return text is None or (isinstance(text, str) and (text == "null" or says_failure(text, failed_tool)))
+def _failed(result: _Result, failed_tool: str | None) -> bool:
+    text = joined(result.content) if items(result.content) else result.content
+    failure = isinstance(text, str) and (text == "null" or says_failure(text, failed_tool))
+    return result.is_error or text is None or failure

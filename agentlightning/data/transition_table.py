@@ -17,7 +17,7 @@ from agentlightning.data.agents import agent_of
 from agentlightning.data.annotations import annotation_of
 from agentlightning.data.call_filter import UNUSED_CHOICE, CallFilter
 from agentlightning.data.export import LOW_REWARD, NO_CALL, Lines, Wanted, labelled
-from agentlightning.data.recorded import Recorded
+from agentlightning.data.recordings import Recorded
 from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.errors import imported
 from agentlightning.tracing.messages import finish_reasons, model_name
@@ -164,6 +164,6 @@ def _schema(arrow: Any) -> Any:
         return item if inner == kind else arrow.list_(item)
 
     fields = [
-        arrow.field(name, type_of(kind), metadata={"description": told}) for name, (kind, told) in COLUMNS.items()
+        arrow.field(name, type_of(kind), metadata={"description": meaning}) for name, (kind, meaning) in COLUMNS.items()
     ]
     return arrow.schema(fields, metadata={"agentlightning.transitions": SCHEMA_VERSION})

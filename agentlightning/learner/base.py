@@ -183,7 +183,7 @@ class Learner(Protocol):
         critic value_loss, value_clip_fraction and critic_grad_norm.
 
         `version` is what the engine calls the weights that this step begins with, None if they have no name. How far
-        engine and learner are apart is told of the tokens sampled by it, if there are any and `loss.old` is behaviour:
+        engine and learner are apart is measured on tokens sampled by it, if there are any and `loss.old` is behaviour:
         inference_kl (k3 of KL(engine ‖ learner)) and inference_mismatch (see `mismatch_tolerance`), at worst.
 
         Raises TrainingError, with the weights unchanged, if the loss or the gradient is not finite."""

@@ -1,6 +1,6 @@
 """A learner on several GPUs, or groups of cores, of one machine: its weights are spread over processes (FSDP2).
 
-Starts them, hands each the whole batch, and ends with them. What they do is in `learner/sharded.py`. The
+Starts them, hands each the whole batch, and ends with them. What they do is in `learner/shards.py`. The
 trainer's process holds no weights for it.
 """
 
@@ -40,7 +40,7 @@ _LAST_WORDS_SECONDS: Final = 1.0
 
 @dataclass(frozen=True)
 class Settings:
-    """What each process is told first: the model's directory, or its id, and how to train it. `dtype` is what its
+    """The first message to each process: the model's directory, or its id, and how to train it. `dtype` is what its
     layers compute in."""
 
     model: str
@@ -70,7 +70,7 @@ class FsdpLearner:
                     ours, theirs = Pipe()
                     self._ranks.append(ours)
                     with theirs:
-                        module = "agentlightning.learner.sharded"
+                        module = "agentlightning.learner.shards"
                         started = subprocess.Popen(
                             (sys.executable, "-m", module, str(theirs.fileno()), self._place),
                             env=_environment(rank, processes),

@@ -1,4 +1,4 @@
-"""How much memory training a model takes, told before it is loaded: an estimate, in which only what a gradient keeps
+"""How much memory training a model takes, before it is loaded: an estimate, in which only what a gradient keeps
 is measured.
 """
 

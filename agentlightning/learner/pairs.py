@@ -119,15 +119,15 @@ class PairSettings:
     def _other_gpus(self) -> Share | None:
         """What a server that is started gets beside the learner's GPUs; None where it shares the only one."""
         assert self.sampling is not None
-        told = "CUDA_VISIBLE_DEVICES" in self.sampling.environment
-        if told or not self._on_gpu:
+        chosen = "CUDA_VISIBLE_DEVICES" in self.sampling.environment
+        if chosen or not self._on_gpu:
             return Share()
         first = torch.device(choose_device(self.device)).index or 0
         return other_gpus(self.place.fsdp, devices=torch.cuda.device_count(), first=first)
 
     @contextmanager
     def open(self, source: Source, phase: Callable[[str], None]) -> Generator[Pair]:
-        """Inside, the model is served and ready to be trained; `phase` is told what is going on. A given `Policy` may
+        """Inside, the model is served and ready to be trained; `phase` shows what is going on. A given `Policy` may
         be opened again afterwards: it has the weights it was trained to, but no adapter that it did not come with; with
         a learner in processes of its own it is what it was.
 
@@ -144,10 +144,10 @@ class PairSettings:
                 if self._processes is not None:
                     device = None if isinstance(source, Policy) else "cpu"
                 source = open_policy(source, seed=self.seed, device=device, dtype=self.dtype)
-            estimate, told = self._check_memory(source) if self.loss is not None else (None, "")
+            estimate, note = self._check_memory(source) if self.loss is not None else (None, "")
             if self.sampling is None and self._on_gpu:
-                told += ", sampled by the embedded engine, which is made for laptops: see Samplers in the docs for vLLM"
-            phase(f"{'serve' if made else 'load'} the model{told}")
+                note += ", sampled by the embedded engine, which is made for laptops: see Samplers in the docs for vLLM"
+            phase(f"{'serve' if made else 'load'} the model{note}")
             if self._processes is not None:
                 place = self._written(source, "model") if isinstance(source, Policy) else str(source)
                 yield self._spread(stack, place, self._processes, estimate)
@@ -249,8 +249,8 @@ class PairSettings:
         )
         if self._processes is not None:
             estimate = estimate.over(self._processes, one_memory=device.type == "cpu")
-        told = f" (training takes up to {estimate.total / GIB:.1f} GiB"
+        note = f" (training takes up to {estimate.total / GIB:.1f} GiB"
         if available is None:
-            return estimate, f"{told})"
+            return estimate, f"{note})"
         estimate.check(available, loaded=isinstance(source, Policy) and self._processes is None)
-        return estimate, f"{told}, {available / GIB:.1f} are there)"
+        return estimate, f"{note}, {available / GIB:.1f} are there)"

@@ -1,6 +1,6 @@
 """A sampler on servers of its own, vLLM or SGLang, which load each publication from files that they can read.
 
-Knows what such a server is told and in which order. Knows no algorithm, no store and no table of models.
+Knows the requests of such a server and their order. Knows no algorithm, no store and no table of models.
 """
 
 from __future__ import annotations

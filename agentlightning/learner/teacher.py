@@ -101,22 +101,22 @@ async def _probed(server: TeacherServer, student: TokenBytes | None) -> TeacherS
     connection = _connected(server)
     try:
         if server.model is None:
-            listed = await _told(connection, "v1/models", None)
+            listed = await _ask(connection, "v1/models", None)
             server = msgspec.structs.replace(server, model=str(listed["data"][0]["id"]))
         ids = [1, 2, 3]
         if student is not None:
             ids = student.tokenizer.encode(_PROBE, add_special_tokens=False).ids
             asked = {"model": server.model, "prompt": _PROBE, "add_special_tokens": False}
             try:
-                told = (await _told(connection, "tokenize", asked))["tokens"]
+                theirs = (await _ask(connection, "tokenize", asked))["tokens"]
             except BackendError as error:
                 if error.status != 404:
                     raise
-                told = ids  # what has no such route is compared by nobody
-            if told != ids:
+                theirs = ids  # what has no such route is compared by nobody
+            if theirs != ids:
                 raise ValueError(
-                    f"its tokenizer gives other ids than the student's ({told[:5]} …, not {ids[:5]} …): take a teacher "
-                    "of the same family"
+                    f"its tokenizer gives other ids than the student's ({theirs[:5]} …, not {ids[:5]} …): take a "
+                    "teacher of the same family"
                 )
         if not np.isfinite((await _score(server, connection, ids))[1:]).all():
             raise ValueError("it gives log-probabilities that are no numbers")
@@ -137,8 +137,8 @@ async def _score_all(server: TeacherServer, sequences: Sequence[TrainingSequence
     try:
         return await asyncio.gather(*map(of_one, sequences))
     except (BackendError, LookupError, TypeError, ValueError) as error:
-        told = f"the teacher at {server.vllm} does not answer: {_why(error)}"
-        raise TrainingError(f"{told}. What was learned is saved: --resume continues") from None
+        problem = f"the teacher at {server.vllm} does not answer: {_why(error)}"
+        raise TrainingError(f"{problem}. What was learned is saved: --resume continues") from None
     finally:
         await connection.close()
 
@@ -146,12 +146,12 @@ async def _score_all(server: TeacherServer, sequences: Sequence[TrainingSequence
 async def _score(server: TeacherServer, connection: Connection, ids: list[int]) -> FloatArray:
     """Of each token, its log-probability after those before; of the first, NaN."""
     asked = {"model": server.model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 1}
-    told = (await _told(connection, "v1/completions", asked))["choices"][0]["prompt_logprobs"]
-    found = [one[str(token)]["logprob"] for one, token in zip(told[1:], ids[1:], strict=True)]
+    answer = (await _ask(connection, "v1/completions", asked))["choices"][0]["prompt_logprobs"]
+    found = [one[str(token)]["logprob"] for one, token in zip(answer[1:], ids[1:], strict=True)]
     return np.array([np.nan, *found], np.float32)
 
 
-async def _told(connection: Connection, route: str, asked: Any) -> Any:
+async def _ask(connection: Connection, route: str, asked: Any) -> Any:
     """A POST, or a GET where nothing is asked. BackendError where it is refused."""
     body = None if asked is None else msgspec.json.encode(asked)
     async with connection.posted(f"{connection.root}/{route}", body, accepted=True) as answer:

@@ -1,4 +1,4 @@
-"""A Tinker server as learner and sampler in one: the hosted service, or a server of one's own that speaks its protocol.
+"""A Tinker server as learner and sampler in one: the hosted service, or your own server that speaks its protocol.
 
 Knows the `tinker` SDK, and what such a server is sent in which order. Weights stay on the server, and what is published
 and saved here are their handles.
@@ -134,7 +134,7 @@ class TinkerLearner:
         raise ConfigError("learner: a Tinker server trains no critic")
 
     def step(self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None) -> dict[str, float]:
-        """See `Learner.step`; no entropy is told. The gradient norm is the server's, where it tells one."""
+        """See `Learner.step`; without entropy. The gradient norm is the server's, where it gives one."""
         if not batch:
             raise TrainingError("an empty batch cannot be trained; the loop must skip the step")
         check_loss(loss)
@@ -148,9 +148,9 @@ class TinkerLearner:
         settings |= {"weight_decay": self.config.weight_decay, "grad_clip_norm": self.config.max_grad_norm}
         data, adam = self._data(batch, logprobs, advantages), self._sdk.types.AdamParams(**settings)
         self._ask("forward_backward", data, "importance_sampling")
-        told: dict[str, float] = self._ask("optim_step", adam).metrics or {}
+        answer: dict[str, float] = self._ask("optim_step", adam).metrics or {}
         self.steps += 1
-        norms = [value for name, value in told.items() if name.split(":")[0].endswith("grad_norm")]
+        norms = [value for name, value in answer.items() if name.split(":")[0].endswith("grad_norm")]
         computed = sum(map(len, batch))
         saved = sum(sequence.tokens_alone for sequence in batch) - computed
         counts = {"tokens_computed": float(computed), "tokens_saved": float(saved)}
@@ -160,8 +160,8 @@ class TinkerLearner:
         """See `Learner.logprobs`; at temperature 1 alone."""
         check_loss(Loss(temperature=temperature))
         nothing = [torch.zeros(len(sequence.positions)) for sequence in batch]
-        told = self._ask("forward", self._data(batch, nothing, nothing), "importance_sampling")
-        found = [np.asarray(one["logprobs"].data, np.float32) for one in told.loss_fn_outputs[: len(batch)]]
+        answer = self._ask("forward", self._data(batch, nothing, nothing), "importance_sampling")
+        found = [np.asarray(one["logprobs"].data, np.float32) for one in answer.loss_fn_outputs[: len(batch)]]
         return [torch.from_numpy(one[s.positions - 1]) for one, s in zip(found, batch, strict=True)]
 
     def export(self, directory: Path, form: WeightsForm) -> None:
@@ -227,7 +227,7 @@ class TinkerLearner:
 
     def _datum(self, token_ids: Any, logprobs: FloatArray, advantages: FloatArray, sampled: FloatArray) -> Any:
         """Row i is of the token after the i-th, float32[L − 1]. verl's server refuses a sequence of zeros alone where
-        it is not told what was sampled, and others may refuse to be told."""
+        it does not know what was sampled, and others may refuse to be asked so."""
         inputs = {"target_tokens": token_ids[1:].astype(np.int64), "logprobs": logprobs, "advantages": advantages}
         if self._masked:
             inputs["mask"] = sampled
@@ -314,18 +314,18 @@ class TinkerSampler:
         call, version = asyncio.create_task(self._sampled(self._client, request, room)), self._version
         call.add_done_callback(self._ended)
         try:
-            told = await asyncio.shield(call)
+            answer = await asyncio.shield(call)
         except self._sdk.TinkerError as error:
             raise BackendError(f"the Tinker server did not answer: {error}") from None
-        if told.logprobs is None or len(told.logprobs) != len(told.tokens) or not told.tokens:
-            raise BackendError(f"the Tinker server gave {len(told.tokens)} tokens without a logprob of each")
-        self.generated_tokens += len(told.tokens)
-        last = len(told.tokens) - 1
-        stopped = told.tokens[-1] in request.stop_token_ids or last + 1 < min(room, request.max_tokens or room)
-        reason = "stop" if told.stop_reason == "stop" and stopped else "length"  # verl's says stop of both
+        if answer.logprobs is None or len(answer.logprobs) != len(answer.tokens) or not answer.tokens:
+            raise BackendError(f"the Tinker server gave {len(answer.tokens)} tokens without a logprob of each")
+        self.generated_tokens += len(answer.tokens)
+        last = len(answer.tokens) - 1
+        stopped = answer.tokens[-1] in request.stop_token_ids or last + 1 < min(room, request.max_tokens or room)
+        reason = "stop" if answer.stop_reason == "stop" and stopped else "length"  # verl's says stop of both
         return [
             SampledToken(token_id, logprob, version, reason if position == last else None, ending=_ending(request))
-            for position, (token_id, logprob) in enumerate(zip(told.tokens, told.logprobs, strict=True))
+            for position, (token_id, logprob) in enumerate(zip(answer.tokens, answer.logprobs, strict=True))
         ]
 
     async def _sampled(self, client: Any, request: GenerationRequest, room: int) -> Any:

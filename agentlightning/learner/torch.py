@@ -323,15 +323,15 @@ class TorchLearner:
 
         return [values.numpy() for values in self._per_token(self._as_exact(batch), of_critic)]
 
-    def _per_token(self, batch: Sequence[TrainingSequence], told: Callable[[MicroBatch], Tensor]) -> list[Tensor]:
-        """What is told of each sampled token, one float32[N] per sequence, on the CPU."""
+    def _per_token(self, batch: Sequence[TrainingSequence], measure: Callable[[MicroBatch], Tensor]) -> list[Tensor]:
+        """What `measure` gives for each sampled token, one float32[N] per sequence, on the CPU."""
         lengths = [len(sequence.positions) for sequence in batch]
         out = torch.zeros(sum(lengths))
         # Weights are carried along with their tokens: here they tell which token of the batch is which.
         numbers = np.split(np.arange(len(out), dtype=np.float64), np.cumsum(lengths)[:-1])
         with torch.no_grad():
             for micro in self._micro_batches(batch, cast(list[FloatArray], numbers)):
-                out[torch.from_numpy(micro.weights.astype(np.int64))] = told(micro).float().cpu()
+                out[torch.from_numpy(micro.weights.astype(np.int64))] = measure(micro).float().cpu()
         return list(self._joined(out).split(lengths))
 
     def _joined(self, parts: Tensor) -> Tensor:
@@ -405,14 +405,14 @@ class TorchLearner:
 
 
 def _sample_of_frozen(model: PreTrainedModel) -> Tensor:
-    """A few numbers of each tensor that is not trained, by which other weights are told from these."""
+    """A few numbers of each tensor that is not trained, by which other weights are recognised."""
     frozen = [one.detach() for one in model.parameters() if not one.requires_grad]
     whole: list[Tensor] = [getattr(one, "full_tensor", one.detach)() for one in frozen]
     return torch.cat([torch.zeros(0), *(one.flatten()[:8].float().cpu() for one in whole)])
 
 
 def _trained(model: PreTrainedModel, critic: ValueModel | None) -> tuple[MasterWeights, dict[str, list[Tensor]]]:
-    """What the optimiser steps on, by the name under which the norm of its gradient is told."""
+    """What the optimiser steps on, by the name that the norm of its gradient has among the metrics."""
     own = [one for one in model.parameters() if one.requires_grad]
     of_critic = [] if critic is None else [one for one in critic.parameters() if one.requires_grad]
     masters = MasterWeights([*own, *of_critic])
@@ -421,8 +421,8 @@ def _trained(model: PreTrainedModel, critic: ValueModel | None) -> tuple[MasterW
 
 
 def not_finite(loss: float, *norms: float) -> TrainingError:
-    told = "".join(f", gradient norm {norm}" for norm in norms)
+    numbers = ", gradient norm ".join(str(number) for number in (loss, *norms))
     return TrainingError(
-        f"the step was not taken: loss {loss}{told}. The weights are unchanged; lower the learning rate, or look for "
+        f"the step was not taken: loss {numbers}. The weights are unchanged; lower the learning rate, or look for "
         "extreme rewards in the run's metrics"
     )

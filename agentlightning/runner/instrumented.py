@@ -20,7 +20,7 @@ import msgspec
 
 from agentlightning.errors import ConfigError
 from agentlightning.store.otel import span_of
-from agentlightning.tracing.instrument import INSTRUMENT, instrument_as_told
+from agentlightning.tracing.instrument import INSTRUMENT, instrument_from_environment
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExportResult
@@ -50,7 +50,7 @@ def start(hook: str) -> None:
         exporter: Any = _Exporter()  # by its methods: OpenTelemetry is not imported before it is known to be there
         provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=_SEND_EVERY_MILLISECONDS))
         trace.set_tracer_provider(provider)
-        instrument_as_told()
+        instrument_from_environment()
     except ImportError as error:
         print(f"agl: not instrumented, {error}: pip install opentelemetry-sdk", file=sys.stderr)  # noqa: T201
     except (ConfigError, KeyError) as error:

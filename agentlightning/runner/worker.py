@@ -39,7 +39,7 @@ from agentlightning.runner.execution import AGENT_THREAD, Answer, call_agent, gu
 from agentlightning.tracing.choice import choose_tracer
 from agentlightning.tracing.context import AttemptTracer, bind
 from agentlightning.tracing.emit import exception_attributes
-from agentlightning.tracing.instrument import instrument_as_told
+from agentlightning.tracing.instrument import instrument_from_environment
 from agentlightning.tracing.logs import AttemptLogs
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
@@ -77,7 +77,7 @@ class _Worker:
         """Import the agent in the environment of its first attempt; if that fails, tell the runner."""
         self._set_environment(start)
         try:
-            instrument_as_told()
+            instrument_from_environment()
             self._own_agent = own_copies(unpacked(boot))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a module does when it is imported
             reason = str(error) if isinstance(error, AgentLightningError) else f"{type(error).__name__}: {error}"

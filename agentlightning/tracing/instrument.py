@@ -32,12 +32,9 @@ def instrument(*names: str) -> list[str]:
     itself, or a beginning of it (`autogen`); `agent_framework` and `pydantic_ai` need no package. To be called before
     agents are built; in a process where it was done already it does nothing. Returns the names that are on. ConfigError
     for a name that is not installed or cannot be switched on; without names that is a warning."""
-    # Two packages may announce one name: OpenInference's comes before Traceloop's.
-    announced = {entry.name: entry for entry in sorted(entry_points(group=_GROUP), key=_module, reverse=True)}
-    switches = {name: functools.partial(_switch_on, entry) for name, entry in sorted(announced.items())}
-    switches |= {name: functools.partial(_OWN[name][1]) for name in _OWN if _installed(_OWN[name][0])}
+    switches = _switches()
     left_out = os.environ.get("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "").replace(" ", "").split(",")
-    chosen = [one for name in names for one in _called(name, switches)]
+    chosen = [found for name in names for found in _matching(name, switches)]
     switched_on: list[str] = []
     for name in chosen or [name for name in switches if name not in left_out and "*" not in left_out]:
         try:
@@ -52,7 +49,15 @@ def instrument(*names: str) -> list[str]:
     return switched_on
 
 
-def instrument_as_told() -> list[str]:
+def instruments(name: str) -> bool:
+    """Whether `instrument` would find this name here."""
+    try:
+        return bool(_matching(name, _switches()))
+    except ConfigError:
+        return False
+
+
+def instrument_from_environment() -> list[str]:
     """Instrument what the environment names, if anything."""
     names = [name for name in os.environ.get(INSTRUMENT, "").split(",") if name]
     return instrument(*(name for name in names if name != "all")) if names else []
@@ -98,20 +103,23 @@ def _installed(distribution: str) -> bool:
     return True
 
 
-def _called(name: str, known: Collection[str]) -> list[str]:
+def _switches() -> dict[str, Callable[[], None]]:
+    # Two packages may announce one name: OpenInference's comes before Traceloop's.
+    announced = sorted(entry_points(group=_GROUP), key=lambda entry: entry.value, reverse=True)
+    found = {entry.name: functools.partial(_switch_on, entry) for entry in sorted(announced, key=lambda e: e.name)}
+    return found | {name: switch for name, (distribution, switch) in _OWN.items() if _installed(distribution)}
+
+
+def _matching(name: str, known: Collection[str]) -> list[str]:
     plain = name.replace("-", "_")
-    as_written = {one.replace("-", "_"): one for one in known}
-    found = [one for one in as_written if one == plain] or [one for one in as_written if one.startswith(f"{plain}_")]
+    written = {known_name.replace("-", "_"): known_name for known_name in known}
+    found = [plain] if plain in written else [candidate for candidate in written if candidate.startswith(f"{plain}_")]
     if not found:
         raise ConfigError(
             f"nothing that is installed instruments {name!r}; {nearest(name, known)}. "
             f"There may be a package for it: pip install openinference-instrumentation-{plain.replace('_', '-')}"
         )
-    return [as_written[one] for one in found]
-
-
-def _module(entry: EntryPoint) -> str:
-    return entry.value
+    return [written[match] for match in found]
 
 
 def _lacks_framework(error: Exception) -> bool:

@@ -195,7 +195,8 @@ class _Attempt:
                 self._report(call, span)
             if not found:
                 unsure.append(span)
-        self._link_by_likeness(unsure)
+        if unsure:
+            self._link_by_likeness(unsure)
 
     def _link_by_likeness(self, unsure: list[Span]) -> None:
         free = [call for call in self.calls if not self.reports[call.span_id]]

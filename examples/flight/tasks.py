@@ -46,6 +46,9 @@ def is_heldout(key: str) -> bool:
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") % HELDOUT_SHARE == 0
 
 
+_HELDOUT_SUMS = sum(is_heldout(f"{left}+{right}") for left in range(10, 40) for right in range(10, 40))
+
+
 def make_task(kind: str, generator: random.Random, heldout: bool) -> dict:
     """One random task of a kind from one side of the split."""
     while True:
@@ -87,5 +90,13 @@ def train_tasks(n: int, seed: int) -> list[dict]:
 
 
 def heldout_tasks(n: int) -> list[dict]:
-    """The first `n` held-out tasks: none of their combinations is ever in `train_tasks`."""
-    return make_tasks(n, random.Random("heldout"), heldout=True)
+    """The first `n` held-out tasks, each different: none of their combinations is ever in `train_tasks`. ValueError for
+    more than there are."""
+    if n > len(KINDS) * _HELDOUT_SUMS:
+        raise ValueError(f"there are at most {len(KINDS) * _HELDOUT_SUMS} held-out tasks, not {n}")
+    generator, found = random.Random("heldout"), {}
+    while len(found) < n:
+        kind = KINDS[len(found) % len(KINDS)]
+        task = make_task(kind, generator, heldout=True)
+        found.setdefault(task["id"], task)
+    return list(found.values())

@@ -31,7 +31,7 @@ async def train(store: SqlStore, run: Run, first: bool, notes: list[str]) -> Non
     trackers = [TensorBoard(), WandB(project="flights"), MLflow(experiment="flights", uri=DATABASE)]
     tracking = Tracking(store, run, DIRECTORY, trackers, notes.append)
     if not first:
-        await tracking.go_on_after(1)
+        await tracking.resume_after(1)
     for step, values in PARTS[0 if first else 1]:
         await tracking.record(step, values)
     await tracking.close()

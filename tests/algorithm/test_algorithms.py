@@ -54,6 +54,6 @@ def test_dr_grpo_divides_by_the_longest_answer_allowed() -> None:
     ],
     ids=["dapo", "dr_grpo", "rloo"],
 )
-def test_what_an_algorithm_lacks_is_told(make: Any, said: str) -> None:
+def test_what_an_algorithm_lacks_is_reported(make: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         make()

@@ -17,7 +17,7 @@ from openai import AsyncOpenAI, OpenAI
 import agentlightning as agl
 from agentlightning.algorithm.apo.budget import Budget, OutOfBudget
 from agentlightning.algorithm.apo.edits import placeholders
-from agentlightning.algorithm.apo.race import Standing, going_on, rungs
+from agentlightning.algorithm.apo.race import Standing, rungs, survivors
 from agentlightning.data.references import load_reference
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.rewards import chat
@@ -113,16 +113,16 @@ def test_a_race_decides_after_powers_of_two_and_at_the_end() -> None:
 
 def test_the_better_half_goes_on_but_not_fewer_than_are_kept() -> None:
     standings = {f"c{rank}": Standing([1.0 - rank / 20, 0.5], 0.5) for rank in range(6)}
-    assert going_on(standings, 2, 0.9) == ["c0", "c1", "c2"]
-    assert going_on(standings, 4, 0.9) == ["c0", "c1", "c2", "c3"]
+    assert survivors(standings, 2, 0.9) == ["c0", "c1", "c2"]
+    assert survivors(standings, 4, 0.9) == ["c0", "c1", "c2", "c3"]
 
 
 def test_who_is_clearly_worse_than_the_leader_stops_even_if_there_is_room() -> None:
     chance = random.Random(1)
     good = [float(chance.random() < 0.9) for _ in range(32)]
     bad = [float(chance.random() < 0.3) for _ in range(32)]
-    assert going_on({"good": Standing(good, 0.5), "bad": Standing(bad, 0.5)}, 4, 0.9) == ["good"]
-    assert going_on({"good": Standing(good[:2], 0.5), "bad": Standing(bad[:2], 0.5)}, 4, 0.9)[1:] == ["bad"]
+    assert survivors({"good": Standing(good, 0.5), "bad": Standing(bad, 0.5)}, 4, 0.9) == ["good"]
+    assert survivors({"good": Standing(good[:2], 0.5), "bad": Standing(bad[:2], 0.5)}, 4, 0.9)[1:] == ["bad"]
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ async def test_an_unusable_edit_is_sent_back_once_then_rejected_with_the_reason(
 
 
 @pytest.mark.anyio
-async def test_an_edit_that_is_mended_when_sent_back_counts(tmp_path: Path) -> None:
+async def test_an_edit_that_is_fixed_when_sent_back_counts(tmp_path: Path) -> None:
     async with optimizer() as (script, url):
         given: set[str] = set()
 

@@ -111,7 +111,7 @@ def first_call_counts_double(reward: float, transitions: Sequence[Transition]) -
     return reward * np.array([2.0, 1.0])
 
 
-def test_a_function_of_ones_own_trains(tmp_path: Path) -> None:
+def test_a_function_of_your_own_trains(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(["apple ocean quiet"] * 3, 300)
     algorithm = agl.GRPO(
         returns=first_call_counts_double,

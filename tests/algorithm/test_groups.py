@@ -78,7 +78,7 @@ async def right(task: dict, llm: agl.LLM) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flowing", [{"dynamic_sampling": True}, {"max_staleness": 1}])
-def test_where_no_group_teaches_anything_steps_go_on_and_say_so(tmp_path: Path, flowing: dict[str, Any]) -> None:
+def test_where_no_group_is_useful_steps_are_skipped_and_say_so(tmp_path: Path, flowing: dict[str, Any]) -> None:
     result = trainer(tmp_path, algorithm=algorithm(steps=2, tasks_per_step=1, group_size=2, **flowing)).fit(
         right, TASKS
     )
@@ -229,7 +229,7 @@ def test_rollouts_of_weights_that_the_run_does_not_descend_from_are_never_fresh(
     assert all(count <= 9 for count in flow(result, "rollouts"))
 
 
-def test_a_step_without_any_rollout_of_its_weights_teaches_nothing_and_training_goes_on(
+def test_a_step_without_any_rollout_of_its_weights_is_skipped_and_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Groups, "staleness", lambda self, traced, ticket: int(self.steps_left == 2))

@@ -54,7 +54,7 @@ def test_a_task_counts_once_however_often_it_was_tried() -> None:
     assert summary.attempts == (1, 3)
 
 
-def test_failing_counts_nothing_and_passes_nothing_and_is_told_apart() -> None:
+def test_failing_counts_nothing_and_passes_nothing_and_is_distinct() -> None:
     rollouts = [*of("a", None, 0.5), *of("b", None, ended="no reward")]
     summary = summarise(rollouts, Measures(threshold=-1.0))
     assert summary.ended == {"failed": 1, "rewarded": 1, "no reward": 1}
@@ -94,7 +94,7 @@ def test_tags_are_read_from_the_task_and_from_the_rollout() -> None:
     assert measured(TracedRollout(rollout("just text"), (), 1.0), ()).tags == frozenset()
 
 
-def test_how_a_rollout_ended_is_told() -> None:
+def test_how_a_rollout_ended_is_reported() -> None:
     said = {semconv.EXCEPTION_TYPE: "LookupError", semconv.EXCEPTION_MESSAGE: "no such city"}
     exception = Span(
         rollout_id="r", attempt_id="a", sequence_id=1, trace_id="0" * 32, span_id="s", name=semconv.EXCEPTION,

@@ -24,14 +24,14 @@ from agentlightning.learner.teacher import open_teacher
 from agentlightning.learner.tiny import make_model, make_tokenizer
 from tests import agents
 from tests.test_trainer import TASKS, policy, trainer
+from tests.transitions import transition
 
 pytestmark = pytest.mark.anyio
 
 
 def call(rollout: str, index: int, prompt: list[int], answer: list[int]) -> Transition:
-    ids, sampled = np.array(prompt, np.int32), np.array(answer, np.int32)
     logprobs = -np.arange(1, len(answer) + 1, dtype=np.float32)
-    return Transition(rollout, "a", f"{rollout}-{index}", index, 0, "policy", ids, sampled, logprobs, sampled, "stop")
+    return transition(prompt, answer, rollout_id=rollout, call_index=index, logprobs=logprobs)
 
 
 def group() -> RewardedGroup:
@@ -145,7 +145,7 @@ async def scoring(teacher: Policy) -> AsyncGenerator[Scoring]:
         await runner.cleanup()
 
 
-async def test_a_server_tells_the_same() -> None:
+async def test_a_server_gives_the_same() -> None:
     teacher = policy(seed=7)
     distilled = agl.OPD(teacher=teacher)
     async with scoring(teacher) as server:
@@ -167,7 +167,7 @@ async def test_a_run_uses_its_server_and_does_not_keep_the_key(tmp_path: Path) -
     assert written and not [file for file in written if b"key-of-the-teacher" in file.read_bytes()]
 
 
-async def test_what_a_server_cannot_do_is_told_before_the_run_or_ends_it() -> None:
+async def test_what_a_server_cannot_do_is_reported_before_the_run_or_ends_it() -> None:
     async with scoring(policy(seed=7)) as server:
         other = make_tokenizer(["other words altogether"] * 3, 300)
         strange = Policy(make_model(other, seed=0), other).token_bytes

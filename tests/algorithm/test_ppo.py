@@ -16,7 +16,7 @@ import agentlightning as agl
 from agentlightning.algorithm.rl.batch import Batch, Values, make_batches
 from agentlightning.data import credit
 from agentlightning.data.credit_table import RewardedGroup
-from agentlightning.data.recorded import rewarded_group
+from agentlightning.data.recordings import rewarded_group
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.errors import ConfigError
@@ -82,7 +82,7 @@ def test_advantages_and_targets_are_those_of_gae_over_the_sampled_tokens() -> No
     np.testing.assert_allclose(targets, advantages + values, rtol=1e-5)
 
 
-def test_a_batch_of_equal_rewards_teaches_the_critic_until_it_knows_them() -> None:
+def test_a_batch_of_equal_rewards_trains_the_critic_until_it_knows_them() -> None:
     """Nothing is better than anything else, so that the policy has nothing to learn from it."""
     unknown = batch_of(ppo(lam=1.0), groups(1.0, 1.0), silent)
     assert unknown.sequences and not any(sequence.advantages.any() for sequence in unknown.sequences)
@@ -91,7 +91,7 @@ def test_a_batch_of_equal_rewards_teaches_the_critic_until_it_knows_them() -> No
     assert not known.sequences and known.metrics["groups_without_variance"] == 2
 
 
-def test_what_a_critic_explains_is_told() -> None:
+def test_what_a_critic_explains_is_reported() -> None:
     assert batch_of(ppo(lam=1.0), groups(1.0, 0.0), silent).metrics["explained_variance"] == pytest.approx(0.0)
 
     def knowing(sequences: Sequence[TrainingSequence]) -> list[np.ndarray]:

@@ -62,7 +62,7 @@ def test_steps_of_stale_rollouts_give_the_same_bits(tmp_path: Path, capsys: Any)
     assert summary(capsys)["equal"] is True
 
 
-def test_other_bits_are_told(finished: Path, tmp_path: Path, capsys: Any) -> None:
+def test_other_bits_are_reported(finished: Path, tmp_path: Path, capsys: Any) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(finished, copy)
     weights = copy / "checkpoints" / "step-000003" / "model.safetensors"

@@ -135,15 +135,15 @@ def test_no_call_of_a_resumed_run_is_answered_before_its_weights_are_served_agai
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its runner finds what the killed one left, and waits for nothing."""
-    run, left, go_on_after = tmp_path / "run", tmp_path / "left", Tracking.go_on_after
+    run, left, resume_after = tmp_path / "run", tmp_path / "left", Tracking.resume_after
 
-    async def go_on_slowly(self: Tracking, step: int) -> None:
+    async def resume_slowly(self: Tracking, step: int) -> None:
         await asyncio.sleep(1.0)
-        await go_on_after(self, step)
+        await resume_after(self, step)
 
     settings: dict[str, Any] = {"algorithm": algorithm(steps=2, checkpoint_every=1), "n_runners": 1}
     trainer(tmp_path, **settings).fit(Killed(agents.vowels, 13, run, left), TASKS)
-    monkeypatch.setattr(Tracking, "go_on_after", go_on_slowly)
+    monkeypatch.setattr(Tracking, "resume_after", resume_slowly)
     result = trainer(tmp_path, run_dir=left, **settings).fit(agents.vowels, TASKS, resume=True)
     assert result.metrics[-1].values["policy_version_oldest"] == 1
     assert result.metrics[-1].values["staleness/0"] == 12
@@ -266,7 +266,7 @@ async def test_an_attempt_that_ends_while_leftovers_are_withdrawn_does_not_end_t
 @pytest.mark.slow
 @pytest.mark.parametrize("val_tasks", [TASKS[:2], None], ids=["in the first evaluation", "in the first step"])
 @pytest.mark.parametrize("agent", [agents.raises, agents.not_a_number, agents.unrewarded])
-def test_a_run_that_its_agent_ended_goes_on_with_the_agent_mended(tmp_path: Path, agent: Any, val_tasks: Any) -> None:
+def test_a_run_that_its_agent_ended_continues_with_the_agent_fixed(tmp_path: Path, agent: Any, val_tasks: Any) -> None:
     with pytest.raises(TrainingError, match="rewarded"):
         trainer(tmp_path).fit(agent, TASKS, val_tasks)
     for steps in (2, 3):  # resumed twice: the first evaluation is found again

@@ -106,7 +106,7 @@ def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.mark.slow
-def test_every_measurement_reaches_every_tracker_and_a_run_goes_on_in_them(tmp_path: Path) -> None:
+def test_every_measurement_reaches_every_tracker_and_a_resumed_run_continues_in_them(tmp_path: Path) -> None:
     shelf: list[Any] = []
     progress = Notes()
     settings: dict[str, Any] = {"trackers": ["tensorboard", Broken(), Absent(), Kept(shelf)], "progress": progress}
@@ -120,8 +120,8 @@ def test_every_measurement_reaches_every_tracker_and_a_run_goes_on_in_them(tmp_p
     assert [step for step, _ in shelf[1:-1]] == [0, 1, 2, 2]  # the last is the closing evaluation
     told = [note for note in progress.notes if note.startswith(("broken", "absent"))]
     assert sorted(told) == [
-        "absent: PermissionError: who are you? (told once; training goes on)",
-        "broken: OSError: no route to host (told once; training goes on)",
+        "absent: PermissionError: who are you? (shown once; training continues)",
+        "broken: OSError: no route to host (shown once; training continues)",
         "broken: on a shelf",
     ]
     assert unknown_names(first.metrics) == set()
@@ -170,7 +170,7 @@ async def test_a_late_measurement_and_a_resumed_run_keep_one_line_a_step(tmp_pat
         {"step": 3, "loss": 3},
     ]
     resumed = Tracking(store, run, tmp_path / "run", (), print)
-    await resumed.go_on_after(1)
+    await resumed.resume_after(1)
     await resumed.record(2, {"loss": 20.0})
     assert [line["loss"] for line in lines(tmp_path)] == [1, 20]
     await store.close()

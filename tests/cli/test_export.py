@@ -15,7 +15,7 @@ from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.context import AttemptTracer, bind
 from agentlightning.tracing.emit import emit_reward
 from agentlightning.types import EnqueueRolloutRequest, Mode, Span
-from tests.data.recorded import call, says
+from tests.data.recordings import call, says
 
 USER = says("user", "hello")
 

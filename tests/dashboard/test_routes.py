@@ -26,7 +26,7 @@ from agentlightning.server.dashboard import POLICY
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import EnqueueRolloutRequest, Metrics, Rollout
-from tests.data.recorded import SYSTEM, asks_for, call, reward, says, tool_says
+from tests.data.recordings import SYSTEM, asks_for, call, reward, says, tool_says
 from tests.models import tiny_model
 
 pytestmark = pytest.mark.anyio

@@ -14,7 +14,7 @@ from agentlightning.algorithm.rl.batch import make_batches
 from agentlightning.algorithm.rl.groups import CompleteGroup, Ticket
 from agentlightning.algorithm.rl.metrics import rollout_metrics
 from agentlightning.data.call_filter import KEEPABLE, CallFilter
-from agentlightning.data.recorded import rewarded_group
+from agentlightning.data.recordings import rewarded_group
 from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.errors import ConfigError
 from agentlightning.gateway import backend, capture

@@ -6,7 +6,6 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
@@ -16,6 +15,7 @@ from agentlightning.data.transitions import Transition
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.learner.tiny import make_tokenizer
 from agentlightning.types import Span
+from tests.transitions import transition
 
 END = "<|end|>"
 TOOL_CALL = '<tool_call>{"name": "search", "arguments": {"q": "sun"}}</tool_call>'
@@ -90,20 +90,7 @@ class Attempt:
     ) -> tuple[int, ...]:
         index = len(self.transitions)
         given = {"rollout_id": "r", "attempt_id": "a", "span_id": f"{index:016x}"}
-        self.transitions.append(
-            Transition(
-                **given,
-                call_index=index,
-                choice=0,
-                model="policy",
-                prompt_ids=np.array(prompt, np.int32),
-                response_ids=np.array(answer, np.int32),
-                logprobs=np.zeros(len(answer), np.float32),
-                versions=np.zeros(len(answer), np.int32),
-                finish_reason="stop",
-                agent=agent,
-            )
-        )
+        self.transitions.append(transition(prompt, answer, **given, call_index=index, agent=agent))
         attributes = content if content is not None and self.content else {}
         times = {"start_time": float(index), "end_time": index + 0.5}
         self.spans.append(
@@ -204,7 +191,7 @@ IN_LETTERS = (*letters("there"), *CHAT.encode(END))
     ],
     ids=["split", "special token", "tool call", "template"],
 )
-def test_an_answer_that_came_back_in_other_tokens_is_told(make: Any) -> None:
+def test_an_answer_that_came_back_in_other_tokens_is_reported(make: Any) -> None:
     attempt = make()
     found = attempt.break_()
     assert (found.kind, found.agent, found.earlier, found.call_index) == ("retokenised", "writer", 0, 1)
@@ -221,20 +208,20 @@ def test_a_break_shows_the_tokens_around_its_place() -> None:
     assert text([found.found[0]]) == "there"
 
 
-def test_texts_that_are_glued_are_told() -> None:
+def test_texts_that_are_glued_are_reported() -> None:
     attempt = Attempt()
     attempt.complete(attempt.complete("hello, friend ", "there") + " and then? ", "yes")
     assert attempt.kind() == "retokenised"
 
 
-def test_an_edited_answer_is_told() -> None:
+def test_an_edited_answer_is_reported() -> None:
     attempt = Attempt()
     history = attempt.call([SYSTEM, user("hello")], "there is no")
     attempt.call([*history[:-1], assistant("there"), user("and then?")], "yes")
     assert attempt.kind() == "edited history"
 
 
-def test_an_earlier_message_that_was_edited_is_told() -> None:
+def test_an_earlier_message_that_was_edited_is_reported() -> None:
     attempt = Attempt()
     history = attempt.call([SYSTEM, user("hello")], "there")
     history = attempt.call([*history, user("and then?")], "yes")
@@ -244,7 +231,7 @@ def test_an_earlier_message_that_was_edited_is_told() -> None:
 
 
 @pytest.mark.parametrize("instead", [[], [user("hello, there and friend")]])
-def test_old_messages_that_are_left_out_are_told(instead: list[dict[str, Any]]) -> None:
+def test_old_messages_that_are_left_out_are_reported(instead: list[dict[str, Any]]) -> None:
     attempt = Attempt()
     history = attempt.call([SYSTEM, user("hello")], "there")
     history = attempt.call([*history, user("and then?")], "yes")
@@ -252,7 +239,7 @@ def test_old_messages_that_are_left_out_are_told(instead: list[dict[str, Any]]) 
     assert attempt.kind() == "edited history"
 
 
-def test_tools_that_changed_are_told() -> None:
+def test_tools_that_changed_are_reported() -> None:
     attempt = Attempt()
     history = attempt.call([SYSTEM, user("hello")], "there", tools=(SEARCH,))
     attempt.call([*history, user("and then?")], "yes", tools=(SEARCH, FETCH))
@@ -273,7 +260,7 @@ def test_a_break_from_the_last_call_counts_although_an_earlier_one_is_continued(
 # --- without messages ------------------------------------------------------------------------------------------------
 
 
-def test_ids_alone_tell_a_break_and_not_its_reason() -> None:
+def test_ids_alone_show_a_break_and_not_its_reason() -> None:
     attempt = broken("there", IN_LETTERS)
     attempt.spans.clear()
     assert attempt.kind() == "unknown"

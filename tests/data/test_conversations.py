@@ -24,7 +24,7 @@ from agentlightning.data.conversations import (
     read_calls,
 )
 from agentlightning.types import Span
-from tests.data.recorded import SYSTEM, TOOL, asks_for, call, says, tool_says
+from tests.data.recordings import SYSTEM, TOOL, asks_for, call, says, tool_says
 from tests.gateway.claude import SEARCH, asked, client_of
 from tests.gateway.talker import SEARCH_TOOL, user
 from tests.gateway.world import world
@@ -86,7 +86,7 @@ def test_why_nothing_is_learned_from_an_answer_is_said() -> None:
     assert learned([spans[4]], agents=agent_pattern("writer")) == [OTHER_AGENT]
 
 
-def test_calls_that_cannot_be_read_are_told() -> None:
+def test_calls_that_cannot_be_read_are_reported() -> None:
     unseen = call(0, [USER], HI, GEN_AI_INPUT_MESSAGES=None)
     stored = {"CALL_REQUEST": '{"previous_response_id": "resp_0"}', "CALL_RESPONSE": "{}"}
     assert read_calls([unseen, call(1, [USER], HI, **stored)])[1] == [NOT_RECORDED, EARLIER_ELSEWHERE]

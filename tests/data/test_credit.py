@@ -22,6 +22,7 @@ from agentlightning.data.credit_table import BASELINES, RETURNS, RewardedGroup, 
 from agentlightning.data.tool_calls import ToolStatus
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError
+from tests import transitions
 from tests.golden import INPUTS, MASK, OUTPUTS
 
 FloatArray = npt.NDArray[np.float64]
@@ -33,21 +34,8 @@ def transition(
     prompt: Sequence[int] = (1,),
     response: Sequence[int] = (2, 3),
 ) -> Transition:
-    return Transition(
-        rollout_id="r",
-        attempt_id="a",
-        span_id="s",
-        call_index=0,
-        choice=0,
-        model="policy",
-        prompt_ids=np.array(prompt, np.int32),
-        response_ids=np.array(response, np.int32),
-        logprobs=np.zeros(len(response), np.float32),
-        versions=np.zeros(len(response), np.int32),
-        finish_reason="stop",
-        reward=reward,
-        tools=tuple(ToolStatus(tool, status, None) for tool, status in tools),  # type: ignore[arg-type]
-    )
+    statuses = tuple(ToolStatus(tool, status, None) for tool, status in tools)  # type: ignore[arg-type]
+    return transitions.transition(prompt, response, reward=reward, tools=statuses)
 
 
 FLIGHT = [transition(tools=[("memory", 1)]), transition(tools=[("search", 1)]), transition()]
@@ -268,7 +256,7 @@ def test_alpha_changes_what_grpo_learns() -> None:
 
 
 @pytest.mark.parametrize("baseline", ["grpo", "dr_grpo", "rloo", "reinforce++_baseline"])
-def test_equal_rewards_teach_nothing_unless_asked(baseline: str) -> None:
+def test_equal_rewards_train_nothing_unless_asked(baseline: str) -> None:
     equal = RewardedGroup(TWO.transitions, [0.5, 0.5])
     for settings in ({"returns": "air"}, {"returns": "air_dense"}, {"returns": "discounted"}, {"returns": halving}):
         chosen = settings | {"baseline": baseline}
@@ -317,7 +305,7 @@ def against_the_best(returns: Returns) -> FloatArray:
     return returns.values - returns.per_group(np.max)[returns.rollouts]
 
 
-def test_a_function_of_ones_own_is_a_return_or_a_baseline() -> None:
+def test_a_function_of_your_own_is_a_return_or_a_baseline() -> None:
     found = run([TWO], returns=halving, returns_options={"by": 0.1}, baseline="none")
     assert found == [pytest.approx([value] * 2) for value in (0.01, 0.1, 1.0, 0.0, 0.0)]
     assert run([TWO], baseline=against_the_best) == [[0.0] * 2] * 3 + [[-1.0] * 2] * 2
@@ -348,7 +336,7 @@ def test_what_the_page_marks_is_refused_as_built_in_functions_are(tmp_path: Path
         run([TWO], returns=later, baseline="reinforce++", baseline_options={"across_calls": True})
 
 
-def test_a_return_of_ones_own_may_compare_the_group() -> None:
+def test_a_return_of_your_own_may_compare_the_group() -> None:
     @credit.returns(compares="group")
     def against_the_mean(rewards: Sequence[float], calls: Sequence[Sequence[Transition]]) -> list[FloatArray]:
         return [np.full(len(of), reward - np.mean(rewards)) for reward, of in zip(rewards, calls, strict=True)]

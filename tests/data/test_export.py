@@ -15,11 +15,11 @@ from pyarrow import parquet
 from agentlightning.data import export
 from agentlightning.data.conversations import CUT, FROZEN
 from agentlightning.data.export import OTHER_LABEL, Wanted, dpo_lines, sft_lines
-from agentlightning.data.recorded import Recorded
+from agentlightning.data.recordings import Recorded
 from agentlightning.data.transition_table import COLUMNS, TransitionFile, transition_lines, transition_rows
 from agentlightning.errors import InvalidError
 from agentlightning.types import Span, TokenCapture
-from tests.data.recorded import SYSTEM, TOOL, asks_for, call, recorded, reward, says, tool_says
+from tests.data.recordings import SYSTEM, TOOL, asks_for, call, recorded, reward, says, tool_says
 
 USER = says("user", "hello")
 HI, NO = says("assistant", "hi"), says("assistant", "no")
@@ -55,7 +55,7 @@ def test_a_conversation_is_one_line_and_interleaved_ones_are_one_each() -> None:
     assert not found.left_out
 
 
-def test_traces_without_token_ids_teach_as_well() -> None:
+def test_traces_without_token_ids_are_exported_too() -> None:
     assert sft_lines([recorded(call(0, [USER], HI, tokens=False), group=None)], ANYTHING).lines
 
 
@@ -203,7 +203,7 @@ def test_rows_are_read_back_from_a_file_with_their_types_and_what_they_mean() ->
 # --- annotations -------------------------------------------------------------------------------------------------
 
 
-def test_a_corrected_answer_is_taught_whatever_the_reward_and_preferred_to_the_one_given() -> None:
+def test_a_corrected_answer_is_trained_on_whatever_the_reward_and_preferred_to_the_one_given() -> None:
     group = [annotated(answering(NO, 0.0), answer="of course"), answering(HI, 1.0, 1)]
     assert sft_lines(group, Wanted(min_reward=0.5)).lines == [
         {"messages": [SYSTEM, USER, says("assistant", text)]} for text in ("of course", "hi")

@@ -17,25 +17,13 @@ from agentlightning.data.sequences import (
     build_sequences,
     micro_batches,
 )
-from agentlightning.data.transitions import Transition
+from tests.transitions import transition
 
 
 def credited(prompt: list[int], response: list[int], advantage: float = 1.0, rollout: str = "r") -> CreditedTransition:
-    size = len(response)
-    transition = Transition(
-        rollout_id=rollout,
-        attempt_id="a",
-        span_id="s",
-        call_index=0,
-        choice=0,
-        model="policy",
-        prompt_ids=np.array(prompt, np.int32),
-        response_ids=np.array(response, np.int32),
-        logprobs=-np.arange(1, size + 1, dtype=np.float32),
-        versions=np.zeros(size, np.int32),
-        finish_reason="stop",
-    )
-    return CreditedTransition(transition, np.full(size, advantage, np.float32))
+    logprobs = -np.arange(1, len(response) + 1, dtype=np.float32)
+    call = transition(prompt, response, rollout_id=rollout, logprobs=logprobs)
+    return CreditedTransition(call, np.full(len(response), advantage, np.float32))
 
 
 def test_a_prompt_that_extends_the_last_call_exactly_is_appended_to_it() -> None:
@@ -148,7 +136,7 @@ def test_each_sampled_token_keeps_the_version_it_was_sampled_under_at_every_leve
     assert sorted(sampled) == [(3, 6), (4, 6), (5, 7), (9, 7)]
 
 
-def test_versions_that_nobody_told_are_no_versions() -> None:
+def test_versions_that_nobody_gave_are_no_versions() -> None:
     unknown = msgspec.structs.replace(credited([1], [2]).transition, versions=np.array([-1], np.int32))
     (sequence,) = build_sequences([CreditedTransition(unknown, np.ones(1, np.float32))], "tree")
     assert sequence.oldest_version is None

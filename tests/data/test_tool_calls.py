@@ -132,7 +132,7 @@ def test_without_tool_spans_the_next_request_tells(messages: list[Any], status: 
     assert read == [[ToolStatus("look", status, None)], []]  # type: ignore[arg-type]
 
 
-def test_a_pattern_of_ones_own_says_which_answers_are_failures() -> None:
+def test_a_pattern_of_your_own_says_which_answers_are_failures() -> None:
     spans = [call(0, [("t", "look")], []), call(1, [], chat("Kein Treffer")), call(2, [("u", "look")], [])]
     spans.append(call(3, [], [{"role": "tool", "tool_call_id": "u", "content": "Error: 0.3"}]))
     steps = read_steps(spans, "^Kein")
@@ -141,7 +141,7 @@ def test_a_pattern_of_ones_own_says_which_answers_are_failures() -> None:
         RewardSpec(failed_tool="(")
 
 
-def test_parallel_calls_are_told_apart_by_their_ids() -> None:
+def test_parallel_calls_are_distinguished_by_their_ids() -> None:
     results = [{"role": "tool", "tool_call_id": id, "content": content} for id, content in (("b", None), ("a", "3"))]
     read = statuses([call(0, [("a", "one"), ("b", "two"), ("c", "never answered")], []), call(1, [], results)])
     assert read[0] == [ToolStatus("one", 1, None), ToolStatus("two", -1, None)]
@@ -154,7 +154,14 @@ def test_a_history_that_repeats_ids_is_read_at_its_end() -> None:
     assert [one[0].status for one in read[:2]] == [-1, 1]
 
 
-def test_ids_that_a_server_uses_again_are_told_apart_by_their_conversations() -> None:
+def test_a_result_from_before_a_request_does_not_answer_it() -> None:
+    first = [{"role": "tool", "tool_call_id": "call_0", "content": None}]
+    later = [*first, {"role": "user", "content": "go on"}]
+    read = statuses([call(0, [("call_0", "x")], []), call(1, [("call_0", "x")], first), call(2, [], later)])
+    assert read == [[ToolStatus("x", -1, None)], [], []]
+
+
+def test_ids_that_a_server_uses_again_are_distinguished_by_their_conversations() -> None:
     left, right = ([{"role": "user", "content": side}] for side in ("left", "right"))
     answer = {"role": "tool", "tool_call_id": "call_0"}
     read = statuses(

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from agentlightning.data.export import Wanted, sft_lines
-from agentlightning.data.recorded import Recorded
+from agentlightning.data.recordings import Recorded
 from agentlightning.data.transition_table import TransitionFile, transition_rows
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.tiny import ASSISTANT, END, chat_text, make_model, make_tokenizer
 from agentlightning.types import SampledChoice, Span, TokenCapture
-from tests.data.recorded import call, recorded, reward, says, tool_says
+from tests.data.recordings import call, recorded, reward, says, tool_says
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -16,7 +15,6 @@ from agentlightning import semconv
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.request import NEUTRAL_PENALTIES
-from agentlightning.store.sql import SqlStore
 from tests.gateway.talker import SEARCH_TOOL, user
 from tests.gateway.upstream import DONE, GOOD, Upstream, chunk, gateway_before, piece
 from tests.gateway.world import World, serving
@@ -47,14 +45,12 @@ HOSTILE: dict[str, Any] = {
 
 
 @asynccontextmanager
-async def served(directory: Path, events: list[str] = GOOD, **entry: Any) -> AsyncIterator[tuple[World, Upstream]]:
-    store = await SqlStore.open(directory / "store.sqlite", synchronous="NORMAL")
+async def served(events: list[str] = GOOD, **entry: Any) -> AsyncIterator[tuple[World, Upstream]]:
     upstream = Upstream(events)
-    async with gateway_before(upstream, store) as front:
+    async with gateway_before(upstream) as front:
         if entry:
             front.gateway.models.put(ModelEntry("policy", front.gateway.entry("policy").backend, **entry))
         yield front, upstream
-    await store.close()
 
 
 async def ask(front: World, mode: Any = "train", **fields: Any) -> Any:
@@ -69,17 +65,17 @@ async def ask(front: World, mode: Any = "train", **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("mode", ["train", "test"])
-async def test_an_engine_in_training_is_sent_the_fields_of_a_list_and_no_others(tmp_path: Path, mode: str) -> None:
-    async with served(tmp_path) as (front, upstream):
+async def test_an_engine_in_training_is_sent_the_fields_of_a_list_and_no_others(mode: str) -> None:
+    async with served() as (front, upstream):
         span = await ask(front, mode, **HOSTILE)
     assert upstream.asked[0].keys() == (SENT | SAMPLING if mode == "train" else SENT)
     assert span.attributes[semconv.CALL_DROPPED] == sorted(HOSTILE)
     assert semconv.CALL_FLAG not in span.attributes
 
 
-async def test_a_tool_that_asks_for_a_grammar_is_offered_without(tmp_path: Path) -> None:
+async def test_a_tool_that_asks_for_a_grammar_is_offered_without() -> None:
     strict = {"type": "function", "function": {**SEARCH_TOOL["function"], "strict": True}}
-    async with served(tmp_path) as (front, upstream):
+    async with served() as (front, upstream):
         span = await ask(front, tools=[strict], tool_choice="auto", parallel_tool_calls=False)
     assert upstream.asked[0]["tools"] == [SEARCH_TOOL] and "parallel_tool_calls" not in upstream.asked[0]
     assert span.attributes[semconv.CALL_DROPPED] == ["tools.strict"]
@@ -94,9 +90,9 @@ async def test_a_tool_that_asks_for_a_grammar_is_offered_without(tmp_path: Path)
         {"structured_outputs": {"regex": "a+"}},
     ],
 )
-async def test_what_an_answer_must_be_is_sent_except_in_training(tmp_path: Path, fields: dict[str, Any]) -> None:
+async def test_what_an_answer_must_be_is_sent_except_in_training(fields: dict[str, Any]) -> None:
     wish = [*fields][-1]
-    async with served(tmp_path) as (front, upstream):
+    async with served() as (front, upstream):
         free, forced = await ask(front, "train", **fields), await ask(front, "val", **fields)
     assert wish not in upstream.asked[0] and upstream.asked[1].items() >= fields.items()
     assert free.attributes[semconv.CALL_DROPPED] == [wish] and semconv.CALL_FLAG not in free.attributes
@@ -104,23 +100,23 @@ async def test_what_an_answer_must_be_is_sent_except_in_training(tmp_path: Path,
     assert forced.attributes[semconv.CALL_FLAG] == "constrained by a grammar"
 
 
-async def test_a_grammar_that_would_hold_up_the_engine_is_refused(tmp_path: Path) -> None:
-    async with served(tmp_path) as (front, upstream):
+async def test_a_grammar_that_would_hold_up_the_engine_is_refused() -> None:
+    async with served() as (front, upstream):
         with pytest.raises(openai.BadRequestError, match="structured_outputs may have 65,536 bytes"):
             await ask(front, "val", structured_outputs={"choice": [f"choice {number}" for number in range(10_000)]})
     assert upstream.asked == []
 
 
 @pytest.mark.parametrize("name", ["guided_json", "functions", "audio", "web_search_options"])
-async def test_what_cannot_be_had_and_would_be_missed_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    async with served(tmp_path) as (front, upstream):
+async def test_what_cannot_be_had_and_would_be_missed_is_refused_by_name(name: str) -> None:
+    async with served() as (front, upstream):
         with pytest.raises(openai.BadRequestError, match=name):
             await ask(front, **{name: {"type": "object"}})
     assert upstream.asked == []
 
 
-async def test_a_call_that_is_not_admitted_takes_no_number_so_that_the_others_are_trained(tmp_path: Path) -> None:
-    async with served(tmp_path) as (front, _):
+async def test_a_call_that_is_not_admitted_takes_no_number_so_that_the_others_are_trained() -> None:
+    async with served() as (front, _):
         attempted = await front.attempt(mode="train")
         chat = front.client(attempted).chat.completions
         for refused in ({}, {"guided_json": {"type": "object"}}, {}):
@@ -131,8 +127,8 @@ async def test_a_call_that_is_not_admitted_takes_no_number_so_that_the_others_ar
     assert numbers == [0, 1]
 
 
-async def test_variables_of_a_template_are_those_that_change_the_prompt_alone(tmp_path: Path) -> None:
-    async with served(tmp_path) as (front, upstream):
+async def test_variables_of_a_template_are_those_that_change_the_prompt_alone() -> None:
+    async with served() as (front, upstream):
         asked = {"enable_thinking": False, "tokenize": True, "chat_template": "x"}
         span = await ask(front, chat_template_kwargs=asked, reasoning_effort="low")
     assert upstream.asked[0]["chat_template_kwargs"] == {"enable_thinking": False}
@@ -141,16 +137,16 @@ async def test_variables_of_a_template_are_those_that_change_the_prompt_alone(tm
     assert span.attributes[semconv.CALL_DROPPED] == dropped and semconv.CALL_FLAG not in span.attributes
 
 
-async def test_a_frozen_engine_is_sent_constraints_and_nothing_that_reaches_its_insides(tmp_path: Path) -> None:
-    async with served(tmp_path, trainable=False, train=None) as (front, upstream):
+async def test_a_frozen_engine_is_sent_constraints_and_nothing_that_reaches_its_insides() -> None:
+    async with served(trainable=False, train=None) as (front, upstream):
         await ask(front, **HOSTILE)
     kept = {"allowed_token_ids", "ignore_eos", "min_tokens", "stop_token_ids", "thinking_token_budget"}
     assert upstream.asked[0].keys() == SENT | kept
 
 
-async def test_where_the_agent_decides_penalties_are_sent_except_in_training(tmp_path: Path) -> None:
+async def test_where_the_agent_decides_penalties_are_sent_except_in_training() -> None:
     penalties: dict[str, Any] = dict.fromkeys(NEUTRAL_PENALTIES, 0.5) | {"logit_bias": {"5": 1.0}}
-    async with served(tmp_path, train=None, val=None) as (front, upstream):
+    async with served(train=None, val=None) as (front, upstream):
         for name, value in penalties.items():
             free, forced = await ask(front, **{name: value}), await ask(front, "val", **{name: value})
             assert upstream.asked[-2].items() >= NEUTRAL_PENALTIES.items() and upstream.asked[-1][name] == value
@@ -159,8 +155,8 @@ async def test_where_the_agent_decides_penalties_are_sent_except_in_training(tmp
             assert forced.attributes[semconv.CALL_FLAG] == "constrained by a grammar", name
 
 
-async def test_a_server_is_sent_seeds_in_deterministic_runs_alone(tmp_path: Path) -> None:
-    async with served(tmp_path) as (front, upstream):
+async def test_a_server_is_sent_seeds_in_deterministic_runs_alone() -> None:
+    async with served() as (front, upstream):
         await ask(front, seed=3)
         attempted = await front.attempt(metadata={"seed": 1, "deterministic": True})
         await front.client(attempted).chat.completions.create(model="policy", messages=user("hello"), seed=3)
@@ -168,9 +164,9 @@ async def test_a_server_is_sent_seeds_in_deterministic_runs_alone(tmp_path: Path
     assert "seed" not in plain and deterministic["seed"] > 3
 
 
-async def test_a_logprob_that_the_server_does_not_know_is_not_trained(tmp_path: Path) -> None:
+async def test_a_logprob_that_the_server_does_not_know_is_not_trained() -> None:
     unknown = [GOOD[0], chunk(piece("Hi", [4, 5, 6], [-0.5, -9999.0, -0.1], finish_reason="stop")), *GOOD[3:]]
-    async with served(tmp_path, unknown) as (front, _):
+    async with served(unknown) as (front, _):
         assert (await ask(front)).attributes[semconv.CALL_FLAG] == "logprob is clamped or unknown"
 
 
@@ -184,11 +180,11 @@ async def test_a_logprob_that_the_server_does_not_know_is_not_trained(tmp_path: 
     ],
 )
 async def test_the_versions_of_the_weights_are_the_servers_where_it_names_them(
-    tmp_path: Path, told: list[tuple[str, int, int]], versions: Any
+    told: list[tuple[str, int, int]], versions: Any
 ) -> None:
     spans = [{"version": version, "start": start, "end": end} for version, start, end in told]
     events = [*GOOD[:2], chunk(piece("!", [5, 6], [-0.25, -0.125], finish_reason="stop", weight_versions=spans)), DONE]
-    async with served(tmp_path, events) as (front, _):
+    async with served(events) as (front, _):
         front.gateway.entry("policy").backend.connection.version = 5
         attempted = await front.attempt()
         stream = await front.client(attempted).chat.completions.create(
@@ -199,17 +195,15 @@ async def test_the_versions_of_the_weights_are_the_servers_where_it_names_them(
     assert span.tokens.choices[0].versions == versions
 
 
-async def test_whose_session_a_call_is_nobody_says_but_a_worker(tmp_path: Path) -> None:
-    store = await SqlStore.open(tmp_path / "store.sqlite", synchronous="NORMAL")
+async def test_whose_session_a_call_is_nobody_says_but_a_worker() -> None:
     upstream = Upstream(GOOD)
-    async with gateway_before(upstream, store) as front:
-        worker = await store.issue_key(name="gateway", scopes=["worker"])
-        reader = await store.issue_key(name="reader", scopes=["read"])
+    async with gateway_before(upstream) as front:
+        worker = await front.store.issue_key(name="gateway", scopes=["worker"])
+        reader = await front.store.issue_key(name="reader", scopes=["read"])
         for key in ("EMPTY", reader.api_key, worker.api_key):
             await front.client(api_key=key).chat.completions.create(
                 model="policy", messages=user("hello"), extra_headers={"x-agentlightning-session": "another's"}
             )
-    await store.close()
     assert [headers.get("x-agentlightning-session") for headers in upstream.headers] == [None, None, "another's"]
 
 

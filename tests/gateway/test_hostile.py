@@ -24,18 +24,16 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from agentlightning import semconv
-from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.chat.template import ChatTemplate
-from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.gateway.models import ModelEntry
 from agentlightning.gateway.request import MOST_PARTS
-from agentlightning.store.sql import SqlStore
 from agentlightning.types import RolloutConfig
 from tests.gateway.full_requests import FULL_REQUESTS, requests
 from tests.gateway.talker import PLAIN, make_talker, user
 from tests.gateway.upstream import DONE, chunk
-from tests.gateway.world import GREEDY, World, serving, talking, world
+from tests.gateway.world import GREEDY, World, fronting, serving, talking, world
 
 ENDPOINTS = list(FULL_REQUESTS)
 ANTHROPICS = ("messages", "messages/count_tokens")
@@ -61,11 +59,10 @@ async def anything(request: Request) -> Response:
 
 
 @asynccontextmanager
-async def everything(directory: Path) -> AsyncIterator[World]:
+async def everything() -> AsyncIterator[World]:
     """A gateway with a model of each kind."""
-    store = await SqlStore.open(directory / "store.sqlite", synchronous="NORMAL")
     async with (
-        talking() as (engine, service),
+        talking() as (engine, _),
         serving(Starlette(routes=[Route("/{path:path}", anything, methods=["POST"])])) as url,
     ):
         entries = [
@@ -77,11 +74,8 @@ async def everything(directory: Path) -> AsyncIterator[World]:
             ModelEntry(kind, HttpBackend(f"{url}/v1", kind=kind), trainable=False, train=None, val=None)
             for kind in ("openai", "anthropic")
         ]
-        gateway = Gateway(ModelTable(entries), store)
-        async with serving(Starlette(routes=gateway.routes())) as front:
-            yield World(front, store, gateway, service)
-        await gateway.close()
-    await store.close()
+        async with fronting(*entries) as front:
+            yield front
 
 
 class Caller:
@@ -101,9 +95,8 @@ class Caller:
 
 
 @pytest.fixture(scope="module")
-def attempt_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    directory = tmp_path_factory.mktemp("store")
-    with start_blocking_portal() as portal, portal.wrap_async_context_manager(everything(directory)) as built:
+def attempt_url() -> Iterator[str]:
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(everything()) as built:
         patient = RolloutConfig(unresponsive_seconds=3600.0)  # nothing beats for it, however long this file takes
         attempted = portal.call(partial(built.attempt, "test", config=patient))
         yield f"{built.url}/rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}"

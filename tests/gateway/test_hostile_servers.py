@@ -6,23 +6,19 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import aiohttp
 import openai
 import pytest
-from starlette.applications import Starlette
 
 from agentlightning import semconv
 from agentlightning.data.transitions import trace_rollout
-from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backends.http import HttpBackend
-from agentlightning.gateway.models import ModelEntry, ModelTable
-from agentlightning.store.sql import SqlStore
+from agentlightning.gateway.models import ModelEntry
 from agentlightning.types import AttemptedRollout, Span
 from tests.gateway.talker import user
 from tests.gateway.upstream import DONE, GOOD, chunk, piece, whole
-from tests.gateway.world import World, serving
+from tests.gateway.world import World, fronting
 
 pytestmark = pytest.mark.anyio
 
@@ -62,19 +58,12 @@ class RawServer:
 
 
 @asynccontextmanager
-async def before(server: RawServer, directory: Path, *, timeout_seconds: float = 0.5) -> AsyncIterator[World]:
+async def before(server: RawServer, *, timeout_seconds: float = 0.5) -> AsyncIterator[World]:
     """A gateway with the server behind it."""
-    store = await SqlStore.open(directory / "store.sqlite", synchronous="NORMAL")
     async with server.served() as url:
         backend = HttpBackend(url, timeout_seconds=timeout_seconds)
-        gateway = Gateway(ModelTable([ModelEntry("policy", backend)]), store)
-        async with serving(Starlette(routes=gateway.routes())) as front:
-            built = World(front, store, gateway, None)  # type: ignore[arg-type]
+        async with fronting(ModelEntry("policy", backend)) as built:
             yield built
-            for client in built.clients:
-                await client.close()
-        await gateway.close()
-    await store.close()
 
 
 async def ask(built: World, attempted: AttemptedRollout, stream: bool) -> str:
@@ -129,9 +118,9 @@ def refusing(status: str, body: bytes, *headers: bytes) -> bytes:
     ids=lambda value: repr(value)[:50],
 )
 async def test_a_server_that_fails_before_it_answers(
-    tmp_path: Path, server: tuple[bytes, bool], status: int, says: str, stream: bool
+    server: tuple[bytes, bool], status: int, says: str, stream: bool
 ) -> None:
-    async with before(RawServer(server[0], hangs=server[1]), tmp_path) as built:
+    async with before(RawServer(server[0], hangs=server[1])) as built:
         error, _ = await failed(built, stream)
     if isinstance(error, openai.APIStatusError):
         assert error.status_code == status
@@ -170,10 +159,8 @@ NONSENSE = "no chat completion"
     ],
     ids=lambda value: repr(value)[:60],
 )
-async def test_what_was_said_before_a_stream_failed_is_kept(
-    tmp_path: Path, then: bytes, hangs: bool, says: str
-) -> None:
-    async with before(RawServer(BEGIN + then, hangs=hangs), tmp_path, timeout_seconds=0.5 if hangs else 30) as built:
+async def test_what_was_said_before_a_stream_failed_is_kept(then: bytes, hangs: bool, says: str) -> None:
+    async with before(RawServer(BEGIN + then, hangs=hangs), timeout_seconds=0.5 if hangs else 30) as built:
         error, span = await failed(built, stream=True)
     assert says in error.message
     assert span.tokens is not None and span.tokens.choices[0].token_ids == (4,)
@@ -183,21 +170,21 @@ async def test_what_was_said_before_a_stream_failed_is_kept(
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("after", [b"7", b"Wed, 21 Oct 2026 07:28:00 GMT"])
-async def test_how_long_to_wait_is_passed_on(tmp_path: Path, stream: bool, after: bytes) -> None:
+async def test_how_long_to_wait_is_passed_on(stream: bool, after: bytes) -> None:
     body = b'{"error": {"message": "slow down", "type": "tokens", "code": "rate_limit_exceeded"}}'
     answer = refusing("429 Too Many Requests", body, b"retry-after: " + after)
-    async with before(RawServer(answer), tmp_path) as built:
+    async with before(RawServer(answer)) as built:
         error, _ = await failed(built, stream)
     assert isinstance(error, openai.RateLimitError) and error.code == "rate_limit_exceeded"
     assert error.response.headers["retry-after"] == after.decode()
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_huge_answer_arrives_whole(tmp_path: Path, stream: bool) -> None:
+async def test_a_huge_answer_arrives_whole(stream: bool) -> None:
     text = "much " * 2_000_000
     events = [GOOD[0], chunk(piece(text, [4, 5], [-0.5, -0.25], finish_reason="stop")), DONE]
     answer = STREAM + "".join(events).encode() if stream else refusing("200 OK", json.dumps(whole(events)).encode())
-    async with before(RawServer(answer), tmp_path) as built:
+    async with before(RawServer(answer)) as built:
         attempted = await built.attempt()
         assert await ask(built, attempted, stream) == text
         (span,) = await built.spans(attempted)
@@ -205,9 +192,9 @@ async def test_a_huge_answer_arrives_whole(tmp_path: Path, stream: bool) -> None
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
-async def test_a_client_that_leaves_in_mid_stream_ends_the_call_upstream(tmp_path: Path, path: str) -> None:
+async def test_a_client_that_leaves_in_mid_stream_ends_the_call_upstream(path: str) -> None:
     server = RawServer(BEGIN, hangs=True)
-    async with before(server, tmp_path, timeout_seconds=60.0) as built:
+    async with before(server, timeout_seconds=60.0) as built:
         attempted = await built.attempt()
         url = f"{built.client(attempted).base_url}{path}"
         said = {"input": "hello"} if path == "responses" else {"messages": user("hello"), "max_tokens": 9}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -18,14 +17,12 @@ from starlette.routing import Route
 from yarl import URL
 
 from agentlightning import semconv
-from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.backends.http import HttpBackend, Kind
-from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
-from agentlightning.store.sql import SqlStore
+from agentlightning.gateway.models import ANY, ModelEntry
 from agentlightning.types import UNATTRIBUTED
 from tests.gateway.talker import user
-from tests.gateway.world import GREEDY, World, serving
+from tests.gateway.world import GREEDY, World, fronting, serving
 
 pytestmark = pytest.mark.anyio
 
@@ -109,25 +106,18 @@ class Hosted:
 
 @asynccontextmanager
 async def before(
-    hosted: Hosted, directory: Path, kind: Kind = "openai", *, name: str = "hosted", train: Sampling | None = None
+    hosted: Hosted, kind: Kind = "openai", *, name: str = "hosted", train: Sampling | None = None
 ) -> AsyncIterator[World]:
     app = Starlette(routes=[Route("/{path:path}", hosted.answer, methods=["GET", "POST"])])
-    store = await SqlStore.open(directory / "store.sqlite", synchronous="NORMAL")
     async with serving(app) as url:
         backend = HttpBackend(f"{url}/v1", kind=kind, api_key="backend-key", model="upstream-name")
-        gateway = Gateway(ModelTable([ModelEntry(name, backend, trainable=False, train=train, val=None)]), store)
-        async with serving(Starlette(routes=gateway.routes())) as front:
-            built = World(front, store, gateway, None)  # type: ignore[arg-type]
-            yield built
-            for client in built.clients:
-                await client.close()
-        await gateway.close()
-    await store.close()
+        async with fronting(ModelEntry(name, backend, trainable=False, train=train, val=None)) as front:
+            yield front
 
 
-async def test_embeddings_reach_the_backend_under_its_own_name_and_key(tmp_path: Path) -> None:
+async def test_embeddings_reach_the_backend_under_its_own_name_and_key() -> None:
     hosted = Hosted()
-    async with before(hosted, tmp_path) as front:
+    async with before(hosted) as front:
         attempted = await front.attempt()
         client = front.client(attempted, default_headers={"cookie": "agent=1"})
         raw = await client.embeddings.with_raw_response.create(model="hosted", input="hello", encoding_format="float")
@@ -142,9 +132,9 @@ async def test_embeddings_reach_the_backend_under_its_own_name_and_key(tmp_path:
     assert semconv.CALL_RESPONSE not in span.attributes
 
 
-async def test_what_is_passed_on_is_sampled_as_it_says_itself(tmp_path: Path) -> None:
+async def test_what_is_passed_on_is_sampled_as_it_says_itself() -> None:
     hosted = Hosted()
-    async with before(hosted, tmp_path, train=GREEDY) as front:
+    async with before(hosted, train=GREEDY) as front:
         attempted = await front.attempt("train")
         await front.client(attempted).responses.create(model="hosted", input="hello", temperature=0.7)
         (span,) = await front.spans(attempted)
@@ -153,17 +143,17 @@ async def test_what_is_passed_on_is_sampled_as_it_says_itself(tmp_path: Path) ->
     assert json.loads(str(span.attributes[semconv.CALL_REQUEST]))["temperature"] == 0.7
 
 
-async def test_the_name_of_a_model_leads_to_no_other_route_of_the_backend(tmp_path: Path) -> None:
+async def test_the_name_of_a_model_leads_to_no_other_route_of_the_backend() -> None:
     hosted = Hosted()
-    async with before(hosted, tmp_path, name=ANY) as front, aiohttp.ClientSession() as session:
+    async with before(hosted, name=ANY) as front, aiohttp.ClientSession() as session:
         for path in ("../files", "%2e%2e/files", "a/%2e%2e/../../files", "."):
             async with session.get(URL(f"{front.url}/v1/models/{path}", encoded=True)) as answer:
                 assert answer.status == 404
     assert hosted.asked == []
 
 
-async def test_what_only_the_hosted_api_knows_passes_through(tmp_path: Path) -> None:
-    async with before(Hosted(), tmp_path) as front:
+async def test_what_only_the_hosted_api_knows_passes_through() -> None:
+    async with before(Hosted()) as front:
         attempted = await front.attempt()
         client = front.client(attempted)
         tools: Any = [{"type": "web_search"}]
@@ -180,8 +170,8 @@ async def test_what_only_the_hosted_api_knows_passes_through(tmp_path: Path) -> 
         assert span.attributes[semconv.GEN_AI_OUTPUT_TOKENS] == 2
 
 
-async def test_a_streamed_message_is_recorded_as_a_whole(tmp_path: Path) -> None:
-    async with before(Hosted(), tmp_path, "anthropic") as front:
+async def test_a_streamed_message_is_recorded_as_a_whole() -> None:
+    async with before(Hosted(), "anthropic") as front:
         attempted = await front.attempt()
         url = f"{front.url}/rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}/v1/messages"
         body = {"model": "hosted", "max_tokens": 9, "stream": True, "messages": user("hello")}
@@ -195,10 +185,10 @@ async def test_a_streamed_message_is_recorded_as_a_whole(tmp_path: Path) -> None
     assert span.attributes[semconv.GEN_AI_FINISH_REASONS] == ["tool_calls"]
 
 
-async def test_anthropic_gets_its_key_as_each_of_its_protocols_brings_it(tmp_path: Path) -> None:
+async def test_anthropic_gets_its_key_as_each_of_its_protocols_brings_it() -> None:
     hosted = Hosted()
     hosted.answered = {"choices": [{"index": 0, "message": {"content": "Hi"}, "finish_reason": "stop"}]}
-    async with before(hosted, tmp_path, "anthropic") as front, aiohttp.ClientSession() as http:
+    async with before(hosted, "anthropic") as front, aiohttp.ClientSession() as http:
         asked = {"model": "hosted", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
         for path in ("messages", "chat/completions"):
             async with http.post(f"{front.url}/v1/{path}", json=asked) as answer:
@@ -210,9 +200,9 @@ async def test_anthropic_gets_its_key_as_each_of_its_protocols_brings_it(tmp_pat
     ]
 
 
-async def test_refusals_are_the_backends_own_but_its_key_is_not_the_agents_matter(tmp_path: Path) -> None:
+async def test_refusals_are_the_backends_own_but_its_key_is_not_the_agents_matter() -> None:
     hosted = Hosted()
-    async with before(hosted, tmp_path) as front:
+    async with before(hosted) as front:
         client = front.client()
         hosted.status = 422
         with pytest.raises(openai.UnprocessableEntityError):
@@ -227,30 +217,30 @@ async def test_refusals_are_the_backends_own_but_its_key_is_not_the_agents_matte
 
 
 @pytest.mark.parametrize("path", ["models", "models/hosted"])
-async def test_what_the_backend_says_of_its_key_is_not_told(tmp_path: Path, path: str) -> None:
+async def test_what_the_backend_says_of_its_key_is_not_told(path: str) -> None:
     hosted = Hosted()
     hosted.status = 401
     async with (
-        before(hosted, tmp_path, name=ANY) as front,
+        before(hosted, name=ANY) as front,
         aiohttp.ClientSession() as session,
         session.get(f"{front.url}/v1/{path}") as answer,
     ):
         assert (answer.status, "refused the gateway's key" in await answer.text()) == (502, True)
 
 
-async def test_a_stream_that_breaks_off_ends_with_an_error(tmp_path: Path) -> None:
+async def test_a_stream_that_breaks_off_ends_with_an_error() -> None:
     hosted = Hosted()
     hosted.breaks_off_after = 1
-    async with before(hosted, tmp_path) as front:
+    async with before(hosted) as front:
         stream = await front.client().responses.create(model="hosted", input="hello", stream=True)
         with pytest.raises(openai.APIError, match="broke off"):
             [event async for event in stream]
 
 
-async def test_what_a_stream_said_before_it_broke_off_is_recorded(tmp_path: Path) -> None:
+async def test_what_a_stream_said_before_it_broke_off_is_recorded() -> None:
     hosted = Hosted()
     hosted.breaks_off_after = 4
-    async with before(hosted, tmp_path, "anthropic") as front, aiohttp.ClientSession() as session:
+    async with before(hosted, "anthropic") as front, aiohttp.ClientSession() as session:
         asked = {"model": "hosted", "max_tokens": 9, "messages": user("hello"), "stream": True}
         async with session.post(f"{front.url}/v1/messages", json=asked) as answer:
             assert "Let me" in await answer.text()
@@ -273,10 +263,10 @@ async def test_what_a_stream_said_before_it_broke_off_is_recorded(tmp_path: Path
         {"status": []},
     ],
 )
-async def test_an_answer_in_an_unknown_form_is_passed_on_all_the_same(tmp_path: Path, odd: dict[str, Any]) -> None:
+async def test_an_answer_in_an_unknown_form_is_passed_on_all_the_same(odd: dict[str, Any]) -> None:
     hosted = Hosted()
     hosted.answered = odd
-    async with before(hosted, tmp_path) as front, aiohttp.ClientSession() as session:
+    async with before(hosted) as front, aiohttp.ClientSession() as session:
         async with session.post(f"{front.url}/v1/responses", json={"model": "hosted", "input": "hello"}) as answer:
             assert (answer.status, await answer.json()) == (200, odd)
         await front.gateway.close()

@@ -5,23 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from typing import Any
 
 import msgspec
 import pytest
-from starlette.applications import Starlette
 
 from agentlightning import semconv
 from agentlightning.errors import BackendError, ConfigError
-from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import BackendEvent, ModelCall, RelayedCall, Started
 from agentlightning.gateway.backends.http import HttpBackend
-from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.gateway.models import ModelEntry
 from agentlightning.gateway.replicas import Replicas
-from agentlightning.store.sql import SqlStore
 from tests.gateway.servers import Server, until
 from tests.gateway.talker import user
-from tests.gateway.world import World, serving
+from tests.gateway.world import fronting
 
 pytestmark = pytest.mark.anyio
 
@@ -208,20 +204,13 @@ async def test_where_all_are_ejected_any_is_tried() -> None:
 
 
 async def test_an_agent_sees_one_model_and_its_spans_say_who_answered() -> None:
-    store = await SqlStore.open(":memory:")
-    async with replicated() as (replicas, servers):
+    async with replicated() as (replicas, servers), fronting(ModelEntry("policy", replicas)) as front:
         await servers[0].http.stop()
-        gateway = Gateway(ModelTable([ModelEntry("policy", replicas)]), store)
-        async with serving(Starlette(routes=gateway.routes())) as url:
-            world = World(url, store, gateway, None)  # type: ignore[arg-type]
-            attempted = await world.attempt()
-            client = world.client(attempted)
-            for _ in range(2):
-                answer: Any = await client.chat.completions.create(model="policy", messages=user("hello"))
-                assert answer.choices[0].message.content == "Hi!"
-            spans = await world.spans(attempted)
-            assert [span.attributes[semconv.CALL_BACKEND] for span in spans] == [servers[1].url] * 2
-            assert all(span.tokens is not None for span in spans)
-            await client.close()
-        await gateway.close()
-    await store.close()
+        attempted = await front.attempt()
+        client = front.client(attempted)
+        for _ in range(2):
+            answer = await client.chat.completions.create(model="policy", messages=user("hello"))
+            assert answer.choices[0].message.content == "Hi!"
+        spans = await front.spans(attempted)
+        assert [span.attributes[semconv.CALL_BACKEND] for span in spans] == [servers[1].url] * 2
+        assert all(span.tokens is not None for span in spans)

@@ -27,11 +27,10 @@ from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.replicas import Replicas
 from agentlightning.gateway.updates import ServerUpdate, WeightUpdate, declare_version, update_weights
-from agentlightning.store.sql import SqlStore
 from agentlightning.types import AttemptedRollout
 from tests.gateway.talker import make_talker, user
 from tests.gateway.upstream import GOOD
-from tests.gateway.world import World, serving
+from tests.gateway.world import World, fronting, serving
 
 pytestmark = pytest.mark.anyio
 
@@ -129,19 +128,13 @@ async def before(*engines: Engine) -> AsyncIterator[World]:
         backends = [HttpBackend(f"{url}/v1") for url in urls]
         backend = backends[0] if len(backends) == 1 else Replicas(backends)
         stack.push_async_callback(backend.close)
-        store = await SqlStore.open(":memory:")
-        stack.push_async_callback(store.close)
-        gateway = Gateway(ModelTable([ModelEntry("policy", backend, aliases=("p",))]), store)
-        url = await stack.enter_async_context(serving(Starlette(routes=gateway.routes())))
-        built = World(url, store, gateway, None)  # type: ignore[arg-type]
+        built = await stack.enter_async_context(fronting(ModelEntry("policy", backend, aliases=("p",))))
         try:
             yield built
         finally:
             for engine in engines:
                 engine.set_free()
                 engine.loaded()
-        for client in built.clients:
-            await client.close()
 
 
 async def call(world: World, attempted: AttemptedRollout) -> str:
@@ -156,11 +149,37 @@ async def versions(world: World, attempted: AttemptedRollout) -> tuple[Any, Any]
     return attributes[semconv.CALL_FIRST_VERSION], attributes[semconv.CALL_LAST_VERSION]
 
 
+async def running(world: World, engine: Engine, attempted: AttemptedRollout) -> asyncio.Task[str]:
+    """A call that the engine does not finish until it is set free."""
+    engine.busy()
+    task = asyncio.create_task(call(world, attempted))
+    await until(lambda: engine.calls == 1)
+    return task
+
+
+async def loading(world: World, engine: Engine) -> asyncio.Task[Any]:
+    """An update whose weights the engine does not load until it is told to."""
+    engine.loads_slowly()
+    task = asyncio.create_task(update_weights(world.gateway, "policy", SEVEN))
+    await until(lambda: len(engine.told) == 1)
+    return task
+
+
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for what nothing announces."""
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+One = tuple[World, Engine]
+
+
+@pytest.fixture
+async def one(anyio_backend: str) -> AsyncIterator[One]:
+    engine = Engine()
+    async with before(engine) as world:
+        yield world, engine
 
 
 # --- one server ---------------------------------------------------------------------------------------------------
@@ -184,83 +203,76 @@ async def test_a_cache_that_was_not_dropped_makes_an_update_fail() -> None:
             await call(world, await world.attempt())
 
 
-async def test_vllm_loads_the_weights_then_forgets_what_it_computed_with_the_old_ones() -> None:
-    engine = Engine()
-    async with before(engine) as world:
-        attempted = await world.attempt()
-        await call(world, attempted)
-        assert await versions(world, attempted) == (0, 0)
-        (outcome,) = await update_weights(world.gateway, "p", SEVEN)
-        assert (outcome.policy_version, outcome.error) == (7, None)
-        assert engine.told == [("/collective_rpc", LOAD), (RESET, {})]
-        await call(world, attempted)
-        assert await versions(world, attempted) == (7, 7)
+async def test_vllm_loads_the_weights_then_forgets_what_it_computed_with_the_old_ones(
+    one: One,
+) -> None:
+    world, engine = one
+    attempted = await world.attempt()
+    await call(world, attempted)
+    assert await versions(world, attempted) == (0, 0)
+    (outcome,) = await update_weights(world.gateway, "p", SEVEN)
+    assert (outcome.policy_version, outcome.error) == (7, None)
+    assert engine.told == [("/collective_rpc", LOAD), (RESET, {})]
+    await call(world, attempted)
+    assert await versions(world, attempted) == (7, 7)
 
 
-async def test_without_a_path_it_reads_anew_what_it_was_started_with() -> None:
-    engine = Engine()
-    async with before(engine) as world:
-        await update_weights(world.gateway, "policy", WeightUpdate(policy_version=1))
-        assert engine.told[0] == ("/collective_rpc", {"method": "reload_weights", "kwargs": {}})
+async def test_without_a_path_it_reads_anew_what_it_was_started_with(one: One) -> None:
+    world, engine = one
+    await update_weights(world.gateway, "policy", WeightUpdate(policy_version=1))
+    assert engine.told[0] == ("/collective_rpc", {"method": "reload_weights", "kwargs": {}})
 
 
-async def test_running_calls_finish_on_the_old_weights_and_new_ones_wait_for_the_new() -> None:
-    engine = Engine()
-    async with before(engine) as world:
-        early, late = [await world.attempt() for _ in range(2)]
-        engine.busy()
-        running = asyncio.create_task(call(world, early))
-        await until(lambda: engine.calls == 1)
-        updating = asyncio.create_task(update_weights(world.gateway, "policy", SEVEN))
-        waiting = asyncio.create_task(call(world, late))
-        await until(lambda: len(world.gateway.models.gate("policy").attempts) == 2)
-        await asyncio.sleep(0.1)
-        assert (engine.told, engine.calls) == ([], 1)
-        engine.set_free()
-        engine.loads_slowly()
-        assert await running == "Hi!"
-        await until(lambda: len(engine.told) == 1)
-        await asyncio.sleep(0.1)
-        assert engine.calls == 1
-        engine.loaded()
-        await updating
-        assert await waiting == "Hi!"
-        assert await versions(world, early) == (0, 0)
-        assert await versions(world, late) == (7, 7)
+async def test_running_calls_finish_on_the_old_weights_and_new_ones_wait_for_the_new(one: One) -> None:
+    world, engine = one
+    first, late = [await world.attempt() for _ in range(2)]
+    early = await running(world, engine, first)
+    updating = asyncio.create_task(update_weights(world.gateway, "policy", SEVEN))
+    waiting = asyncio.create_task(call(world, late))
+    await until(lambda: len(world.gateway.models.gate("policy").attempts) == 2)
+    await asyncio.sleep(0.1)
+    assert (engine.told, engine.calls) == ([], 1)
+    engine.set_free()
+    engine.loads_slowly()
+    assert await early == "Hi!"
+    await until(lambda: len(engine.told) == 1)
+    await asyncio.sleep(0.1)
+    assert engine.calls == 1
+    engine.loaded()
+    await updating
+    assert await waiting == "Hi!"
+    assert await versions(world, first) == (0, 0)
+    assert await versions(world, late) == (7, 7)
 
 
-async def test_calls_that_are_paused_go_on_with_the_new_weights_and_count_as_the_old_ones() -> None:
-    engine = Engine()
-    async with before(engine) as world:
-        attempted = await world.attempt()
-        engine.busy()
-        running = asyncio.create_task(call(world, attempted))
-        await until(lambda: engine.calls == 1)
-        update = WeightUpdate(policy_version=7, path="/w/7", in_flight="pause")
-        await asyncio.wait_for(update_weights(world.gateway, "policy", update), 60)
-        assert engine.told == [("/pause?mode=keep", {}), ("/collective_rpc", LOAD), (RESET, {}), ("/resume", {})]
-        engine.set_free()
-        assert await running == "Hi!"
-        assert await versions(world, attempted) == (0, 7)
-        rollout = await world.store.get_rollout_by_id(attempted.rollout_id)
-        assert rollout is not None
-        (transition,) = trace_rollout(rollout, await world.spans(attempted)).transitions
-        assert transition.versions.tolist() == [0, 0, 0]
+async def test_calls_that_are_paused_go_on_with_the_new_weights_and_count_as_the_old_ones(
+    one: One,
+) -> None:
+    world, engine = one
+    attempted = await world.attempt()
+    early = await running(world, engine, attempted)
+    update = WeightUpdate(policy_version=7, path="/w/7", in_flight="pause")
+    await asyncio.wait_for(update_weights(world.gateway, "policy", update), 60)
+    assert engine.told == [("/pause?mode=keep", {}), ("/collective_rpc", LOAD), (RESET, {}), ("/resume", {})]
+    engine.set_free()
+    assert await early == "Hi!"
+    assert await versions(world, attempted) == (0, 7)
+    rollout = await world.store.get_rollout_by_id(attempted.rollout_id)
+    assert rollout is not None
+    (transition,) = trace_rollout(rollout, await world.spans(attempted)).transitions
+    assert transition.versions.tolist() == [0, 0, 0]
 
 
-async def test_calls_that_do_not_finish_in_time_keep_their_weights() -> None:
-    engine = Engine()
-    async with before(engine) as world:
-        attempted = await world.attempt()
-        engine.busy()
-        running = asyncio.create_task(call(world, attempted))
-        await until(lambda: engine.calls == 1)
-        with pytest.raises(UnavailableError, match=r"1 calls .* in_flight='pause'"):
-            await update_weights(world.gateway, "policy", WeightUpdate(policy_version=7, path="/w/7", seconds=0.2))
-        engine.set_free()
-        assert await running == "Hi!"
-        assert await call(world, attempted) == "Hi!"
-        assert engine.told == []
+async def test_calls_that_do_not_finish_in_time_keep_their_weights(one: One) -> None:
+    world, engine = one
+    attempted = await world.attempt()
+    early = await running(world, engine, attempted)
+    with pytest.raises(UnavailableError, match=r"1 calls .* in_flight='pause'"):
+        await update_weights(world.gateway, "policy", WeightUpdate(policy_version=7, path="/w/7", seconds=0.2))
+    engine.set_free()
+    assert await early == "Hi!"
+    assert await call(world, attempted) == "Hi!"
+    assert engine.told == []
 
 
 # --- failures -----------------------------------------------------------------------------------------------------
@@ -279,100 +291,88 @@ async def test_a_server_without_the_route_goes_on_as_it_was_and_the_flag_is_name
 
 
 @pytest.mark.parametrize(("path", "status"), [("/collective_rpc", 500), ("/reset_prefix_cache", 404)])
-async def test_a_server_whose_weights_nobody_knows_answers_no_calls_until_it_loads_some(path: str, status: int) -> None:
-    engine = Engine()
-    async with before(engine) as world:
-        attempted = await world.attempt()
-        engine.fails = {path: status}
-        with pytest.raises(BackendError, match="no server of the model 'policy' has loaded version 7") as failed:
-            await update_weights(world.gateway, "policy", SEVEN)
-        assert failed.value.status == 502
-        with pytest.raises(openai.InternalServerError, match=r"nobody knows the weights .* update them again"):
-            await call(world, attempted)
-        assert engine.calls == 0
-        engine.fails = {}
-        await update_weights(world.gateway, "policy", WeightUpdate(policy_version=8, path="/w/8"))
+async def test_a_server_whose_weights_nobody_knows_answers_no_calls_until_it_loads_some(
+    one: One, path: str, status: int
+) -> None:
+    world, engine = one
+    attempted = await world.attempt()
+    engine.fails = {path: status}
+    with pytest.raises(BackendError, match="no server of the model 'policy' has loaded version 7") as failed:
+        await update_weights(world.gateway, "policy", SEVEN)
+    assert failed.value.status == 502
+    with pytest.raises(openai.InternalServerError, match=r"nobody knows the weights .* update them again"):
         await call(world, attempted)
-        assert await versions(world, attempted) == (8, 8)
+    assert engine.calls == 0
+    engine.fails = {}
+    await update_weights(world.gateway, "policy", WeightUpdate(policy_version=8, path="/w/8"))
+    await call(world, attempted)
+    assert await versions(world, attempted) == (8, 8)
 
 
-async def test_a_server_that_is_gone_is_not_trusted_when_it_comes_back() -> None:
-    engine = Engine()
-    async with before(engine) as world:
-        attempted = await world.attempt()
-        backend = world.gateway.entry("policy").backend
-        assert isinstance(backend, HttpBackend)
-        connection, there = backend.connection, backend.connection._port
-        connection.retries, connection._port = False, 1
-        await connection.close()
-        with pytest.raises(BackendError, match="cannot be reached"):
-            await update_weights(world.gateway, "policy", SEVEN)
-        connection._port = there
-        with pytest.raises(openai.InternalServerError, match="nobody knows the weights"):
-            await call(world, attempted)
-        declare_version(world.gateway.entry("policy"), 3)  # whoever started it again knows
+async def test_a_server_that_is_gone_is_not_trusted_when_it_comes_back(one: One) -> None:
+    world, _ = one
+    attempted = await world.attempt()
+    backend = world.gateway.entry("policy").backend
+    assert isinstance(backend, HttpBackend)
+    connection, there = backend.connection, backend.connection._port
+    connection.retries, connection._port = False, 1
+    await connection.close()
+    with pytest.raises(BackendError, match="cannot be reached"):
+        await update_weights(world.gateway, "policy", SEVEN)
+    connection._port = there
+    with pytest.raises(openai.InternalServerError, match="nobody knows the weights"):
         await call(world, attempted)
-        assert await versions(world, attempted) == (3, 3)
+    declare_version(world.gateway.entry("policy"), 3)  # whoever started it again knows
+    await call(world, attempted)
+    assert await versions(world, attempted) == (3, 3)
 
 
-async def test_a_paused_call_whose_server_then_fails_is_not_trained() -> None:
-    engine = Engine()
-    async with before(engine) as world:
-        attempted = await world.attempt()
-        engine.busy()
-        running = asyncio.create_task(call(world, attempted))
-        await until(lambda: engine.calls == 1)
-        engine.fails = {"/collective_rpc": 500}
-        with pytest.raises(BackendError, match="500"):
-            await update_weights(world.gateway, "policy", WeightUpdate(policy_version=7, path="/w", in_flight="pause"))
-        assert [path for path, _ in engine.told] == ["/pause?mode=keep", "/collective_rpc", "/resume"]
-        engine.set_free()
-        assert await running == "Hi!"
-        (span,) = await world.spans(attempted)
-        assert span.attributes[semconv.CALL_FLAG] == WEIGHTS_UNKNOWN
+async def test_a_paused_call_whose_server_then_fails_is_not_trained(one: One) -> None:
+    world, engine = one
+    attempted = await world.attempt()
+    early = await running(world, engine, attempted)
+    engine.fails = {"/collective_rpc": 500}
+    with pytest.raises(BackendError, match="500"):
+        await update_weights(world.gateway, "policy", WeightUpdate(policy_version=7, path="/w", in_flight="pause"))
+    assert [path for path, _ in engine.told] == ["/pause?mode=keep", "/collective_rpc", "/resume"]
+    engine.set_free()
+    assert await early == "Hi!"
+    (span,) = await world.spans(attempted)
+    assert span.attributes[semconv.CALL_FLAG] == WEIGHTS_UNKNOWN
 
 
-async def test_an_update_that_is_cancelled_holds_nothing() -> None:
-    engine = Engine()
-    async with before(engine) as world:
-        engine.loads_slowly()
-        updating = asyncio.create_task(update_weights(world.gateway, "policy", SEVEN))
-        await until(lambda: len(engine.told) == 1)
-        assert world.gateway.models.gate("policy").held
-        updating.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await updating
-        assert not world.gateway.models.gate("policy").held
-        with pytest.raises(openai.InternalServerError, match="are being updated"):
-            await call(world, await world.attempt())
-
-
-async def test_one_update_at_a_time() -> None:
-    engine = Engine()
-    async with before(engine) as world:
-        engine.loads_slowly()
-        updating = asyncio.create_task(update_weights(world.gateway, "policy", SEVEN))
-        await until(lambda: len(engine.told) == 1)
-        with pytest.raises(ConflictError, match="being updated already"):
-            await update_weights(world.gateway, "p", SEVEN)
-        engine.loaded()
+async def test_an_update_that_is_cancelled_holds_nothing(one: One) -> None:
+    world, engine = one
+    updating = await loading(world, engine)
+    assert world.gateway.models.gate("policy").held
+    updating.cancel()
+    with pytest.raises(asyncio.CancelledError):
         await updating
+    assert not world.gateway.models.gate("policy").held
+    with pytest.raises(openai.InternalServerError, match="are being updated"):
+        await call(world, await world.attempt())
 
 
-async def test_a_server_that_is_registered_again_meanwhile_is_updated_all_the_same() -> None:
-    engine = Engine()
-    async with before(engine) as world:
-        engine.loads_slowly()
-        updating = asyncio.create_task(update_weights(world.gateway, "policy", SEVEN))
-        await until(lambda: len(engine.told) == 1)
-        again = HttpBackend(world.gateway.entry("policy").backend.name)
-        world.gateway.models.put(ModelEntry("policy", again))
-        engine.loaded()
-        await updating
-        attempted = await world.attempt()
-        await call(world, attempted)
-        assert await versions(world, attempted) == (7, 7)
-        await again.close()
+async def test_one_update_at_a_time(one: One) -> None:
+    world, engine = one
+    updating = await loading(world, engine)
+    with pytest.raises(ConflictError, match="being updated already"):
+        await update_weights(world.gateway, "p", SEVEN)
+    engine.loaded()
+    await updating
+
+
+async def test_a_server_that_is_registered_again_meanwhile_is_updated_all_the_same(one: One) -> None:
+    world, engine = one
+    updating = await loading(world, engine)
+    again = HttpBackend(world.gateway.entry("policy").backend.name)
+    world.gateway.models.put(ModelEntry("policy", again))
+    engine.loaded()
+    await updating
+    attempted = await world.attempt()
+    await call(world, attempted)
+    assert await versions(world, attempted) == (7, 7)
+    await again.close()
 
 
 # --- several servers ----------------------------------------------------------------------------------------------
@@ -407,7 +407,7 @@ async def test_a_replica_that_could_not_be_told_answers_on_under_its_old_version
         old.fails = {"/collective_rpc": 404}
         outcomes = await update_weights(world.gateway, "policy", SEVEN)
         assert [outcome.policy_version for outcome in outcomes] == [7, 0]
-        attempts = [await world.attempt() for _ in range(4)]
+        attempts = [await world.attempt() for _ in range(20)]  # each keeps to a server of its own
         for attempted in attempts:
             await call(world, attempted)
         assert {await versions(world, attempted) for attempted in attempts} == {(7, 7), (0, 0)}

@@ -13,11 +13,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backends.http import HttpBackend
-from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.gateway.models import ModelEntry
 from agentlightning.store.sql import SqlStore
-from tests.gateway.world import GREEDY, World, serving
+from tests.gateway.world import GREEDY, World, fronting, serving
 
 DONE = "data: [DONE]\n\n"
 
@@ -95,15 +94,10 @@ class Upstream:
 
 
 @asynccontextmanager
-async def gateway_before(upstream: Upstream, store: SqlStore, **options: Any) -> AsyncIterator[World]:
+async def gateway_before(upstream: Upstream, store: SqlStore | None = None, **options: Any) -> AsyncIterator[World]:
     """A gateway whose one model, `policy`, is the upstream. Hosted kinds are not trained."""
     async with upstream.backend(**options) as backend:
         own = backend.captures_tokens
         entry = ModelEntry("policy", backend, trainable=own, train=GREEDY if own else None)
-        gateway = Gateway(ModelTable([entry]), store)
-        async with serving(Starlette(routes=gateway.routes())) as url:
-            built = World(url, store, gateway, None)  # type: ignore[arg-type]
+        async with fronting(entry, store=store) as built:
             yield built
-            for client in built.clients:
-                await client.close()
-        await gateway.close()

@@ -87,6 +87,23 @@ class World:
 
 
 @asynccontextmanager
+async def fronting(*models: ModelEntry, store: SqlStore | None = None) -> AsyncIterator[World]:
+    """A gateway of these models, which records in this store, or in one in memory."""
+    own = store or await SqlStore.open(":memory:")
+    gateway = Gateway(ModelTable(models), own)
+    async with serving(Starlette(routes=gateway.routes())) as url:
+        built = World(url, own, gateway, None)  # type: ignore[arg-type]
+        try:
+            yield built
+        finally:
+            for client in built.clients:
+                await client.close()
+    await gateway.close()
+    if store is None:
+        await own.close()
+
+
+@asynccontextmanager
 async def world(directory: Path, *, store: bool = True, **gateway_options: Any) -> AsyncIterator[World]:
     sql = await SqlStore.open(directory / "store.sqlite", synchronous="NORMAL")
     try:

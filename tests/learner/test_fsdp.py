@@ -94,7 +94,7 @@ def test_two_processes_compute_what_one_does(two: FsdpLearner, model: Path, tmp_
 
 
 @pytest.mark.slow
-def test_old_log_probabilities_and_losses_of_ones_own_are_those_of_one(two: FsdpLearner, model: Path) -> None:
+def test_old_log_probabilities_and_losses_of_your_own_are_those_of_one(two: FsdpLearner, model: Path) -> None:
     one, loss = one_process(model), replace(LOSS, kind=own_loss, clip_high=None, old="proximal")
     (ours, told), (theirs, expected) = (against_proximal(learner, batch(), loss, 0) for learner in (two, one))
     same(told, expected)

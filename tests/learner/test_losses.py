@@ -102,7 +102,7 @@ def test_on_the_weights_that_sampled_every_loss_has_the_gradient_of_the_plain_on
     torch.testing.assert_close(logprobs.grad, -advantages)
 
 
-def test_what_a_clip_changed_is_told_token_by_token() -> None:
+def test_what_a_clip_changed_is_reported_token_by_token() -> None:
     ratios, advantages = torch.tensor([1.5, 1.5, 0.5, 0.5]), torch.tensor([1.0, -1.0, 1.0, -1.0])
     arguments = (ratios.log(), torch.zeros(4), advantages, torch.tensor([0, 0, 0, 0]))
     assert losses.policy_loss(*arguments, Loss())[1].tolist() == [True, False, False, True]
@@ -224,7 +224,7 @@ def test_the_gradient_of_clip_and_weight_is_verls() -> None:
 
 
 @pytest.mark.parametrize("old", ["behaviour", "proximal"])
-def test_how_far_engine_and_learner_are_apart_is_told_of_the_present_weights_tokens(tokenizer: Any, old: Any) -> None:
+def test_engine_and_learner_are_compared_on_tokens_of_the_present_weights(tokenizer: Any, old: Any) -> None:
     one, loss = learner(tokenizer), Loss(old=old)
     exact = [replace(s, logprobs=p.numpy()) for s, p in zip(batch(), one.logprobs(batch()), strict=True)]
     stale = [replace(s, logprobs=s.logprobs - 1, versions=s.versions + 6) for s in exact]

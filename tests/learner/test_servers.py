@@ -50,7 +50,7 @@ def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
         StartedServer("no-such-vllm", "m", [], environment={}, log=tmp_path / "log")
 
 
-async def test_one_that_ends_is_told_with_its_last_words(tmp_path: Path) -> None:
+async def test_a_server_that_ends_is_reported_with_its_last_words(tmp_path: Path) -> None:
     server = start(tmp_path, 'echo "$SAID $*: unrecognized"; exit 2', "--flag")
     connection = Connection(server.url)
     with pytest.raises(ConfigError, match=r"exit code 2(.|\n)*hello serve a-model .*--flag: unrecognized"):

@@ -206,7 +206,7 @@ def test_a_restored_learner_goes_on_as_the_one_that_was_saved(tmp_path: Path, mo
 
 @on_a_server
 @pytest.mark.timeout(900)
-def test_a_server_that_tells_no_sum_of_losses_is_refused(tmp_path: Path, model: Path, url: str) -> None:
+def test_a_server_that_gives_no_sum_of_losses_is_refused(tmp_path: Path, model: Path, url: str) -> None:
     with ExitStack() as stack:
         one = opened(stack, url, model, reduction=None)
         with pytest.raises(ConfigError, match="reduction: mean"):

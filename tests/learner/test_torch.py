@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agentlightning.data.sequences import CreditedTransition, Level, TrainingSequence, build_sequences
-from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner.base import AdamW, Schedule
 from agentlightning.learner.losses import Loss
@@ -20,6 +19,7 @@ from agentlightning.learner.policy import Policy, open_policy
 from agentlightning.learner.tiny import make_tokenizer
 from agentlightning.learner.torch import TorchLearner
 from tests.models import tiny_model
+from tests.transitions import transition
 
 LOSS = Loss(clip_high=0.28, aggregation="sequence-mean", entropy_coefficient=0.01, temperature=0.8)
 
@@ -42,20 +42,9 @@ def conversation(seed: int) -> list[CreditedTransition]:
         if turn == 3:
             history = history[:4] + random.integers(2, 96, 3).tolist()
         answer = random.integers(2, 96, int(random.integers(1, 7))).tolist()
-        transition = Transition(
-            rollout_id=f"r{seed}",
-            attempt_id="a",
-            span_id=str(turn),
-            call_index=turn,
-            choice=0,
-            model="policy",
-            prompt_ids=np.array(history, np.int32),
-            response_ids=np.array(answer, np.int32),
-            logprobs=random.uniform(-6, -3, len(answer)).astype(np.float32),
-            versions=np.zeros(len(answer), np.int32),
-            finish_reason="stop",
-        )
-        out.append(CreditedTransition(transition, np.full(len(answer), random.normal(), np.float32)))
+        logprobs = random.uniform(-6, -3, len(answer)).astype(np.float32)
+        call = transition(history, answer, rollout_id=f"r{seed}", call_index=turn, logprobs=logprobs)
+        out.append(CreditedTransition(call, np.full(len(answer), random.normal(), np.float32)))
         history = history + answer + random.integers(2, 96, 3).tolist()
     return out
 

@@ -30,6 +30,7 @@ from agentlightning.data.transitions import Transition
 from agentlightning.learner.base import AdamW
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.torch import TorchLearner
+from tests.transitions import transition
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "oracles" / "trl_gradients.json"
@@ -84,19 +85,7 @@ def calls(number: int, rollout: dict[str, list[int]]) -> Iterator[Transition]:
     for sampled, run in itertools.groupby(rollout["sampled"]):
         end = start + len(list(run))
         if sampled:
-            yield Transition(
-                rollout_id=str(number),
-                attempt_id="a",
-                span_id=str(start),
-                call_index=start,
-                choice=0,
-                model="policy",
-                prompt_ids=np.array(ids[:start], np.int32),
-                response_ids=np.array(ids[start:end], np.int32),
-                logprobs=np.zeros(end - start, np.float32),
-                versions=np.zeros(end - start, np.int32),
-                finish_reason="stop",
-            )
+            yield transition(ids[:start], ids[start:end], rollout_id=str(number), call_index=start)
         start = end
 
 

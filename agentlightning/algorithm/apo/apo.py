@@ -16,7 +16,7 @@ from agentlightning.algorithm.apo.budget import Budget, OutOfBudget, Price
 from agentlightning.algorithm.apo.candidates import Candidate, Lineage, Round
 from agentlightning.algorithm.apo.edits import OptimizerModel, Rejected, critique, edit, placeholders
 from agentlightning.algorithm.apo.outcomes import Measuring
-from agentlightning.algorithm.apo.race import Standing, going_on, rungs
+from agentlightning.algorithm.apo.race import Standing, rungs, survivors
 from agentlightning.algorithm.base import RunContext, Stopped
 from agentlightning.algorithm.evaluation import Evaluation, why_unrewarded
 from agentlightning.errors import BackendError, ConfigError, TrainingError, check_settings
@@ -138,7 +138,7 @@ class BeamSearch:
             standings = {
                 one.name: Standing(self.measuring.rewards(one.name, tasks), self._expected(one)) for one in racing
             }
-            racing = [self.lineage.candidates[name] for name in going_on(standings, keep, self.settings.confidence)]
+            racing = [self.lineage.candidates[name] for name in survivors(standings, keep, self.settings.confidence)]
         return racing
 
     def _expected(self, candidate: Candidate) -> float:

@@ -97,7 +97,7 @@ async def critique(
     angle: int,
 ) -> str:
     """What is wrong with the template `changed`, given rollouts in words. Rejected where the model says nothing."""
-    told = [
+    parts = [
         _CRITIC.format(angle=ANGLES[angle % len(ANGLES)]),
         f'<prompt name="{changed}">\n{templates[changed].template}\n</prompt>',
         *(
@@ -108,7 +108,7 @@ async def critique(
         *(f'<run number="{number}">\n{text}\n</run>' for number, text in enumerate(shown, start=1)),
     ]
     for _ in range(2):
-        if text := await model.ask(name, [{"role": "user", "content": "\n\n".join(told)}]):
+        if text := await model.ask(name, [{"role": "user", "content": "\n\n".join(parts)}]):
             return text
     raise Rejected("the critique was empty")
 
@@ -119,8 +119,8 @@ async def edit(model: OptimizerModel, name: str, original: PromptTemplate, criti
     rule = (
         f"It is a template ({original.engine}): keep its placeholders exactly ({kept or 'there are none'}), add none."
     )
-    told = f"<prompt>\n{original.template}\n</prompt>\n\n<critique>\n{critique}\n</critique>"
-    messages = [{"role": "user", "content": f"{_EDITOR.format(placeholders=rule)}\n\n{told}"}]
+    question = f"<prompt>\n{original.template}\n</prompt>\n\n<critique>\n{critique}\n</critique>"
+    messages = [{"role": "user", "content": f"{_EDITOR.format(placeholders=rule)}\n\n{question}"}]
     reason = ""
     for _ in range(2):
         answer = await model.ask(name, messages)

@@ -42,7 +42,7 @@ def rungs(tasks: int, beyond: int = 0) -> list[int]:
     return [*(count for count in powers if beyond < count < tasks), tasks]
 
 
-def going_on(standings: Mapping[str, Standing], keep: int, confidence: float) -> list[str]:
+def survivors(standings: Mapping[str, Standing], keep: int, confidence: float) -> list[str]:
     """Who goes on, best first, where all have run the same tasks. Of equals the one named first is ahead."""
     ranking = sorted(standings, key=lambda name: -standings[name].value)
     best = ranking[: halved(len(ranking), keep)]

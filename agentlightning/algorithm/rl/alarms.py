@@ -90,11 +90,11 @@ class Alarms:
         for name, norms in self._norms.items():
             row = norms.add(norm := metrics.get(name, 0.0))
             allowed = self._algorithm.stop_on_explosion
-            told = f"step {step}: {name} is {norm:.3g}, over {EXPLOSION:.0f} times what was usual"
+            problem = f"step {step}: {name} is {norm:.3g}, over {EXPLOSION:.0f} times what was usual"
             if allowed and row >= allowed:
-                raise TrainingError(f"{told}, for {row} steps in a row. {how_to_replay}")
+                raise TrainingError(f"{problem}, for {row} steps in a row. {how_to_replay}")
             if row == 1:
-                self._note(told)
+                self._note(problem)
 
     def check_collapse(self, step: int, row: int, earnings: Earnings, best: Callable[[], Path | None]) -> None:
         """After `row` steps in which nothing was earned any more; `best` finds the best weights that were saved."""
@@ -102,24 +102,24 @@ class Alarms:
         if not ends and (row < TOLD or self._collapse_noted):
             return
         place = best()
-        told = (
+        problem = (
             f"step {step}: the policy has collapsed: no rollout of the last {row} steps earned anything, and in "
             f"{earnings.share:.0%} of the groups before one did. "
             f"{f'The best weights are in {place}' if place else 'No better weights were saved'}"
         )
         if ends:
-            raise TrainingError(f"{told}. Try a lower learning_rate; stop_on_collapse=0 continues instead")
+            raise TrainingError(f"{problem}. Try a lower learning_rate; stop_on_collapse=0 continues instead")
         self._collapse_noted = True
-        self._note(told)
+        self._note(problem)
 
     def check_mismatch(self, step: int, metrics: Mapping[str, float], tolerance: float) -> None:
         """Of what these very weights sampled, learner and sampler differ by rounding alone."""
         mismatch, kl = metrics.get("inference_mismatch", 0.0), metrics.get("inference_kl", 0.0)
-        told = (
+        problem = (
             f"step {step}: sampler and learner differ by {mismatch:.2g} in the probability of a token (expected at "
             f"most {tolerance:.2g}): what is trained is not what was sampled"
         )
         if mismatch > FAR * tolerance or kl > FAR_KL:
-            raise TrainingError(f"{told}, with a KL of {kl:.2g}. Does the sampler have the learner's weights?")
+            raise TrainingError(f"{problem}, with a KL of {kl:.2g}. Does the sampler have the learner's weights?")
         if mismatch > tolerance:
-            self._note(f"{told}. Try float32")
+            self._note(f"{problem}. Try float32")

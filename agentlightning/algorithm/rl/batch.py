@@ -35,7 +35,7 @@ class RecordedBatch(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step teaches one policy; empty where every group taught nothing."""
+    """What a step trains one policy on; empty where every group is useless."""
 
     sequences: list[TrainingSequence]
     metrics: dict[str, float]
@@ -52,11 +52,11 @@ def make_batches(
     for model, values in critics.items():
         own = enough if len(critics) == 1 else [group.of_model(model) for group in enough]
         credited = algorithm.credited(own, None if values is None else values_of(own, algorithm.level, values))
-        teaching = [group for group in credited if any(item.teaches for calls in group for item in calls)]
-        sequences = [made for group in teaching for calls in group for made in build_sequences(calls, algorithm.level)]
+        useful = [group for group in credited if any(item.trains for calls in group for item in calls)]
+        sequences = [made for group in useful for calls in group for made in build_sequences(calls, algorithm.level)]
         metrics = {
             "groups_too_few_rewarded": float(len(groups) - len(enough)),
-            "groups_without_variance": float(len(credited) - len(teaching)),
+            "groups_without_variance": float(len(credited) - len(useful)),
             "sequences": float(len(sequences)),
             **algorithm.measured,
             **credit_metrics(credited),

@@ -37,7 +37,7 @@ class HeldOut:
             job.context.deadline -= 1.5 * job.state.evaluation_seconds
 
     async def when_due(self) -> None:
-        """Measure the present weights every so many steps: before training goes on, or, where that overlaps with
+        """Measure the present weights every so many steps: before training continues, or, where that overlaps with
         rollouts anyway, beside it; one that is still going on then is not begun again."""
         job = self._job
         every, step = job.algorithm.evaluation_interval, job.state.step
@@ -51,7 +51,7 @@ class HeldOut:
             self._running = asyncio.create_task(self._evaluate())
 
     async def finished(self) -> None:
-        """The evaluation that goes on beside training has ended, and what went wrong in it is raised."""
+        """Wait for the evaluation beside training, and raise its error."""
         if self._running is not None:
             await self._running
 
@@ -78,7 +78,7 @@ class HeldOut:
 
     @property
     def _beside(self) -> bool:
-        """Whether an evaluation goes on beside training."""
+        """Whether an evaluation runs beside training."""
         return self._running is not None and not self._running.done()
 
     async def _evaluate(self) -> None:

@@ -23,13 +23,13 @@ from agentlightning.algorithm.rl.sampling import SamplerState, TaskSampler
 from agentlightning.algorithm.rl.settings import RLSettings
 from agentlightning.data.continuity import continuity
 from agentlightning.data.credit_table import RewardedGroup
-from agentlightning.data.recorded import rewarded_group
+from agentlightning.data.recordings import rewarded_group
 from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.errors import ConflictError
 from agentlightning.store.base import LightningStore
 from agentlightning.types import EnqueueRolloutRequest, Rollout, RolloutStatus
 
-# How many groups in a row may be of no use, in steps' worth, before a step goes on without them.
+# How many groups in a row may be useless, in steps' worth, before a step is made without them.
 USELESS_STEPS: Final = 10
 
 STALE: Final = "stale"
@@ -68,7 +68,7 @@ class CompleteGroup:
 @dataclass
 class Dropped:
     """What was of no use since the last step: groups, each with the reason, and how many rollouts, by reason. What is
-    not `STALE` taught nothing."""
+    not `STALE` had no two different rewards."""
 
     groups: list[tuple[str, CompleteGroup]] = field(default_factory=list[tuple[str, CompleteGroup]])
     rollouts: Counter[str] = field(default_factory=Counter[str])
@@ -144,7 +144,7 @@ class Groups:
 
     def awaits(self, group_id: str | None) -> bool:
         """Whether this is a group that is on its way, or one that may be begun before the weights change: where steps
-        taught nothing, or groups were replaced, there are more of these than one step takes."""
+        were skipped, or groups were replaced, there are more of these than one step takes."""
         if group_id is None or group_id in self._begun:
             return group_id is not None
         version = self._lineage[-1]

@@ -31,12 +31,12 @@ class Job:
 
     @property
     def overlaps(self) -> bool:
-        """Whether rollouts go on while the learner learns."""
+        """Whether rollouts run while the learner learns."""
         return self.algorithm.max_staleness > 0
 
     @asynccontextmanager
     async def alone(self) -> AsyncGenerator[None]:
-        """Inside, the learner has the weights and the cores for itself, unless rollouts are to go on beside it."""
+        """Inside, the learner has the weights and the cores for itself, unless rollouts run beside it."""
         if self.overlaps:
             yield
         else:

@@ -59,7 +59,7 @@ def rollout_metrics(groups: Sequence[CompleteGroup], dropped: Dropped | None = N
 
 
 def credit_metrics(groups: Sequence[Sequence[Sequence[CreditedTransition]]]) -> dict[str, float]:
-    """Advantages of all sampled tokens that were credited, those of groups that teach nothing too; what a critic said
+    """Advantages of all sampled tokens that were credited, those of useless groups too; what a critic said
     of them before the step, and how much of the targets' variance that explains."""
     items = [item for group in groups for transitions in group for item in transitions]
     values = np.concatenate([np.zeros(0), *(item.advantages for item in items)], dtype=np.float64)

@@ -90,8 +90,8 @@ class Policies:
 
     async def _check_parity(self, name: str, sampler: Sampler) -> None:
         samples, learner = await sampler.sample(), self.learners[name]
-        told = await self.in_thread(lambda: [logprobs.numpy() for logprobs in learner.logprobs(samples)])
-        pairs = zip(told, samples, strict=True)
+        of_learner = await self.in_thread(lambda: [logprobs.numpy() for logprobs in learner.logprobs(samples)])
+        pairs = zip(of_learner, samples, strict=True)
         differences = [float(np.abs(np.expm1(own - sample.logprobs)).max()) for own, sample in pairs]
         worst = max(differences, default=0.0)  # with no server left there is nothing to compare yet
         if not worst <= learner.mismatch_tolerance:

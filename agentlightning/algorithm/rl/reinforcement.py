@@ -1,6 +1,6 @@
 """The reinforcement-learning loop: take complete groups, give credit, step, publish, repeat.
 
-With a staleness of 0 rollouts, steps and evaluations take turns; with more they go on beside each other. A kill at any
+With a staleness of 0 rollouts, steps and evaluations take turns; with more they run beside each other. A kill at any
 moment loses nothing that `resumption.py` does not find again.
 """
 
@@ -41,7 +41,7 @@ EXPORTS: Final = "published"  # folder of a run for the weights that samplers re
 class Loop:
     """One training job of an algorithm on these groups.
 
-    Whatever reads or writes weights runs in the one `thread`: the event loop goes on, and a checkpoint holds the
+    Whatever reads or writes weights runs in the one `thread`: the event loop stays free, and a checkpoint holds the
     weights of one step."""
 
     def __init__(self, algorithm: RLSettings, context: RunContext, groups: Groups, thread: Executor) -> None:
@@ -208,7 +208,7 @@ class Loop:
                         progress.advance(sum(map(len, history.values())))
             except TrainingError as error:
                 raise TrainingError(f"step {step}: {error}. {self._how_to_replay(step)}") from error
-            # Before the engines go on: no token of the new weights is to be called one of the old.
+            # Before the engines continue: no token of the new weights is to be called one of the old.
             job.state.policy_version = await job.context.store.next_policy_version(job.run_id)
             await job.policies.publish(job.state.policy_version)
         self._learning = False

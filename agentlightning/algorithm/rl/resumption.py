@@ -1,7 +1,7 @@
-"""How a run that was cut short goes on: from its newest checkpoint, with the rollouts that it still waits for.
+"""How a run that was cut short continues: from its newest checkpoint, with the rollouts that it still waits for.
 
 A group's id is made of the run, the position of its task and the policy version it was begun under, and an
-evaluation's of the step and the version, so that a run that goes on finds its own again, and none of another lineage.
+evaluation's of the step and the version, so that a resumed run finds its own again, and none of another lineage.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ async def resume(job: Job, alarms: Alarms) -> None:
     else:
         job.state = restored
         job.groups.restore(restored.groups)
-        await context.tracking.go_on_after(restored.step)
+        await context.tracking.resume_after(restored.step)
         alarms.remember(measured for _, measured in sorted(context.tracking.history.items()))
         context.progress.note(f"resumed after step {restored.step} (policy version {restored.policy_version})")
     if not context.owns_runner:

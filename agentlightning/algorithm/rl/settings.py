@@ -37,7 +37,7 @@ _LEAST: Final[dict[str, float]] = {
 TOO_FEW_REWARDED: Final = "too few rewarded"
 WITHOUT_VARIANCE: Final = "without variance"
 
-# Beside a group that teaches only in comparison with others; no agent's rewards have a mean of 2⁻²¹.
+# Beside a group that counts only in comparison with others; no agent's rewards have a mean of 2⁻²¹.
 _BESIDE: Final = RewardedGroup.trial(-1.5, 1.5 + 2**-20)
 
 
@@ -65,9 +65,9 @@ class RLSettings(metaclass=_Tried):
     `unrewarded` says what a rollout without a reward counts for: left out of its group, or a stated reward.
     `agents` are the names of the agents to train, as in `"writer|rewriter"`; without it all are. Which of their calls
     train is said by `keep`, `train_truncated`, `max_prompt_length` and `max_response_length` (`CallFilter`).
-    With `max_staleness` K rollouts, training and evaluation go on at once: a step trains on the first groups that are
+    With `max_staleness` K rollouts, training and evaluation run at once: a step trains on the first groups that are
     complete, sampled at most K publications ago; what is older is dropped. With 0 a step trains on rollouts of the
-    very weights it changes. With K, or with `dynamic_sampling` (DAPO, arXiv:2503.14476), a group that teaches nothing
+    very weights it changes. With K, or with `dynamic_sampling` (DAPO, arXiv:2503.14476), a useless group
     is replaced by another.
     `difficulty` (low, high) leaves a task out of the next epoch whose mean reward lay outside; `curriculum` is a
     function (or `file.py:function`) of (tasks, epoch) that gives the order of an epoch as indices.
@@ -171,18 +171,18 @@ class RLSettings(metaclass=_Tried):
 
     @property
     def refills(self) -> bool:
-        """Whether a group that teaches nothing is replaced by another."""
+        """Whether a useless group is replaced by another."""
         return self.dynamic_sampling or self.max_staleness > 0
 
     def why_useless(self, group: RewardedGroup) -> str | None:
         """Why no step learns from this group, whatever else it trains on; None if one may."""
         if len(group.rewards) < self.fewest_rewarded:
             return TOO_FEW_REWARDED
-        return None if self.teaches(group) or self.teaches(group, _BESIDE) else WITHOUT_VARIANCE
+        return None if self.trains_on(group) or self.trains_on(group, _BESIDE) else WITHOUT_VARIANCE
 
-    def teaches(self, *groups: RewardedGroup) -> bool:
+    def trains_on(self, *groups: RewardedGroup) -> bool:
         """Whether anything is learned from the first of these groups."""
-        return any(item.teaches for rollout in self.credited(groups)[0] for item in rollout)
+        return any(item.trains for rollout in self.credited(groups)[0] for item in rollout)
 
     def try_advantages(self) -> None:
         """ConfigError where `advantages` fails on groups that no agent made, or gives what is no advantage; and where
@@ -237,7 +237,7 @@ class RLSettings(metaclass=_Tried):
 
     @property
     def fewest_rewarded(self) -> int:
-        """How many members of a group must have a reward for it to teach anything."""
+        """How many members of a group must have a reward for it to be trained on."""
         return min(2, self.group_size)
 
     @abc.abstractmethod

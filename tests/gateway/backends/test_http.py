@@ -8,18 +8,15 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from starlette.applications import Starlette
 
 from agentlightning import semconv
 from agentlightning.errors import BackendError, ConfigError
-from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import BackendEvent, Delta, Finished, ModelCall, Sampling, Started, Usage
 from agentlightning.gateway.backends.http import HttpBackend
-from agentlightning.gateway.models import ModelEntry, ModelTable
-from agentlightning.store.sql import SqlStore
+from agentlightning.gateway.models import ModelEntry
 from tests.gateway.talker import SEARCH_TOOL, user
 from tests.gateway.upstream import DONE, GOOD, Upstream, chunk, gateway_before, piece
-from tests.gateway.world import GREEDY, World, serving, world
+from tests.gateway.world import GREEDY, fronting, world
 
 pytestmark = pytest.mark.anyio
 
@@ -137,22 +134,17 @@ async def test_an_unreachable_upstream_is_a_503_after_retries(caplog: pytest.Log
         ),
     ],
 )
-async def test_a_call_whose_counts_disagree_is_flagged_and_counted(
-    tmp_path: Path, events: list[str], flag: str | None
-) -> None:
-    store = await SqlStore.open(tmp_path / "store.sqlite", synchronous="NORMAL")
-    async with gateway_before(Upstream(events), store) as front:
+async def test_a_call_whose_counts_disagree_is_flagged_and_counted(events: list[str], flag: str | None) -> None:
+    async with gateway_before(Upstream(events)) as front:
         attempted = await front.attempt()
         await front.client(attempted).chat.completions.create(model="policy", messages=user("hello"))
         (span,) = await front.spans(attempted)
         assert span.attributes.get(semconv.CALL_FLAG) == flag
         assert front.gateway.statistics.untrainable == ({flag: 1} if flag else {})
-    await store.close()
 
 
-async def test_whole_and_streamed_answers_are_captured_alike(tmp_path: Path) -> None:
-    store = await SqlStore.open(tmp_path / "store.sqlite", synchronous="NORMAL")
-    async with gateway_before(Upstream(GOOD), store) as front:
+async def test_whole_and_streamed_answers_are_captured_alike() -> None:
+    async with gateway_before(Upstream(GOOD)) as front:
         attempted = await front.attempt()
         client = front.client(attempted)
         answer = await client.chat.completions.create(model="policy", messages=user("hello"))
@@ -162,13 +154,11 @@ async def test_whole_and_streamed_answers_are_captured_alike(tmp_path: Path) -> 
     assert text == answer.choices[0].message.content == "Hi!"
     assert first.tokens == second.tokens
     assert first.tokens is not None and first.tokens.choices[0].token_ids == (4, 5, 6)
-    await store.close()
 
 
-async def test_a_hosted_model_keeps_the_agents_sampling_and_is_not_trained(tmp_path: Path) -> None:
-    store = await SqlStore.open(tmp_path / "store.sqlite", synchronous="NORMAL")
+async def test_a_hosted_model_keeps_the_agents_sampling_and_is_not_trained() -> None:
     upstream = Upstream(GOOD)
-    async with gateway_before(upstream, store, kind="openai") as front:
+    async with gateway_before(upstream, kind="openai") as front:
         attempted = await front.attempt()
         client = front.client(attempted)
         await client.chat.completions.create(model="policy", messages=user("hello"))
@@ -181,12 +171,10 @@ async def test_a_hosted_model_keeps_the_agents_sampling_and_is_not_trained(tmp_p
     assert not {"temperature", "top_p", "top_k", "seed", "logprobs", "n"} & silent.keys()
     assert (outspoken["temperature"], outspoken["max_tokens"]) == (0.3, 9)  # by the name that the agent gave it
     assert outspoken["presence_penalty"] == 0.5
-    await store.close()
 
 
-async def test_a_failure_in_mid_stream_reaches_the_client_and_the_span(tmp_path: Path) -> None:
-    store = await SqlStore.open(tmp_path / "store.sqlite", synchronous="NORMAL")
-    async with gateway_before(Upstream(GOOD[:2]), store) as front:
+async def test_a_failure_in_mid_stream_reaches_the_client_and_the_span() -> None:
+    async with gateway_before(Upstream(GOOD[:2])) as front:
         attempted = await front.attempt()
         stream = await front.client(attempted).chat.completions.create(
             model="policy", messages=user("hello"), stream=True
@@ -196,29 +184,21 @@ async def test_a_failure_in_mid_stream_reaches_the_client_and_the_span(tmp_path:
         (span,) = await front.spans(attempted)
         assert span.attributes[semconv.CALL_FLAG] == "call failed"
         assert span.tokens is not None and span.tokens.choices[0].token_ids == (4,)
-    await store.close()
 
 
 async def test_a_gateway_before_a_gateway_records_the_engines_ids_and_versions(tmp_path: Path) -> None:
-    (tmp_path / "back").mkdir()
-    async with world(tmp_path / "back", store=False) as back:
+    async with world(tmp_path, store=False) as back:
         await back.service.update_weights(5)
-        store = await SqlStore.open(tmp_path / "store.sqlite", synchronous="NORMAL")
         backend = HttpBackend(f"{back.url}/v1", model="policy")
-        gateway = Gateway(ModelTable([ModelEntry("front", backend, train=GREEDY)]), store)
-        async with serving(Starlette(routes=gateway.routes())) as url:
-            front = World(url, store, gateway, back.service)
+        async with fronting(ModelEntry("front", backend, train=GREEDY)) as front:
             attempted = await front.attempt()
-            answer = await front.client(attempted).chat.completions.create(
-                model="front", messages=user("weather"), tools=[SEARCH_TOOL]
-            )
+            create = front.client(attempted).chat.completions.create
+            answer = await create(model="front", messages=user("weather"), tools=[SEARCH_TOOL])
             turns = [*user("weather"), answer.choices[0].message.model_dump()]
             turns.append({"role": "tool", "tool_call_id": turns[1]["tool_calls"][0]["id"], "content": "sunny"})
-            await front.clients[0].chat.completions.create(model="front", messages=turns, tools=[SEARCH_TOOL])
+            await create(model="front", messages=turns, tools=[SEARCH_TOOL])
             first, second = await front.spans(attempted)
-            await front.clients[0].close()
         await backend.close()
-        await store.close()
     assert answer.choices[0].message.tool_calls[0].function.name == "search"
     assert semconv.CALL_FLAG not in first.attributes
     choice = first.tokens.choices[0]
@@ -228,10 +208,9 @@ async def test_a_gateway_before_a_gateway_records_the_engines_ids_and_versions(t
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_that_cannot_be_written_down_is_not_trained(tmp_path: Path, stream: bool) -> None:
+async def test_an_answer_that_cannot_be_written_down_is_not_trained(stream: bool) -> None:
     odd = chunk(usage={"prompt_tokens": 3, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": "?"}})
-    store = await SqlStore.open(tmp_path / "store.sqlite", synchronous="NORMAL")
-    async with gateway_before(Upstream([*GOOD[:3], odd, DONE]), store) as front, aiohttp.ClientSession() as session:
+    async with gateway_before(Upstream([*GOOD[:3], odd, DONE])) as front, aiohttp.ClientSession() as session:
         attempted = await front.attempt()
         asked = {"model": "policy", "max_tokens": 9, "messages": user("hello"), "stream": stream}
         url = f"{front.url}/rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}/v1/messages"
@@ -239,4 +218,3 @@ async def test_an_answer_that_cannot_be_written_down_is_not_trained(tmp_path: Pa
             assert "api_error" in await answer.text()
         (span,) = await front.spans(attempted)
     assert span.attributes[semconv.CALL_FLAG] == "call failed"
-    await store.close()

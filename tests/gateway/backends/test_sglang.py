@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -19,20 +18,20 @@ from starlette.routing import Route
 from agentlightning import semconv
 from agentlightning.engine.service import EngineService
 from agentlightning.errors import BackendError, ConfigError
-from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.backend import STOPPED_BY_STRING, Delta, ModelCall, Sampling
+from agentlightning.gateway.backend import STOPPED_BY_STRING, Delta, Sampling
 from agentlightning.gateway.backends.kinds import make_backend
 from agentlightning.gateway.backends.tokens import TRUNCATED, SglangBackend
 from agentlightning.gateway.chat.backend import TokenBackend
-from agentlightning.gateway.generation import GenerationRequest, SampledToken
+from agentlightning.gateway.generation import SampledToken
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.probe import probe
 from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.sql import SqlStore
+from tests.gateway.backends.engines import answered, chat_call, check_parity, sampled
 from tests.gateway.talker import PLAIN, SEARCH_TOOL, make_talker, user
-from tests.gateway.world import GREEDY, World, serving, talking
+from tests.gateway.world import GREEDY, fronting, serving, talking
 
 pytestmark = pytest.mark.anyio
 
@@ -86,16 +85,8 @@ class Sglang:
 
     async def _sampled(self, asked: dict[str, Any]) -> AsyncIterator[SampledToken]:
         sampling = asked["sampling_params"]
-        request = GenerationRequest(
-            asked["input_ids"],
-            max_tokens=sampling["max_new_tokens"],
-            temperature=sampling["temperature"],
-            top_p=sampling["top_p"],
-            top_k=max(0, sampling["top_k"]),
-            seed=sampling.get("sampling_seed"),
-            stop_token_ids=frozenset(sampling["stop_token_ids"]),
-        )
-        async with aclosing(self.service.generate(request)) as tokens:
+        most, seed = sampling["max_new_tokens"], sampling.get("sampling_seed")
+        async with aclosing(sampled(self.service, asked["input_ids"], sampling, most, seed)) as tokens:
             async for token in tokens:
                 if asked["rid"] in self.aborted:
                     return
@@ -128,13 +119,6 @@ class Sglang:
         return {"text": make_talker().tokenizer.decode(ids), "output_ids": ids, "meta_info": meta | self.changes}
 
 
-@pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("tokenizer")
-    make_talker().tokenizer.save_pretrained(path)
-    return str(path)
-
-
 @asynccontextmanager
 async def connected(server: Sglang, tokenizer: str) -> AsyncIterator[SglangBackend]:
     routes = [Route(f"/{one.__name__}", one, methods=["POST"]) for one in (server.generate,)]
@@ -158,17 +142,6 @@ async def world(tokenizer: str) -> AsyncIterator[tuple[SglangBackend, Sglang, To
 Setting = tuple[SglangBackend, Sglang, TokenBackend]
 
 
-def chat_call(text: str = "hello", **fields: Any) -> ModelCall:
-    return ModelCall(**{"request_id": "r", "model": "m", "messages": user(text), "sampling": GREEDY, **fields})
-
-
-async def answered(backend: TokenBackend, call: ModelCall) -> Answer:
-    answer = Answer(call.sampling.n)
-    async for event in backend.answer(call):
-        answer.add(event)
-    return answer
-
-
 @pytest.mark.parametrize(("stream", "incremental"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("text", ["signs", "weather", "broken"])
 async def test_answers_are_those_of_the_same_engine_embedded(
@@ -176,13 +149,7 @@ async def test_answers_are_those_of_the_same_engine_embedded(
 ) -> None:
     backend, server, embedded = world
     server.incremental = incremental
-    call = chat_call(text, tools=[] if text in PLAIN else [SEARCH_TOOL], stream=stream)
-    ours, expected = await answered(backend, call), await answered(embedded, call)
-    assert ours.prompt_token_ids == expected.prompt_token_ids
-    mine, theirs = ours.choices[0], expected.choices[0]
-    assert mine.message() == theirs.message()
-    assert (mine.token_ids, mine.finish_reason, mine.untrainable) == (theirs.token_ids, theirs.finish_reason, None)
-    assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+    await check_parity(backend, embedded, text, stream)
 
 
 async def test_every_choice_is_a_request_with_a_seed_of_its_own(world: Setting) -> None:
@@ -373,20 +340,15 @@ async def test_an_answer_that_is_not_what_was_asked_for_is_an_error(
     assert caught.value.status == status
 
 
-async def test_calls_through_the_gateway_are_captured_and_trained(world: Setting, tmp_path: Path) -> None:
+async def test_calls_through_the_gateway_are_captured_and_trained(world: Setting) -> None:
     backend, _, _ = world
-    store = await SqlStore.open(tmp_path / "store.sqlite", synchronous="NORMAL")
-    gateway = Gateway(ModelTable([ModelEntry("policy", backend, train=GREEDY)]), store)
-    async with serving(Starlette(routes=gateway.routes())) as url:
-        front = World(url, store, gateway, world[1].service)
+    async with fronting(ModelEntry("policy", backend, train=GREEDY)) as front:
         attempted = await front.attempt()
         async with front.client(attempted).chat.completions.stream(
             model="policy", messages=user("weather"), tools=[SEARCH_TOOL]
         ) as stream:
             completion = await stream.get_final_completion()
         (span,) = await front.spans(attempted)
-        await front.clients[0].close()
-    await store.close()
     assert completion.choices[0].message.tool_calls[0].function.name == "search"
     assert semconv.CALL_FLAG not in span.attributes
     assert span.attributes[semconv.CALL_BACKEND] == backend.connection.base_url

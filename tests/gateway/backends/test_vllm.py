@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,16 @@ from agentlightning.engine.service import EngineService
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.backend import WEIGHTS_UNKNOWN, ModelCall, Sampling
+from agentlightning.gateway.backend import WEIGHTS_UNKNOWN, Sampling
 from agentlightning.gateway.backends.kinds import make_backend
 from agentlightning.gateway.backends.tokens import VllmBackend
 from agentlightning.gateway.chat.backend import TokenBackend
-from agentlightning.gateway.generation import GenerationRequest, SampledToken
+from agentlightning.gateway.generation import SampledToken
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.server.app import create_app
-from tests.gateway.talker import PLAIN, SEARCH_TOOL, make_talker, user
-from tests.gateway.world import GREEDY, serving, talking
+from tests.gateway.backends.engines import answered, chat_call, check_parity, sampled
+from tests.gateway.talker import make_talker
+from tests.gateway.world import serving, talking
 
 pytestmark = pytest.mark.anyio
 
@@ -59,20 +60,9 @@ class Vllm:
             yield f"data: {json.dumps({'choices': [self._choice(asked, [token])]})}\n\n"
         yield "data: [DONE]\n\n"
 
-    async def _sampled(self, asked: dict[str, Any]) -> AsyncIterator[SampledToken]:
+    def _sampled(self, asked: dict[str, Any]) -> AsyncIterator[SampledToken]:
         sampling = asked["sampling_params"]
-        request = GenerationRequest(
-            asked["token_ids"],
-            max_tokens=sampling.get("max_tokens"),
-            temperature=sampling["temperature"],
-            top_p=sampling["top_p"],
-            top_k=max(0, sampling["top_k"]),
-            seed=sampling.get("seed"),
-            stop_token_ids=frozenset(sampling["stop_token_ids"]),
-        )
-        async with aclosing(self.service.generate(request)) as tokens:
-            async for token in tokens:
-                yield token
+        return sampled(self.service, asked["token_ids"], sampling, sampling.get("max_tokens"), sampling.get("seed"))
 
     def _choice(self, asked: dict[str, Any], tokens: list[SampledToken]) -> dict[str, Any]:
         top = asked["sampling_params"]["logprobs"]
@@ -89,13 +79,6 @@ class Vllm:
 
 
 Setting = tuple[VllmBackend, Vllm, TokenBackend]
-
-
-@pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("tokenizer")
-    make_talker().tokenizer.save_pretrained(path)
-    return str(path)
 
 
 @asynccontextmanager
@@ -118,28 +101,11 @@ async def world(tokenizer: str) -> AsyncIterator[Setting]:
         yield setting
 
 
-def chat_call(text: str = "hello", **fields: Any) -> ModelCall:
-    return ModelCall(**{"request_id": "r", "model": "m", "messages": user(text), "sampling": GREEDY, **fields})
-
-
-async def answered(backend: Any, call: ModelCall) -> Answer:
-    answer = Answer(call.sampling.n)
-    async for event in backend.answer(call):
-        answer.add(event)
-    return answer
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("text", ["signs", "weather", "broken"])
 async def test_answers_are_those_of_the_same_engine_embedded(world: Setting, text: str, stream: bool) -> None:
     backend, server, embedded = world
-    call = chat_call(text, tools=[] if text in PLAIN else [SEARCH_TOOL], stream=stream)
-    ours, expected = await answered(backend, call), await answered(embedded, call)
-    assert ours.prompt_token_ids == expected.prompt_token_ids
-    mine, theirs = ours.choices[0], expected.choices[0]
-    assert mine.message() == theirs.message()
-    assert (mine.token_ids, mine.finish_reason, mine.untrainable) == (theirs.token_ids, theirs.finish_reason, None)
-    assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+    await check_parity(backend, embedded, text, stream)
     assert len(server.asked) == 1 and "tools" not in server.asked[0]
 
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from openai.types import Completion
-from starlette.applications import Starlette
 
 from agentlightning import semconv
-from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.chat.template import ChatTemplate
-from agentlightning.gateway.models import ModelEntry, ModelTable
-from agentlightning.store.sql import SqlStore
+from agentlightning.gateway.models import ModelEntry
 from tests.gateway.talker import PLAIN, make_talker, user
-from tests.gateway.world import GREEDY, World, serving, world
+from tests.gateway.world import GREEDY, World, fronting, world
 
 pytestmark = pytest.mark.anyio
 
@@ -149,24 +144,12 @@ async def test_what_changes_nothing_is_accepted(gateway_world: World) -> None:
 # --- servers ------------------------------------------------------------------------------------------------------
 
 
-@asynccontextmanager
-async def before(url: str, directory: Path) -> AsyncIterator[World]:
-    """A gateway whose model is the server at `url`."""
-    store = await SqlStore.open(directory / "store.sqlite", synchronous="NORMAL")
-    gateway = Gateway(ModelTable([ModelEntry("policy", HttpBackend(f"{url}/v1"), train=GREEDY)]), store)
-    async with serving(Starlette(routes=gateway.routes())) as front:
-        built = World(front, store, gateway, None)  # type: ignore[arg-type]
-        yield built
-        for client in built.clients:
-            await client.close()
-    await gateway.close()
-    await store.close()
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_gateway_before_a_gateway_records_the_engines_ids_and_versions(tmp_path: Path, stream: bool) -> None:
-    (tmp_path / "back").mkdir()
-    async with world(tmp_path / "back", store=False) as back, before(back.url, tmp_path) as front:
+    async with (
+        world(tmp_path, store=False) as back,
+        fronting(ModelEntry("policy", HttpBackend(f"{back.url}/v1"), train=GREEDY)) as front,
+    ):
         await back.service.update_weights(5)
         attempted = await front.attempt()
         answer = await front.client(attempted).completions.create(

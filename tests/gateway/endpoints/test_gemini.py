@@ -13,8 +13,9 @@ from agentlightning import semconv
 from agentlightning.gateway.endpoints.gemini import GenerateContent
 from agentlightning.gateway.request import CallRefused, CallRequest
 from agentlightning.types import AttemptedRollout
-from tests.gateway.endpoints.test_messages_elsewhere import Saying, before
+from tests.gateway.endpoints.test_messages_elsewhere import Saying
 from tests.gateway.talker import BROKEN_CALL, FOUND, PLAIN, SEARCH_TOOL, user
+from tests.gateway.upstream import gateway_before
 from tests.gateway.world import World, world
 
 pytestmark = pytest.mark.anyio
@@ -248,11 +249,11 @@ async def test_how_an_answer_ends(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_another_servers_reasoning_is_a_thought(tmp_path: Path, stream: bool) -> None:
+async def test_another_servers_reasoning_is_a_thought(stream: bool) -> None:
     details = {"prompt_tokens_details": {"cached_tokens": 8}, "completion_tokens_details": {"reasoning_tokens": 2}}
     call = {"id": "call_1", "type": "function", "function": {"name": "search", "arguments": ""}}
     said = Saying({"reasoning_content": "Hmm, well.", "content": "Yes.", "tool_calls": [call]}, "tool_calls", **details)
-    async with before(said, tmp_path) as there:
+    async with gateway_before(said) as there:
         told = await answered(there, stream, asked("A", systemInstruction=turn("S"), tools=[SEARCH]))
         assert [message["role"] for message in said.asked[0]["messages"]] == ["system", "user"]
         assert said.asked[0]["tools"] == [SEARCH_TOOL]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -23,11 +20,10 @@ from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.endpoints.messages import Messages
 from agentlightning.gateway.models import ModelEntry, ModelTable
-from agentlightning.store.sql import SqlStore
 from tests.gateway.claude import SEARCH, answered, asked, call_of, client_of, events_of, strictly
 from tests.gateway.talker import SEARCH_TOOL, user
 from tests.gateway.upstream import DONE, Upstream, chunk, gateway_before
-from tests.gateway.world import World, serving
+from tests.gateway.world import serving
 
 pytestmark = pytest.mark.anyio
 
@@ -63,19 +59,11 @@ class Saying(Upstream):
         return JSONResponse({"id": "1", "object": "chat.completion", "choices": [choice], "usage": self.usage})
 
 
-@asynccontextmanager
-async def before(upstream: Upstream, directory: Path) -> AsyncIterator[World]:
-    store = await SqlStore.open(directory / "before.sqlite", synchronous="NORMAL")
-    async with gateway_before(upstream, store) as there:
-        yield there
-    await store.close()
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
-async def test_reasoning_is_a_thinking_block(tmp_path: Path, stream: bool, field: str) -> None:
+async def test_reasoning_is_a_thinking_block(stream: bool, field: str) -> None:
     upstream = Saying({field: "Hmm, well.", "content": "Yes.", "tool_calls": [call_of('{"q": "sun"}')]}, "tool_calls")
-    async with before(upstream, tmp_path) as there:
+    async with gateway_before(upstream) as there:
         message = await answered(client_of(there), stream, **asked(tools=[SEARCH]))
         if stream:
             for name, data in await events_of(there):
@@ -94,14 +82,14 @@ def message_json(message: Message) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_call_without_arguments_has_an_empty_input(tmp_path: Path, stream: bool) -> None:
-    async with before(Saying({"tool_calls": [call_of("")]}), tmp_path) as there:
+async def test_a_call_without_arguments_has_an_empty_input(stream: bool) -> None:
+    async with gateway_before(Saying({"tool_calls": [call_of("")]})) as there:
         message = await answered(client_of(there), stream, **asked(tools=[SEARCH]))
     assert (message.content[0].input, message.stop_reason) == ({}, "tool_use")
 
 
-async def test_arguments_that_are_no_object_stay_text_in_a_whole_answer(tmp_path: Path) -> None:
-    async with before(Saying({"tool_calls": [call_of('{"q": }')]}, "tool_calls"), tmp_path) as there:
+async def test_arguments_that_are_no_object_stay_text_in_a_whole_answer() -> None:
+    async with gateway_before(Saying({"tool_calls": [call_of('{"q": }')]}, "tool_calls")) as there:
         message = await client_of(there).messages.create(**asked(tools=[SEARCH]))
         assert message.content[0].text == '{"name": "search", "arguments": {"q": }}'
         assert message.stop_reason == "end_turn"
@@ -110,12 +98,12 @@ async def test_arguments_that_are_no_object_stay_text_in_a_whole_answer(tmp_path
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_cached_tokens_are_counted_beside_the_others(tmp_path: Path, stream: bool) -> None:
+async def test_cached_tokens_are_counted_beside_the_others(stream: bool) -> None:
     details = {
         "prompt_tokens_details": {"cached_tokens": 8},
         "completion_tokens_details": {"reasoning_tokens": 2},
     }
-    async with before(Saying({"content": "Hello"}, **details), tmp_path) as there:
+    async with gateway_before(Saying({"content": "Hello"}, **details)) as there:
         usage = (await answered(client_of(there), stream, **asked())).usage
     assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (2, 8, 5)
     assert usage.output_tokens_details.thinking_tokens == 2
@@ -130,19 +118,17 @@ async def test_cached_tokens_are_counted_beside_the_others(tmp_path: Path, strea
         ({"content": "I am"}, "abort", "max_tokens"),
     ],
 )
-async def test_other_ends_have_their_reasons(
-    tmp_path: Path, stream: bool, message: dict[str, str], reason: str, expected: str
-) -> None:
-    async with before(Saying(message, reason), tmp_path) as there:
+async def test_other_ends_have_their_reasons(stream: bool, message: dict[str, str], reason: str, expected: str) -> None:
+    async with gateway_before(Saying(message, reason)) as there:
         answer = await answered(client_of(there), stream, **asked())
     assert answer.stop_reason == expected
     assert answer.content[0].text == next(iter(message.values()))
 
 
-async def test_what_the_engine_cannot_do_is_passed_on_in_the_form_of_chat_completions(tmp_path: Path) -> None:
+async def test_what_the_engine_cannot_do_is_passed_on_in_the_form_of_chat_completions() -> None:
     upstream = Saying({"content": "Hello"})
     schema = {"type": "object", "properties": {}}
-    async with before(upstream, tmp_path) as there:
+    async with gateway_before(upstream) as there:
         await client_of(there).messages.create(
             **asked(),
             system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
@@ -174,19 +160,19 @@ class Found(BaseModel):
     place: str
 
 
-async def test_an_answer_of_a_given_schema_is_parsed_by_the_sdk(tmp_path: Path) -> None:
+async def test_an_answer_of_a_given_schema_is_parsed_by_the_sdk() -> None:
     upstream = Saying({"content": '{"place": "Oslo"}'})
-    async with before(upstream, tmp_path) as there:
+    async with gateway_before(upstream) as there:
         message = await client_of(there).messages.parse(**asked(), output_format=Found)
     assert message.parsed_output == Found(place="Oslo")
     asked_for = upstream.asked[0]["response_format"]
     assert (asked_for["type"], list(asked_for["json_schema"]["schema"]["properties"])) == ("json_schema", ["place"])
 
 
-async def test_an_error_in_mid_stream_is_an_event(tmp_path: Path) -> None:
+async def test_an_error_in_mid_stream_is_an_event() -> None:
     broken = Saying({"content": "Hello"})
     broken.events[3:] = ['data: {"error": {"message": "gpu on fire"}}\n\n']
-    async with before(broken, tmp_path) as there:
+    async with gateway_before(broken) as there:
         name, data = (await events_of(there))[-1]
         assert (name, strictly(ErrorResponse, data).error.type) == ("error", "api_error")
         stream = await client_of(there).messages.create(**asked(), stream=True)

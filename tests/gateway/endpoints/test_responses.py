@@ -15,7 +15,6 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel
 
 from agentlightning import semconv
-from agentlightning.store.sql import SqlStore
 from agentlightning.types import AttemptedRollout, Span
 from tests.gateway.talker import PLAIN, SEARCH_TOOL
 from tests.gateway.upstream import DONE, GOOD, Upstream, chunk, gateway_before
@@ -188,16 +187,6 @@ async def test_logprobs_are_given_on_request(gateway_world: World) -> None:
     assert plain["output"][0]["content"][0]["logprobs"] == []
 
 
-UNABLE = [
-    ({"tool_choice": "required"}, "tool_choice"),
-    ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "strin"}}}}, "response_format"),
-    (
-        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,AA=="}]}]},
-        "image_url",
-    ),
-]
-
-
 # --- conversations ------------------------------------------------------------------------------------------------
 
 SHORT = {"model": "policy", "max_output_tokens": 8}
@@ -296,12 +285,10 @@ async def test_an_unstored_response_is_not_continued_after_a_restart_either(tmp_
 
 
 @asynccontextmanager
-async def front_of(directory: Path, *events: str, **options: Any) -> AsyncIterator[tuple[World, Upstream]]:
-    store = await SqlStore.open(directory / "store.sqlite", synchronous="NORMAL")
+async def front_of(*events: str) -> AsyncIterator[tuple[World, Upstream]]:
     upstream = Upstream(list(events))
-    async with gateway_before(upstream, store, **options) as front:
+    async with gateway_before(upstream) as front:
         yield front, upstream
-    await store.close()
 
 
 def delta(finish_reason: str | None = None, **fields: Any) -> str:
@@ -340,8 +327,8 @@ class Weather(BaseModel):
     degrees: int
 
 
-async def test_structured_output_reaches_the_server_and_is_parsed(tmp_path: Path) -> None:
-    async with front_of(tmp_path, delta(content='{"degrees": 20}'), delta("stop"), DONE) as (front, upstream):
+async def test_structured_output_reaches_the_server_and_is_parsed() -> None:
+    async with front_of(delta(content='{"degrees": 20}'), delta("stop"), DONE) as (front, upstream):
         client = front.client(await front.attempt("test"))
         response = await client.responses.parse(
             model="policy",
@@ -365,8 +352,8 @@ async def test_structured_output_reaches_the_server_and_is_parsed(tmp_path: Path
     assert not {"input", "text", "reasoning", "include", "store", "metadata", "instructions"} & set(asked)
 
 
-async def test_reasoning_and_tool_calls_in_pieces_stream_as_items(tmp_path: Path) -> None:
-    async with front_of(tmp_path, *REASONED) as (front, upstream):
+async def test_reasoning_and_tool_calls_in_pieces_stream_as_items() -> None:
+    async with front_of(*REASONED) as (front, upstream):
         client = front.client(await front.attempt())
         events = await raw_events(client, input="weather", tools=[TOOL])
         async with client.responses.stream(model="policy", input="weather", tools=[TOOL]) as stream:
@@ -411,10 +398,8 @@ async def test_reasoning_and_tool_calls_in_pieces_stream_as_items(tmp_path: Path
         ("abort", "failed", None, {"code": "server_error", "message": "the backend aborted the answer"}),
     ],
 )
-async def test_how_an_answer_ended_is_its_status(
-    tmp_path: Path, reason: str, status: str, details: Any, error: Any
-) -> None:
-    async with front_of(tmp_path, delta(content="I"), delta(reason), DONE) as (front, _):
+async def test_how_an_answer_ended_is_its_status(reason: str, status: str, details: Any, error: Any) -> None:
+    async with front_of(delta(content="I"), delta(reason), DONE) as (front, _):
         client = front.client(await front.attempt())
         whole = await raw_response(client, input="hello")
         last = (await raw_events(client, input="hello"))[-1]
@@ -423,8 +408,8 @@ async def test_how_an_answer_ended_is_its_status(
             assert (response["status"], response["incomplete_details"], response["error"]) == (status, details, error)
 
 
-async def test_an_answer_without_a_word_is_an_empty_message(tmp_path: Path) -> None:
-    async with front_of(tmp_path, delta("stop"), DONE) as (front, _):
+async def test_an_answer_without_a_word_is_an_empty_message() -> None:
+    async with front_of(delta("stop"), DONE) as (front, _):
         client = front.client(await front.attempt())
         whole = await raw_response(client, input="hello")
         events = await raw_events(client, input="hello")
@@ -432,16 +417,16 @@ async def test_an_answer_without_a_word_is_an_empty_message(tmp_path: Path) -> N
             assert [part["text"] for item in response["output"] for part in item["content"]] == [""]
 
 
-async def test_a_refusal_is_a_part_of_its_own(tmp_path: Path) -> None:
-    async with front_of(tmp_path, delta(refusal="I "), delta(refusal="won't."), delta("stop"), DONE) as (front, _):
+async def test_a_refusal_is_a_part_of_its_own() -> None:
+    async with front_of(delta(refusal="I "), delta(refusal="won't."), delta("stop"), DONE) as (front, _):
         client = front.client(await front.attempt())
         events = await raw_events(client, input="hello")
     assert {"response.refusal.delta", "response.refusal.done"} <= set(kinds(events))
     assert events[-1]["response"]["output"][0]["content"] == [{"type": "refusal", "refusal": "I won't."}]
 
 
-async def test_a_failure_in_mid_stream_is_told_in_both_ways(tmp_path: Path) -> None:
-    async with front_of(tmp_path, *GOOD[:2]) as (front, _):
+async def test_a_failure_in_mid_stream_is_told_in_both_ways() -> None:
+    async with front_of(*GOOD[:2]) as (front, _):
         attempted = await front.attempt()
         client = front.client(attempted)
         *_, error, failed = await raw_events(client, input="hello")
@@ -457,10 +442,10 @@ async def test_a_failure_in_mid_stream_is_told_in_both_ways(tmp_path: Path) -> N
         assert [span.attributes.get(semconv.CALL_FLAG) for span in spans] == ["call failed", "call failed", None]
 
 
-async def test_a_call_that_is_taken_up_again_is_an_error(tmp_path: Path) -> None:
+async def test_a_call_that_is_taken_up_again_is_an_error() -> None:
     first, second = calling(0, "{", id="a", name="f"), calling(1, "{}", id="b", name="f")
     mixed = [delta(tool_calls=[first]), delta(tool_calls=[second]), delta(tool_calls=[calling(0, "}")])]
-    async with front_of(tmp_path, *mixed, delta("tool_calls"), DONE) as (front, _):
+    async with front_of(*mixed, delta("tool_calls"), DONE) as (front, _):
         events = await raw_events(front.client(await front.attempt()), input="hello", tools=[TOOL])
         assert "tool call 0" in events[-2]["message"]
 

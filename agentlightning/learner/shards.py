@@ -77,8 +77,8 @@ class ShardedLearner(TorchLearner):
         share = list(super()._micro_batches(batch, weights))
         yield from share[dist.get_rank() :: dist.get_world_size()]
         if dist.get_rank() >= len(share) % dist.get_world_size() > 0:
-            told = ("rows", "positions", "logprobs", "advantages", "weights", "transitions", "versions")
-            nothing: dict[str, Any] = {name: getattr(share[0], name)[:0] for name in told}
+            names = ("rows", "positions", "logprobs", "advantages", "weights", "transitions", "versions")
+            nothing: dict[str, Any] = {name: getattr(share[0], name)[:0] for name in names}
             yield replace(share[0], token_ids=share[0].token_ids[:1, :2], tokens=0, forest=None, **nothing)
 
     def _over_all(self, totals: Totals) -> Totals:

@@ -19,7 +19,7 @@ from agentlightning.algorithm.rl.sampling import TaskSampler
 from agentlightning.algorithm.rl.settings import RLSettings
 from agentlightning.data.call_filter import OTHER_MODEL
 from agentlightning.data.conversations import chat_messages
-from agentlightning.data.recorded import finished_rollouts, recorded_groups, rewarded_group
+from agentlightning.data.recordings import finished_rollouts, recorded_groups, rewarded_group
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.errors import ConfigError, InUseError, TrainingError
@@ -106,7 +106,7 @@ _OTHERWISE: Final = (
 async def read_groups(
     algorithm: RLSettings, context: RunContext, traces: LightningStore, run_id: str | None, place: str
 ) -> list[tuple[str, ...]]:
-    """The rollouts of each recorded group that teaches something, by id. Held-out rollouts are left alone.
+    """The rollouts of each recorded group that can be trained on, by id. Held-out rollouts are left alone.
 
     ConfigError where the policy's tokenizer is not the one that the traces were made with; TrainingError, which says
     what there was, where nothing is to be learned."""
@@ -128,7 +128,7 @@ async def read_groups(
                 spelled |= _spelled(tokens, one, recorded.spans, place)
         context.progress.advance(outcomes.total())
         rewarded = rewarded_group(traced, algorithm.unrewarded)
-        if algorithm.why_useless(rewarded) is None and algorithm.teaches(rewarded):
+        if algorithm.why_useless(rewarded) is None and algorithm.trains_on(rewarded):
             groups.append(tuple(one.rollout.rollout_id for one in traced))
     if False in spelled and True not in spelled:
         raise ConfigError(
@@ -136,13 +136,13 @@ async def read_groups(
             f"reads them: another one made these ids. {_OTHERWISE}"
         )
     if not groups:
-        told = [f"{count:,} {outcome}" for outcome, count in outcomes.most_common()]
-        told += [f"{count:,} calls left out ({reason})" for reason, count in excluded.most_common()]
+        reasons = [f"{count:,} {outcome}" for outcome, count in outcomes.most_common()]
+        reasons += [f"{count:,} calls left out ({reason})" for reason, count in excluded.most_common()]
         hint = f". Their model is called {', '.join(sorted(models))}: give model_name" if models else ""
         where = place if run_id is None else f"{place}, run {run_id}"
         raise TrainingError(
             f"nothing to learn from: of the finished rollouts in {where}, held-out ones aside, none is kept for "
-            f"{', '.join(context.policies)}: {'; '.join(told) or 'there is none'}{hint}. Nothing was trained"
+            f"{', '.join(context.policies)}: {'; '.join(reasons) or 'there is none'}{hint}. Nothing was trained"
         )
     context.progress.note(f"{len(groups):,} recorded groups are learned from, of {outcomes.total():,} rollouts")
     return groups

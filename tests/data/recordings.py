@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from agentlightning import semconv
-from agentlightning.data.recorded import Recorded
+from agentlightning.data.recordings import Recorded
 from agentlightning.types import Rollout, SampledChoice, Span, TokenCapture
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}

@@ -1,7 +1,7 @@
 """The finished rollouts of a store, group by group, each with the spans of its last attempt; and how their run trains
 them, read back from its manifest: which calls, what reward, whose credit.
 
-Knows stores, rollouts and manifests. Functions of a user's own are named there, and never loaded here.
+Knows stores, rollouts and manifests. Your own functions are named there, and never loaded here.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ def training_of(run: Run | None) -> Training:
     credit = {name: algorithm[name] for name in CreditSettings.__struct_fields__ if name in algorithm}
     by_settings = config.get("credit_by_settings", "baseline" in algorithm)
     calls, unrewarded = {**named, "models": list(mapping(config.get("models")))}, algorithm.get("unrewarded", "exclude")
-    told = {"calls": calls, "reward": algorithm["reward"], "unrewarded": unrewarded, "name": algorithm.get("name")}
+    settings = {"calls": calls, "reward": algorithm["reward"], "unrewarded": unrewarded, "name": algorithm.get("name")}
     try:
-        return msgspec.convert(told | ({"credit": credit} if by_settings else {}), Training)
+        return msgspec.convert(settings | ({"credit": credit} if by_settings else {}), Training)
     except msgspec.ValidationError:
         return UNTRAINED
 

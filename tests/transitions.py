@@ -1,0 +1,28 @@
+"""Transitions that no agent made, for tests of what is done with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from agentlightning.data.transitions import Transition
+
+
+def transition(prompt: Sequence[int], response: Sequence[int], **changes: Any) -> Transition:
+    """A call of `policy`, sampled by version 0 with log-probabilities of 0."""
+    usual: dict[str, Any] = {
+        "rollout_id": "r",
+        "attempt_id": "a",
+        "span_id": "s",
+        "call_index": 0,
+        "choice": 0,
+        "model": "policy",
+        "prompt_ids": np.array(prompt, np.int32),
+        "response_ids": np.array(response, np.int32),
+        "logprobs": np.zeros(len(response), np.float32),
+        "versions": np.zeros(len(response), np.int32),
+        "finish_reason": "stop",
+    }
+    return Transition(**(usual | changes))
