@@ -154,8 +154,8 @@ class Trainer:
         deterministic: bool = False,
         run_file: Mapping[str, Any] | None = None,
     ) -> None:
-        models_given = dict(model) if isinstance(model, Mapping) else {} if model is None else {model_name: model}
-        self.models = {name: fetched_model(one) for name, one in models_given.items()}
+        trained = model if isinstance(model, Mapping) else {} if model is None else {model_name: model}
+        self.models = {name: fetched_model(one) for name, one in trained.items()}
         self.frozen = read_frozen(models or {}, self.models)
         n_runners = n_workers if n_runners is None else n_runners
         if adapter is not None:
@@ -165,8 +165,7 @@ class Trainer:
         self.algorithm: Algorithm = GRPO() if algorithm is None else algorithm
         self.sampler, self.learner = sampler, learner
         read_learner(learner)
-        self.optimizer, self.lora = optimizer or AdamW(), lora
-        self.dtype: DType | None = dtype
+        self.optimizer, self.lora, self.dtype = optimizer or AdamW(), lora, dtype
         self.n_runners, self._concurrency = n_runners, n_runners or 0
         self.isolation: Isolation = isolation
         self.run_dir, self.store, self.seed, self.time_limit = run_dir, store, seed, time_limit

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 import msgspec
@@ -151,26 +151,17 @@ async def export(
         file = out
     if file is None:
         raise click.UsageError("Missing argument 'FILE', where to write to")
-    if best_of_group and kind != "sft":
-        raise click.UsageError("--best-of-group goes with --format sft")
-    if labels and kind == "rollouts":
-        raise click.UsageError("--label goes with --format parquet, sft or dpo")
-    if pairs == "all" and kind != "dpo":
-        raise click.UsageError("--pairs goes with --format dpo")
-    from agentlightning.data.agents import agent_pattern
-    from agentlightning.data.export import Wanted
+    for given, flag, kinds in (
+        (best_of_group, "--best-of-group", ("sft",)),
+        (labels, "--label", tuple(_UNITS)),
+        (pairs == "all", "--pairs", ("dpo",)),
+    ):
+        if given and kind not in kinds:
+            raise click.UsageError(f"{flag} goes with --format {' or '.join(kinds)}")
     from agentlightning.data.recordings import ENDED, LEARNED_FROM, finished_rollouts
 
-    if agents is not None:
-        agent_pattern(agents)  # refused before any store is opened
-    wanted = Wanted(
-        models=frozenset(models) or None,
-        agents=agents,
-        labels=frozenset(labels) or None,
-        min_reward=min_reward,
-        best_of_group=best_of_group,
-        all_pairs=pairs == "all",
-    )
+    chosen = {"min_reward": min_reward, "best_of_group": best_of_group, "all_pairs": pairs == "all"}
+    wanted = _wanted(models, agents, labels, **chosen)
     run = None if run_name is None else await choose_run(run_name, place)
     if kind == "model":
         _push_model(run, file, as_json)
@@ -193,6 +184,16 @@ async def export(
                 _tell(kind, done, file, as_json)
                 return
     tell(as_json, copied, f"wrote {copied.rollouts} rollouts, {copied.attempts} attempts, {copied.spans} spans")
+
+
+def _wanted(models: tuple[str, ...], agents: str | None, labels: tuple[str, ...], **others: Any) -> Wanted:
+    """ConfigError for a pattern of agents that is none."""
+    from agentlightning.data.agents import agent_pattern
+    from agentlightning.data.export import Wanted
+
+    if agents is not None:
+        agent_pattern(agents)
+    return Wanted(frozenset(models) or None, agents, frozenset(labels) or None, **others)
 
 
 @contextlib.contextmanager

@@ -87,13 +87,12 @@ def create_app(
         inner.insert(0, Middleware(Shortcut, routes=own))
         shown += gateway_readings(gateway)
     metrics = ServerMetrics(store, access, shown)
-    outer = _outer(metrics, access, rate_limit=rate_limit, access_log=access_log, body_limit=body_limit)
     routes.append(metrics.route())
     routes += documentation_routes(described, routes, protected=protected)
     label_routes(routes)
     app = _Application(
         routes=routes,
-        middleware=[*outer, *inner],
+        middleware=[*_outer(metrics, access, rate_limit, body_limit, access_log=access_log), *inner],
         exception_handlers=dict.fromkeys((AgentLightningError, HTTPException, Exception), _answer_to),
     )
     app.state.protected = guarded or protected
@@ -113,7 +112,7 @@ def _performed(store: LightningStore, gateway: Gateway | None) -> list[tuple[Seq
 
 
 def _outer(
-    metrics: ServerMetrics, access: Access | None, *, rate_limit: float | None, access_log: bool, body_limit: int
+    metrics: ServerMetrics, access: Access | None, rate_limit: float | None, body_limit: int, *, access_log: bool
 ) -> list[Middleware]:
     """What sees every request: measurements, the access log and the limits."""
     listeners = [metrics.count, log_request] if access_log else [metrics.count]

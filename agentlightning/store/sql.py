@@ -159,8 +159,7 @@ class SqlStore(LightningStore):
 
         `synchronous="FULL"` survives a power cut, `"NORMAL"` only the death of the process. Attempts that were active
         when the store was closed get `lease_seconds` of grace. `redact` sees every span before it is written; make it
-        with `redaction`. `stored` is told, in the event loop, which spans this process has added, as they were written;
-        a span that is added again may be told again. A query that takes longer than `read_seconds` is an InvalidError.
+        with `redaction`. `stored` gets, in the event loop, the spans that this process has added, perhaps twice. A query that takes longer than `read_seconds` is an InvalidError.
         ConfigError if the file or database is not a store, is damaged, in use by another process, or cannot be written;
         UnavailableError if the database cannot be reached."""
         if synchronous not in ("FULL", "NORMAL"):
@@ -170,9 +169,8 @@ class SqlStore(LightningStore):
                 raise ConfigError(f"{name} is {seconds}; it must be positive")
         database = database_of(address)
         opened = await asyncio.to_thread(database.open_store, str(address), synchronous, read_seconds)
-        store = None
+        store, clock = None, _steady(opened.now) if clock is None else clock
         try:
-            clock = _steady(opened.now) if clock is None else clock
             secret = await asyncio.to_thread(_secret_of, opened)
             store = cls(str(address), opened, secret, clock, lease_seconds, redact, stored, read_seconds)
             await store._write(attempts.grant_grace)
@@ -190,8 +188,7 @@ class SqlStore(LightningStore):
         return self._address
 
     async def close(self) -> None:
-        """Finish what was handed over and close the database; whoever waits gets an UnavailableError. Calling it again
-        is harmless."""
+        """Finish what was handed over and close the database; whoever waits gets an UnavailableError."""
         if self._watchdog is not None:
             self._watchdog.cancel()
             await asyncio.wait([self._watchdog])
