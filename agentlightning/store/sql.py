@@ -160,8 +160,8 @@ class SqlStore(LightningStore):
         `synchronous="FULL"` survives a power cut, `"NORMAL"` only the death of the process. Attempts that were active
         when the store was closed get `lease_seconds` of grace. `redact` sees every span before it is written; make it
         with `redaction`. `stored` gets, in the event loop, the spans that this process adds, perhaps twice. A query
-        longer than `read_seconds` is an InvalidError. ConfigError if the file or database is not a store, is damaged, in use by another process, or cannot be written;
-        UnavailableError if the database cannot be reached."""
+        longer than `read_seconds` is an InvalidError. ConfigError if the file or database is no store, is damaged, in
+        use by another process, or cannot be written; UnavailableError if the database cannot be reached."""
         if synchronous not in ("FULL", "NORMAL"):
             raise ConfigError(f"synchronous is {synchronous!r}; it must be 'FULL' or 'NORMAL'")
         for name, seconds in (("lease_seconds", lease_seconds), ("read_seconds", read_seconds)):
