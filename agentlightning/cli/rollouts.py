@@ -142,7 +142,7 @@ async def show(place: Place, rollout_id: str, as_json: bool, number: int | None,
     from rich.console import Console
 
     from agentlightning.data.annotations import annotation_of
-    from agentlightning.tracing.tree import printable, rollout_tree
+    from agentlightning.tracing.tree import printable, rollout_tree, traceback_of
 
     place, rollout = await _find(place, rollout_id)
     async with place.open(reading=True) as store:
@@ -159,6 +159,8 @@ async def show(place: Place, rollout_id: str, as_json: bool, number: int | None,
     for part, text in msgspec.to_builtins(annotation_of(rollout)).items():
         console.print(printable(f"{part}: {text}"), markup=False)
     _print_attempts(console, attempts, shown)
+    if rollout.status == "failed" and (raised := traceback_of(spans)) is not None:
+        console.print(printable(raised.rstrip()), markup=False)
     _print_logs(console, spans, everything=logs)
 
 

@@ -60,6 +60,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     val: Sampling | None
     replicas: list[ReplicaDescription]
     held: bool = False
+    paused: bool = False
     running: int = 0
     waiting: int = 0
     policy_version: int | None = None
@@ -255,6 +256,7 @@ class Models:
             val=entry.val,
             replicas=await _replicas(entry.backend),
             held=gate.held,
+            paused=gate.held_by(PAUSED_BY),
             running=gate.running,
             waiting=gate.waiting,
             policy_version=min((one.connection.version for one in servers_of(entry.backend)), default=own),
