@@ -114,6 +114,7 @@ export interface ModelDescription {
   val: Sampling | null;
   replicas: ReplicaDescription[];
   held: boolean;
+  paused: boolean;
   running: number;
   waiting: number;
   policy_version: number | null;
