@@ -24,9 +24,9 @@ _UNSHARED: Final = ("time_limit", "threads", "n_runners", "device")  # of a conf
 
 
 class RunRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A run in a list, called `name` by its folder where that is known. Runs of one `family` differ in their seed alone;
-    `last` is the newest value of each metric, `models` what its policies are called at the gateway, `failed` how many
-    rollouts have failed, `settings` what it was started with, by dotted keys."""
+    """A run in a list, called `name` by its folder where that is known. Runs of one `family` differ in their seed
+    alone; `last` is the newest value of each metric, `models` what its policies are called at the gateway, `failed`
+    how many rollouts have failed, `settings` what it was started with, by dotted keys."""
 
     run_id: str
     name: str | None

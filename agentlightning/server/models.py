@@ -51,7 +51,8 @@ class ReplicaDescription(msgspec.Struct, frozen=True, kw_only=True):
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     """A model without its keys. One that runs in the server's own process has no replicas. While it is `held`, new
-    calls are `waiting`; `paused`, by the page's button. `policy_version` is the oldest that its servers hold, as far as that is known."""
+    calls are `waiting`; `paused`, by the page's button. `policy_version` is the oldest that its servers hold, as far as
+    that is known."""
 
     name: str
     aliases: tuple[str, ...]
