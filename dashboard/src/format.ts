@@ -78,9 +78,9 @@ export function taskLine(input: unknown, longest = 160): string {
 /** What cannot be seen, made visible: control characters and escape codes as their pictures, `ESC` as `␛`, and what turns
     the direction of text by its number. */
 export function visible(text: string): string {
-  return text.replace(/[\u0000-\u001f\u007f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, (one) => {
+  return text.replace(/[\u0000-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g, (one) => {
     const code = one.charCodeAt(0);
-    if (code > 0x7f) return `⟨U+${code.toString(16).toUpperCase()}⟩`;
+    if (code > 0x7f) return `⟨U+${code.toString(16).toUpperCase().padStart(4, "0")}⟩`;
     return one === "\u007f" ? "␡" : one === "\n" ? "⏎" : String.fromCharCode(0x2400 + code);
   });
 }

@@ -26,7 +26,7 @@ export function Workers() {
               <Empty>
                 <p>
                   No worker has taken a rollout yet. <code>agl train</code> starts its own; others join with{" "}
-                  <code>agl run</code>.
+                  <code>agl runner</code>.
                 </p>
               </Empty>
             ) : (
