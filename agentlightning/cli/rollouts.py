@@ -218,7 +218,7 @@ def _print_end(console: Console, attempt: Attempt, spans: Sequence[Span]) -> Non
 
     if attempt.end_time is None:
         return
-    console.print(f"  ended {attempt.end_time - attempt.start_time:.1f} s after its start", end="")
+    console.print(f"  {attempt.status} {attempt.end_time - attempt.start_time:.1f} s after its start", end="")
     steps = [step for step in read_steps(spans) if step.span.name not in (EXCEPTION, LOG)]
     if steps:
         last = max(steps, key=lambda step: step.span.end_time)

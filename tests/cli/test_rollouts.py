@@ -146,7 +146,7 @@ def test_a_failed_rollout_is_shown_with_its_traceback_and_where_it_stood(capsys:
     assert run(["rollouts", "show", rollout_id]) == 0
     shown = capsys.readouterr().out
     assert "── traceback (" in shown and "ValueError: no seat [/] left" in shown and "Traceback (most" not in shown
-    assert "s after its start, 0.0 s after its last recorded step: tool book" in shown
+    assert "\n  failed " in shown and "s after its start, 0.0 s after its last recorded step: tool book" in shown
     assert run(["rollouts", "show", rollout_id, "--logs"]) == 0
     assert "Traceback (most recent call last)" in capsys.readouterr().out
 
