@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import shutil
-import sqlite3
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +19,15 @@ from playwright.async_api import Browser, async_playwright
 
 from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
-from agentlightning.store.sql import SqlStore
+from agentlightning.store.base import LightningStore
+from agentlightning.store.many import ManyStores
 from agentlightning.types import And, Condition, Rollout
 
 WINDOW = {"width": 1360, "height": 800}
 SETTLE = 1000  # milliseconds in which a view is surely drawn
 
 
-def bring_together(store: Path, directories: list[Path]) -> None:
-    """Copy runs of other stores, with what they measured, into this one."""
-    with contextlib.closing(sqlite3.connect(store)) as connection:
-        for directory in directories:
-            connection.execute("ATTACH ? AS other", (str(directory / "store.sqlite"),))
-            for table in ("runs", "metrics"):
-                connection.execute(f"INSERT OR IGNORE INTO {table} SELECT * FROM other.{table}")
-            connection.commit()
-            connection.execute("DETACH other")
-
-
-async def telling(store: SqlStore, run_id: str) -> Rollout:
+async def telling(store: LightningStore, run_id: str) -> Rollout:
     """The longest of the first successes of training, when most of its group still failed."""
     asked = [Condition("run_id", "eq", run_id), Condition("mode", "eq", "train"), Condition("reward", "ge", 1)]
     found = await store.query_rollouts(where=And(asked), limit=30)
@@ -63,23 +50,18 @@ async def shoot(browser: Browser, url: str, out: Path, places: dict[str, str], *
 
 
 async def take(runs: list[Path], out: Path, program: str) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        copy = shutil.copytree(runs[0], Path(directory) / "run")
-        store = await SqlStore.open(str(copy / "store.sqlite"))
-        run_id = (await store.query_runs())[0].run_id
-        await store.close()
-        bring_together(copy / "store.sqlite", runs[1:])
-        store = await SqlStore.open(str(copy / "store.sqlite"))
-        rollout = await telling(store, run_id)
-        one = f"/rollouts/{rollout.rollout_id}"
-        light = {"runs": "/runs?smooth=0.4", "rollout": one}
-        dark = {"tokens": f"{one}/tokens?color=advantage", "credit": f"{one}/credit"}
-        dark["tree"] = f"/groups/{rollout.group_id}/tree"
-        async with HttpServer(create_app(store)) as http, async_playwright() as playwright:
-            browser = await playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-            await shoot(browser, http.url, out, light)
-            await shoot(browser, http.url, out, dark, color_scheme="dark")
-        await store.close()
+    store = await ManyStores.open(runs)
+    run_id = next(run.run_id for run in await store.query_runs() if run.manifest["name"] == runs[0].name)
+    rollout = await telling(store, run_id)
+    one = f"/rollouts/{rollout.rollout_id}"
+    light = {"runs": "/runs?smooth=0.4", "rollout": one}
+    dark = {"tokens": f"{one}/tokens?color=advantage", "credit": f"{one}/credit"}
+    dark["tree"] = f"/groups/{rollout.group_id}/tree"
+    async with HttpServer(create_app(store)) as http, async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        await shoot(browser, http.url, out, light)
+        await shoot(browser, http.url, out, dark, color_scheme="dark")
+    await store.close()
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
@@ -81,21 +81,24 @@ class SpellsTokens(Protocol):
 
 
 class Tokenizers:
-    """The tokenizer of the models behind a gateway, else of the run that keeps its files beside the store `address`."""
+    """The tokenizer of the models behind a gateway, else of the run that keeps its files beside the store of which
+    `address_of` a rollout tells the file."""
 
-    def __init__(self, address: str | None, served: Mapping[str, TokenBytes] | None = None) -> None:
-        self._folder = None if address is None or "://" in address or address == ":memory:" else Path(address).parent
+    def __init__(self, address_of: Callable[[str], str | None], served: Mapping[str, TokenBytes] | None = None) -> None:
+        self._address_of = address_of
         self._served = served or {}
         self._read: dict[Path, TokenBytes] = {}
 
-    def find(self) -> tuple[str, TokenBytes] | None:
+    def find(self, rollout_id: str) -> tuple[str, TokenBytes] | None:
         """Its name and the bytes of its tokens; None where there is none. It may read a file."""
         for name, token_bytes in self._served.items():
             return name, token_bytes
-        if self._folder is None:
+        address = self._address_of(rollout_id)
+        if address is None or "://" in address or address == ":memory:":
             return None
         # Training does not change it: any checkpoint's is the run's.
-        files = [self._folder / "start" / _FILE, *sorted(self._folder.glob(f"checkpoints/*/{_FILE}"))]
+        folder = Path(address).parent
+        files = [folder / "start" / _FILE, *sorted(folder.glob(f"checkpoints/*/{_FILE}"))]
         file = next((one for one in files if one.is_file()), None)
         if file is None or importlib.util.find_spec("tokenizers") is None:
             return None
@@ -107,8 +110,8 @@ class Tokenizers:
             self._read = {file: TokenBytes(Tokenizer.from_file(str(file)))}
         return str(file.parent), self._read[file]
 
-    async def token_bytes(self) -> TokenBytes | None:
-        found = await asyncio.to_thread(self.find)
+    async def token_bytes(self, rollout_id: str) -> TokenBytes | None:
+        found = await asyncio.to_thread(self.find, rollout_id)
         return None if found is None else found[1]
 
 

@@ -166,7 +166,7 @@ class ShowTokens(View, frozen=True, kw_only=True):
         group = await sources.compared_with(await sources.rollout(self.rollout_id))
         spans = await sources.store.query_spans(self.rollout_id, "latest")
         traced = next(one for one in group.traced if one.rollout.rollout_id == self.rollout_id)
-        tokenizer = await asyncio.to_thread(sources.tokenizers.find)
+        tokenizer = await asyncio.to_thread(sources.tokenizers.find, self.rollout_id)
         return await asyncio.to_thread(tokens.token_view, traced, spans, group, self.call, tokenizer)
 
 
@@ -196,7 +196,8 @@ class ShowTree(View, frozen=True, kw_only=True):
 
     async def read(self, sources: Sources) -> credit.PrefixTree:
         group = await sources.group(self.group_id)
-        return await asyncio.to_thread(credit.prefix_tree, group.traced, await sources.tokenizers.token_bytes())
+        spelled = await sources.tokenizers.token_bytes(group.traced[0].rollout.rollout_id)
+        return await asyncio.to_thread(credit.prefix_tree, group.traced, spelled)
 
 
 class ScoreRollout(View, frozen=True, kw_only=True):

@@ -31,7 +31,7 @@ from agentlightning.server.rest import PREFIX, Perform
 from agentlightning.server.sessions import require_same_origin
 from agentlightning.store.base import CALLS, LightningStore
 from agentlightning.store.calls import Call
-from agentlightning.store.sql import SqlStore
+from agentlightning.store.many import ManyStores
 from agentlightning.types import KeyScope
 
 POLICY: Final = (
@@ -83,7 +83,11 @@ class ConfinedStore(LightningStore):
 def page_views(store: LightningStore, models: ModelTable) -> tuple[Sequence[type[Call]], Perform]:
     """The views of the page, and what makes one for a caller."""
     served = {one.name: one.backend.token_bytes for one in models if isinstance(one.backend, SpellsTokens)}
-    tokenizers = Tokenizers(store.address if isinstance(store, SqlStore) else None, served)
+
+    def address_of(rollout_id: str) -> str | None:
+        return store.address_of(rollout_id) if isinstance(store, ManyStores) else getattr(store, "address", None)
+
+    tokenizers = Tokenizers(address_of, served)
 
     measured = Measured()
 

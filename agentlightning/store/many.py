@@ -86,6 +86,11 @@ class ManyStores(LightningStore):
             return [item for one in answers for item in one]
         return next((one for one in answers if one is not None), None)
 
+    def address_of(self, rollout_id: str) -> str | None:
+        """The file that has a rollout which was asked for before; None where that is no file."""
+        home = self._homes.get(("rollout_id", rollout_id))
+        return next((str(path) for path, store in self._files.items() if store is home), None)
+
     def _all(self) -> list[LightningStore]:
         newest = sorted(self._files, key=lambda path: self._stamps[path], reverse=True)
         return [*(self._files[path] for path in newest), *self._others.values()]
