@@ -31,6 +31,7 @@ COMMANDS = {
     "record": "record",
     "import": "transfer",
     "export": "transfer",
+    "ui": "ui",
     "runs": "runs",
     "rollouts": "rollouts",
     "store": "store",

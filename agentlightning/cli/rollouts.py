@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from agentlightning.store.base import LightningStore
 
 _SPANS_AT_ONCE: Final = 1000
-_LOG_LINES: Final = 10  # the last ones of each stream
+_LOG_LINES: Final = 10  # the last ones of each stream, and of a traceback
 
 
 @click.group(cls=ListingGroup)
@@ -135,7 +135,7 @@ def _input(rollout: Rollout) -> str:
 @click.option(
     "--attempt", "number", type=click.IntRange(min=1), metavar="N", help="Show the Nth attempt; default: the last."
 )
-@click.option("--logs", is_flag=True, help="Show the whole log of the agent, not only its end.")
+@click.option("--logs", is_flag=True, help="Show logs and tracebacks whole, not only their ends.")
 @with_place(ANY_RUN)
 async def show(place: Place, rollout_id: str, as_json: bool, number: int | None, logs: bool) -> None:
     """Show a rollout: how its attempts ended, and what an attempt did, call by call."""
@@ -159,7 +159,9 @@ async def show(place: Place, rollout_id: str, as_json: bool, number: int | None,
     for part, text in msgspec.to_builtins(annotation_of(rollout)).items():
         console.print(printable(f"{part}: {text}"), markup=False)
     _print_attempts(console, attempts, shown)
-    _print_logs(console, spans, everything=logs)
+    if shown is not None and shown.status in ("failed", "timeout", "unresponsive"):
+        _print_end(console, shown, spans)
+    _print_texts(console, spans, everything=logs)
 
 
 @rollouts.command()
@@ -208,17 +210,39 @@ def _print_attempts(console: Console, attempts: Sequence[Attempt], shown: Attemp
             )
 
 
-def _print_logs(console: Console, spans: Sequence[Span], *, everything: bool) -> None:
-    from agentlightning.semconv import LOG, LOG_STREAM, LOG_TEXT
+def _print_end(console: Console, attempt: Attempt, spans: Sequence[Span]) -> None:
+    """When a failed attempt ended, and the last step that is known of it."""
+    from agentlightning.semconv import EXCEPTION, LOG
+    from agentlightning.tracing.steps import read_steps
+    from agentlightning.tracing.tree import one_line
+
+    if attempt.end_time is None:
+        return
+    console.print(f"  {attempt.status} {attempt.end_time - attempt.start_time:.1f} s after its start", end="")
+    steps = [step for step in read_steps(spans) if step.span.name not in (EXCEPTION, LOG)]
+    if steps:
+        last = max(steps, key=lambda step: step.span.end_time)
+        since = max(0.0, attempt.end_time - last.span.end_time)
+        what = last.name if last.kind == "other" else f"{last.kind} {last.name}"
+        console.print(f", {since:.1f} s after its last recorded step: {one_line(what)}", end="", markup=False)
+    console.print()
+
+
+def _print_texts(console: Console, spans: Sequence[Span], *, everything: bool) -> None:
+    """The tracebacks of what was raised, and the logs."""
+    from agentlightning.semconv import EXCEPTION, EXCEPTION_STACKTRACE, LOG, LOG_STREAM, LOG_TEXT
     from agentlightning.tracing.tree import one_line, printable
 
     for span in spans:
-        if span.name != LOG:
+        if span.name == EXCEPTION and EXCEPTION_STACKTRACE in span.attributes:
+            title, text = "traceback", span.attributes[EXCEPTION_STACKTRACE]
+        elif span.name == LOG:
+            title, text = one_line(str(span.attributes.get(LOG_STREAM))), span.attributes.get(LOG_TEXT, "")
+        else:
             continue
-        lines = str(span.attributes.get(LOG_TEXT, "")).splitlines()
+        lines = str(text).splitlines()
         shown = lines if everything else lines[-_LOG_LINES:]
         earlier = len(lines) - len(shown)
-        stream = one_line(str(span.attributes.get(LOG_STREAM)))
-        console.print(f"── {stream}{f' ({earlier} lines before, see --logs)' * bool(earlier)}", markup=False)
+        console.print(f"── {title}{f' ({earlier} lines before, see --logs)' * bool(earlier)}", markup=False)
         for line in shown:
             console.print(printable(line), markup=False)

@@ -27,7 +27,7 @@ from agentlightning.tracing.rewards import (
     reward_attributes,
 )
 from agentlightning.tracing.steps import Step, read_steps
-from agentlightning.tracing.tree import arranged, totals
+from agentlightning.tracing.tree import arranged, totals, traceback_of
 from agentlightning.types import Attempt, Attributes, Rollout, Span
 
 _AT_ONCE: Final = 8  # rollouts whose spans are in memory for a list
@@ -151,6 +151,7 @@ class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
     conversations: list[ConversationView]
     logs: list[dict[str, Any]]
     rewards: list[RewardView]
+    traceback: str | None
 
 
 def rollout_view(
@@ -172,6 +173,7 @@ def rollout_view(
         conversations=_conversations(steps, spans, traced.left_out),
         logs=[_log(span.attributes, span.start_time) for span in spans if span.name == semconv.LOG],
         rewards=[_reward(span) for span in spans if is_reward_span(span) or COMMENT in span.attributes],
+        traceback=traceback_of(spans),
     )
 
 

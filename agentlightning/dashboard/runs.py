@@ -6,8 +6,8 @@ Knows runs, metrics and resources. The names of metrics are those of `algorithm.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -20,14 +20,18 @@ from agentlightning.types import Metrics, Run, RunStatus
 
 T = TypeVar("T")
 _SPARKLINE: Final = 40
-_UNSHARED: Final = ("time_limit", "run_file", "threads", "n_runners", "device")  # of a config, what changes no result
+_UNSHARED: Final = ("time_limit", "threads", "n_runners", "device")  # of a config, what changes no result
 
 
 class RunRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A run in a list. Runs of one `family` differ in their seed alone; `last` is the newest value of each metric,
-    `models` what its policies are called at the gateway."""
+    """A run in a list, called `name` by its folder where that is known. Runs of one `family` differ in their seed
+    alone; `last` is the newest value of each metric, `models` what its policies are called at the gateway, `failed`
+    how many rollouts have failed, `settings` what it was started with, by dotted keys."""
 
     run_id: str
+    name: str | None
+    failed: int
+    settings: dict[str, str]
     kind: str
     status: RunStatus
     start_time: float
@@ -83,13 +87,16 @@ async def find_run(store: LightningStore, run_id: str) -> Run:
     return run
 
 
-def row_of(run: Run, measured: Sequence[Metrics]) -> RunRow:
+def row_of(run: Run, measured: Sequence[Metrics], failed: int) -> RunRow:
     config, seed = mapping(run.manifest.get("config")), run.manifest.get("seed")
     total_steps = mapping(config.get("algorithm")).get("steps")
     rewards = [one.values["reward"] for one in measured if "reward" in one.values]
     val = [one.values["val_reward"] for one in measured if "val_reward" in one.values]
     return RunRow(
         run_id=run.run_id,
+        name=run.manifest.get("name"),
+        failed=failed,
+        settings=dict(_dotted(config, "")),
         kind=run.kind,
         status=run.status,
         start_time=run.start_time,
@@ -104,6 +111,14 @@ def row_of(run: Run, measured: Sequence[Metrics]) -> RunRow:
         best_val=max(val, default=None),
         sparkline=[float(part.mean()) for part in _parts(np.array(rewards), _SPARKLINE)],
     )
+
+
+def _dotted(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and value:
+        for name, inner in cast("Mapping[str, Any]", value).items():
+            yield from _dotted(inner, f"{key}.{name}" if key else name)
+    elif key and value is not None:
+        yield key, value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def _family(run: Run) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, get_type_hints
 
 import msgspec
 
-from agentlightning.dashboard import credit, rollouts, runs, tokens
+from agentlightning.dashboard import credit, failures, rollouts, runs, tokens
 from agentlightning.errors import InvalidError, NotFoundError
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
@@ -68,10 +68,22 @@ class ListRuns(View, frozen=True, kw_only=True):
     route = "GET /dashboard/runs"
 
     async def read(self, sources: Sources) -> list[runs.RunRow]:
-        found = reversed(await sources.store.query_runs())
-        return [
-            await asyncio.to_thread(runs.row_of, run, await sources.measured.by(sources.store, run)) for run in found
-        ]
+        rows: list[runs.RunRow] = []
+        for run in sorted(await sources.store.query_runs(), key=lambda run: -run.start_time):
+            measured = await sources.measured.by(sources.store, run)
+            failed = await sources.store.page_rollouts(failures.failed(run.run_id), limit=0, with_total=True)
+            rows.append(await asyncio.to_thread(runs.row_of, run, measured, failed.total or 0))
+        return rows
+
+
+class ShowFailures(View, frozen=True, kw_only=True):
+    """Why rollouts of a run failed, the most frequent cause first."""
+
+    route = "GET /dashboard/runs/{run_id}/failures"
+    run_id: str
+
+    async def read(self, sources: Sources) -> list[failures.Cause]:
+        return await failures.causes(sources.store, self.run_id)
 
 
 class ShowSeries(View, frozen=True, kw_only=True):
@@ -207,6 +219,7 @@ class ScoreRollout(View, frozen=True, kw_only=True):
 
 VIEWS: Final[tuple[type[View], ...]] = (
     ListRuns,
+    ShowFailures,
     ShowSeries,
     ShowQuality,
     ShowPrompts,

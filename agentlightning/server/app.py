@@ -33,6 +33,7 @@ from agentlightning.server.rest import LONGEST_POLL, LongPolls, Perform, Rest
 from agentlightning.server.reward_url import reward_route
 from agentlightning.store.base import CALLS, LightningStore
 from agentlightning.store.calls import Call
+from agentlightning.store.many import ManyStores
 from agentlightning.store.sql import SqlStore
 
 BODY_LIMIT: Final = 64 * 1024 * 1024  # bytes
@@ -72,7 +73,7 @@ def create_app(
         inner.append(Middleware(Rest, access=access, polls=polls, body_limit=body_limit, performed=performed))
         shown.append(Reading("agl_long_polls", "Calls that wait for something to answer with.", polls.__len__))
         stops.append(polls.stop)
-        if isinstance(store, SqlStore):
+        if isinstance(store, SqlStore | ManyStores):
             events = EventRoutes(store, access)
             routes.append(events.route())
             shown.append(Reading("agl_event_streams", "Callers that listen to events.", lambda: events.open))

@@ -29,6 +29,7 @@ from agentlightning.server.access import Access
 from agentlightning.server.requests import caller_of, refusal
 from agentlightning.server.rest import PREFIX
 from agentlightning.store.base import CALLS
+from agentlightning.store.many import ManyStores
 from agentlightning.store.sql import SqlStore
 from agentlightning.store.transaction import Changes
 from agentlightning.types import Rollout
@@ -43,7 +44,9 @@ _SHOWN: Final = ("rollout_id", "status", "mode", "run_id", "group_id", "start_ti
 class EventRoutes:
     """The event stream of one store. `open` counts who listens; `stop` ends all streams, so that a server can stop."""
 
-    def __init__(self, store: SqlStore, access: Access, heartbeat_seconds: float = HEARTBEAT_SECONDS) -> None:
+    def __init__(
+        self, store: SqlStore | ManyStores, access: Access, heartbeat_seconds: float = HEARTBEAT_SECONDS
+    ) -> None:
         self.open = 0
         self._listening: Counter[str] = Counter()  # by who listens
         self._store = store

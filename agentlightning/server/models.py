@@ -22,6 +22,7 @@ from agentlightning.types import Noun
 
 _HEALTH_SECONDS: Final = 2.0
 _HERE: Final = "the server itself"
+_PAGE: Final = "dashboard"  # under which the page's Pause button holds
 
 Version = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
@@ -50,7 +51,8 @@ class ReplicaDescription(msgspec.Struct, frozen=True, kw_only=True):
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     """A model without its keys. One that runs in the server's own process has no replicas. While it is `held`, new
-    calls are `waiting`. `policy_version` is the oldest that its servers hold, as far as that is known."""
+    calls are `waiting`; `paused`, by the page's button. `policy_version` is the oldest that its servers hold, as far as
+    that is known."""
 
     name: str
     aliases: tuple[str, ...]
@@ -60,6 +62,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     val: Sampling | None
     replicas: list[ReplicaDescription]
     held: bool = False
+    paused: bool = False
     running: int = 0
     waiting: int = 0
     policy_version: int | None = None
@@ -255,6 +258,7 @@ class Models:
             val=entry.val,
             replicas=await _replicas(entry.backend),
             held=gate.held,
+            paused=gate.held_by(_PAGE),
             running=gate.running,
             waiting=gate.waiting,
             policy_version=min((one.connection.version for one in servers_of(entry.backend)), default=own),

@@ -73,6 +73,13 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else " " for c in text)
 
 
+def traceback_of(spans: Iterable[Span]) -> str | None:
+    """The traceback of the exception that was recorded last, in a span or an event of one."""
+    recorded = [one for span in spans for one in (span.attributes, *(event.attributes for event in span.events))]
+    found = [str(one[semconv.EXCEPTION_STACKTRACE]) for one in recorded if semconv.EXCEPTION_STACKTRACE in one]
+    return found[-1] if found else None
+
+
 def one_line(text: str, limit: int = _TEXT) -> str:
     """Printable text without line ends, cut at `limit` characters."""
     flat = " ".join(printable(text[: 4 * limit]).split())

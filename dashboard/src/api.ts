@@ -35,6 +35,12 @@ export interface CallView {
   left_out: string | null;
 }
 
+export interface Cause {
+  reason: string;
+  count: number;
+  rollout_ids: string[];
+}
+
 export interface ConversationView {
   agent: string | null;
   calls: CallView[];
@@ -108,6 +114,7 @@ export interface ModelDescription {
   val: Sampling | null;
   replicas: ReplicaDescription[];
   held: boolean;
+  paused: boolean;
   running: number;
   waiting: number;
   policy_version: number | null;
@@ -229,6 +236,7 @@ export interface RolloutView {
   conversations: ConversationView[];
   logs: Record<string, any>[];
   rewards: RewardView[];
+  traceback: string | null;
 }
 
 export interface Round {
@@ -251,6 +259,9 @@ export interface Run {
 
 export interface RunRow {
   run_id: string;
+  name: string | null;
+  failed: number;
+  settings: Record<string, string>;
   kind: string;
   status: "cancelled" | "failed" | "running" | "succeeded";
   start_time: number;

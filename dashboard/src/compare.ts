@@ -24,7 +24,7 @@ export const SECTIONS: [title: string, names: string[]][] = [
 ];
 
 export function label(run: RunRow): string {
-  return `${run.kind} ${run.seed === null ? run.run_id : `seed ${run.seed}`}`;
+  return run.name ?? `${run.kind} ${run.seed === null ? run.run_id : `seed ${run.seed}`}`;
 }
 
 /** Seconds from its start to its end, or to now. */

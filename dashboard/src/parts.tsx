@@ -4,9 +4,10 @@ import { useEffect, useRef, useState } from "preact/hooks";
 import { visible } from "./format";
 import type { Loaded } from "./request";
 
-export function Status({ value }: { value: string }) {
+/** `doubtful` success is not shown in green. */
+export function Status({ value, doubtful }: { value: string; doubtful?: boolean }) {
   return (
-    <span class={`status ${value}`}>
+    <span class={`status ${doubtful && value === "succeeded" ? "doubtful" : value}`}>
       <i />
       {value}
     </span>

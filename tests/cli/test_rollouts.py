@@ -13,7 +13,7 @@ from agentlightning.cli.main import run
 from agentlightning.semconv import EXCEPTION
 from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.context import AttemptTracer, bind
-from agentlightning.tracing.emit import emit_reward
+from agentlightning.tracing.emit import emit_exception, emit_reward
 from agentlightning.tracing.logs import record_log
 from agentlightning.types import RolloutConfig
 
@@ -118,6 +118,37 @@ def test_attempts_are_shown_with_their_ends_and_any_of_them_by_its_number(capsys
     assert "* attempt 1 failed: exit code 3\n" in capsys.readouterr().out
     assert run(["rollouts", "show", bad, "--attempt", "3"]) == 1
     assert "has 2 attempts; there is no 3" in capsys.readouterr().err
+
+
+def test_a_failed_rollout_is_shown_with_its_traceback_and_where_it_stood(capsys: pytest.CaptureFixture[str]) -> None:
+    def fall(depth: int) -> None:
+        if depth == 0:
+            raise ValueError("no seat [/] left")
+        fall(depth - 1)
+
+    async def work() -> str:
+        store = await SqlStore.open("agentlightning.sqlite")
+        leased = await store.start_rollout("Fly me")
+        tracer = AttemptTracer(leased.rollout_id, leased.attempt.attempt_id)
+        at = leased.attempt.start_time
+        tool = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "book"}
+        tracer.record("book", tool, start_time=at, end_time=at + 1)
+        with bind(tracer), pytest.raises(ValueError) as raised:
+            fall(8)
+        with bind(tracer):
+            emit_exception(raised.value)
+        await store.add_many_spans(tracer.drain())
+        await store.update_attempt(leased.rollout_id, leased.attempt.attempt_id, status="failed")
+        await store.close()
+        return leased.rollout_id
+
+    rollout_id = asyncio.run(work())
+    assert run(["rollouts", "show", rollout_id]) == 0
+    shown = capsys.readouterr().out
+    assert "── traceback (" in shown and "ValueError: no seat [/] left" in shown and "Traceback (most" not in shown
+    assert "\n  failed " in shown and "s after its start, 0.0 s after its last recorded step: tool book" in shown
+    assert run(["rollouts", "show", rollout_id, "--logs"]) == 0
+    assert "Traceback (most recent call last)" in capsys.readouterr().out
 
 
 def test_the_store_is_the_newest_unless_one_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@
 import type { RolloutView } from "../api";
 import { count, duration, number, oneLine, plural, time, visible } from "../format";
 import { useKeys } from "../keys";
-import { Empty, Facts, Head, Status, Tabs, Tag, Waiting } from "../parts";
+import { Code, Empty, Facts, Head, Status, Tabs, Tag, Waiting } from "../parts";
 import { query, useGet } from "../request";
 import { go, href, place } from "../route";
 import { Actions } from "./actions";
@@ -100,6 +100,12 @@ function Summary({ view, reload }: { view: RolloutView; reload: () => void }) {
         <p class="problem" role="alert">
           {visible(error)}
         </p>
+      )}
+      {view.traceback && (
+        <details class="block">
+          <summary>Traceback</summary>
+          <Code text={view.traceback} label="traceback" />
+        </details>
       )}
       <Facts
         facts={[

@@ -1,8 +1,8 @@
 // One run: how it is going, what it was started with, and a hand on its calls.
 import { useState } from "preact/hooks";
-import type { ModelDescription, Run, RunRow } from "../api";
-import { count, duration, number, plural, time } from "../format";
-import { Facts, Head, Json, Status } from "../parts";
+import type { Cause, ModelDescription, Run, RunRow } from "../api";
+import { count, duration, number, plural, time, visible } from "../format";
+import { Facts, Head, Json, Status, Waiting } from "../parts";
 import { Refused, request, useGet } from "../request";
 import { href } from "../route";
 import { useKeys } from "../keys";
@@ -14,8 +14,8 @@ export function RunDetails({ run }: { run: RunRow }) {
   useKeys({ u: () => (location.hash = href(["runs"])) });
   return (
     <section class="view run">
-      <Head title={run.run_id} note={run.kind}>
-        <Status value={run.status} />
+      <Head title={run.name ?? run.run_id} note={run.kind}>
+        <Status value={run.status} doubtful={run.failed > 0} />
         <Hold run={run} />
         <a class="button" href={href(["rollouts"], { run: run.run_id })}>
           Rollouts
@@ -31,13 +31,71 @@ export function RunDetails({ run }: { run: RunRow }) {
           ["Best validation", number(run.best_val)],
           ["Seed", run.seed === null ? null : String(run.seed)],
           ["Policy version", count(run.policy_version)],
+          ["Failed rollouts", run.failed ? count(run.failed) : null],
           ["Started", time(run.start_time)],
           ["Took", duration(took(run))],
         ]}
       />
+      <Advice run={run} />
+      {run.failed > 0 && <Failures run={run} />}
       <Charts rows={[run]} />
       <Manifest runId={run.run_id} />
     </section>
+  );
+}
+
+/** What is off with this run, and what to do about it. */
+function Advice({ run }: { run: RunRow }) {
+  const last = run.last;
+  const advice: string[] = [];
+  const groups = last["groups"] ?? Math.round((last["rollouts"] ?? 0) / Number(run.settings["algorithm.group_size"] || Infinity));
+  const alike = last["groups_without_variance"] ?? 0;
+  if (groups > 0 && alike > groups / 2) {
+    const level = (last["reward"] ?? 0) > 0.5 ? "harder tasks" : "easier tasks, a finer reward";
+    advice.push(
+      `${count(alike)} of ${count(groups)} groups had no two different rewards at the last step: use ${level}, larger groups or dynamic sampling.`,
+    );
+  }
+  if ((last["unrewarded"] ?? 0) > 0)
+    advice.push(`${count(last["unrewarded"] ?? 0)} rollouts of the last step have no reward: see why under Failures, or return a reward always.`);
+  if ((last["calls_excluded"] ?? 0) > 0)
+    advice.push(`${count(last["calls_excluded"] ?? 0)} calls of the last step are not trained: see Data quality.`);
+  if (run.status === "running" && run.failed > 0) advice.push(`${plural(run.failed, "rollout")} failed so far.`);
+  if (advice.length === 0) return null;
+  return (
+    <ul class="advice" aria-label="Advice">
+      {advice.map((one) => (
+        <li key={one}>{one}</li>
+      ))}
+    </ul>
+  );
+}
+
+/** Failed rollouts, by cause. */
+function Failures({ run }: { run: RunRow }) {
+  const found = useGet<Cause[]>(`dashboard/runs/${encodeURIComponent(run.run_id)}/failures`, (happened) =>
+    ["reset", "rollout"].includes(happened.kind),
+  );
+  return (
+    <details class="block" open>
+      <summary>{plural(run.failed, "failed rollout")}, by cause</summary>
+      <Waiting loaded={found}>
+        {(causes) => (
+          <ul class="causes">
+            {causes.map((cause) => (
+              <li key={cause.reason}>
+                <strong>{count(cause.count)}×</strong> <code>{visible(cause.reason)}</code>{" "}
+                {cause.rollout_ids.slice(0, 3).map((id) => (
+                  <a key={id} href={href(["rollouts", id, "attempts"])}>
+                    {id}
+                  </a>
+                ))}
+              </li>
+            ))}
+          </ul>
+        )}
+      </Waiting>
+    </details>
   );
 }
 
@@ -60,7 +118,7 @@ function Hold({ run }: { run: RunRow }) {
   const models = useGet<ModelDescription[]>(able ? "models" : undefined);
   if (!able) return null;
   const own = models.data?.filter((model) => run.models.includes(model.name)) ?? [];
-  const held = own.some((model) => model.held);
+  const held = own.some((model) => model.paused);
   const turn = async () => {
     const body = held ? { holder: "dashboard" } : { seconds: 3600, holder: "dashboard" };
     try {

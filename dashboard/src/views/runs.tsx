@@ -62,7 +62,47 @@ function Comparison({ rows }: { rows: RunRow[] }) {
         />
       </div>
       <Charts rows={chosen} />
+      {chosen.length > 1 && <Differences rows={chosen} />}
     </section>
+  );
+}
+
+/** The settings that differ between the chosen runs, side by side. */
+function Differences({ rows }: { rows: RunRow[] }) {
+  const names = [...new Set(rows.flatMap((row) => Object.keys(row.settings)))].sort();
+  const differing = names.filter((name) => new Set(rows.map((row) => row.settings[name])).size > 1);
+  return (
+    <details class="block" open>
+      <summary>Settings that differ</summary>
+      {differing.length === 0 ? (
+        <p class="muted">These runs have the same settings{rows.some((row) => row.seed !== rows[0]?.seed) && ", with other seeds"}.</p>
+      ) : (
+        <div class="scroll" tabIndex={0} role="region" aria-label="Settings that differ">
+          <table class="settings">
+            <thead>
+              <tr>
+                <th scope="col">Setting</th>
+                {rows.map((row) => (
+                  <th scope="col" key={row.run_id}>
+                    {label(row)}
+                  </th>
+                ))}
+              </tr>
+            </thead>
+            <tbody>
+              {differing.map((name) => (
+                <tr key={name}>
+                  <th scope="row">{name}</th>
+                  {rows.map((row) => (
+                    <td key={row.run_id}>{row.settings[name] ?? "—"}</td>
+                  ))}
+                </tr>
+              ))}
+            </tbody>
+          </table>
+        </div>
+      )}
+    </details>
   );
 }
 
@@ -84,7 +124,8 @@ function columnsOf(chosen: string[], shades: Map<string, string>, toggle: (id: s
         </label>
       ),
     },
-    { name: "Status", width: "104px", cell: (row) => <Status value={row.status} /> },
+    { name: "Status", width: "104px", cell: (row) => <Status value={row.status} doubtful={row.failed > 0} /> },
+    { name: "Failed", width: "64px", align: "end", cell: (row) => (row.failed ? <Failed row={row} /> : "") },
     { name: "Step", width: "80px", align: "end", cell: (row) => progress(row) },
     { name: "Reward", width: "70px", align: "end", cell: (row) => number(row.last["reward"]) },
     { name: "", width: "96px", cell: (row) => <Sparkline values={row.sparkline} /> },
@@ -93,6 +134,15 @@ function columnsOf(chosen: string[], shades: Map<string, string>, toggle: (id: s
     { name: "Took", width: "72px", align: "end", cell: (row) => duration(took(row)) },
     { name: "Started", width: "92px", align: "end", cell: (row) => ago(row.start_time) },
   ];
+}
+
+/** How many rollouts have failed; the link leads to them. */
+function Failed({ row }: { row: RunRow }) {
+  return (
+    <a class="failed" href={href(["rollouts"], { run: row.run_id, status: "failed" })}>
+      {count(row.failed)}
+    </a>
+  );
 }
 
 function RunName({ row }: { row: RunRow }) {

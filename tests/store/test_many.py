@@ -1,0 +1,78 @@
+"""Many stores read as one: every run, rollout and span is found, page by page, beside whatever writes them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from agentlightning.errors import ConflictError, NotFoundError
+from agentlightning.store.many import ManyStores
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import And, Condition, EnqueueRolloutRequest, Metrics
+
+pytestmark = pytest.mark.anyio
+
+
+async def filled(path: Path, name: str, count: int) -> SqlStore:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    store = await SqlStore.open(path)
+    run = await store.start_run("grpo", {"seed": 1}, run_id=f"run-{name}")
+    await store.add_metrics(Metrics(run_id=run.run_id, step=1, time=1.0, values={"reward": 0.5}))
+    requests = [EnqueueRolloutRequest(input=f"{name} {n}", run_id=run.run_id) for n in range(count)]
+    await store.enqueue_many_rollouts(requests)
+    return store
+
+
+async def test_all_runs_and_rollouts_are_found_while_they_are_written(tmp_path: Path) -> None:
+    written = await filled(tmp_path / "runs" / "one" / "store.sqlite", "one", 7)
+    await (await filled(tmp_path / "two.sqlite", "two", 5)).close()
+    (tmp_path / "other.sqlite").write_bytes(b"not a store")
+    many = await ManyStores.open([tmp_path])
+    assert {run.manifest["name"]: run.run_id for run in await many.query_runs()} == {"one": "run-one", "two": "run-two"}
+    assert list(many.problems) == [tmp_path / "other.sqlite"]
+    for limit in (1, 3, 5, 100):
+        found, cursor = [], None
+        while True:
+            page = await many.page_rollouts(limit=limit, cursor=cursor, with_total=True)
+            assert page.total == 12
+            found += page.items
+            cursor = page.next_cursor
+            if cursor is None:
+                break
+        assert len(found) == len({one.rollout_id for one in found}) == 12
+    of_one = await many.page_rollouts(And([Condition("run_id", "eq", "run-one")]), limit=3)
+    assert [one.run_id for one in of_one.items] == ["run-one"] * 3 and of_one.next_cursor is not None
+    rest = await many.page_rollouts(And([Condition("run_id", "eq", "run-one")]), limit=9, cursor=of_one.next_cursor)
+    assert len(rest.items) == 4
+    assert (await many.query_metrics("run-two"))[0].values == {"reward": 0.5}
+    assert (await many.get_rollout_by_id(found[-1].rollout_id)) == found[-1]
+    assert await many.get_rollout_by_id("nobody") is None
+    assert (await many.statistics())["rollouts"] == 12
+    await many.close()
+    await written.close()
+
+
+async def test_a_store_that_comes_is_found_and_listeners_are_told_and_one_that_goes_is_left_out(tmp_path: Path) -> None:
+    one = await filled(tmp_path / "one" / "store.sqlite", "one", 1)
+    many = await ManyStores.open([tmp_path])
+    with many.events() as queue:
+        two = await filled(tmp_path / "two" / "store.sqlite", "two", 1)
+        async with asyncio.timeout(20):
+            while len(await many.query_runs()) < 2:
+                assert await queue.get() is None
+        await two.close()
+        for file in (tmp_path / "two").iterdir():
+            file.unlink()
+        async with asyncio.timeout(20):
+            while len(await many.query_runs()) > 1:
+                await queue.get()
+    with pytest.raises(ConflictError, match="open for reading"):
+        await many.enqueue_rollout(input="x")
+    with pytest.raises(NotFoundError):
+        await many.query_metrics("run-two")
+    with pytest.raises(NotFoundError):
+        await many.query_attempts("nobody")
+    await many.close()
+    await one.close()
