@@ -52,7 +52,7 @@ def redaction(capture: Capture = "full", hook: Redact | None = None) -> Redact:
 
 class _Conversations:
     """The messages of each attempt's last long call that held no secret: where the next call's begin with them, only
-    what follows is searched. Safe in threads."""
+    what follows is searched, from where a secret in it may begin. Safe in threads."""
 
     def __init__(self) -> None:
         self._harmless: dict[str, str] = {}  # by attempt, without the closing bracket of the array
@@ -67,7 +67,8 @@ class _Conversations:
         with self._lock:
             before = self._harmless.pop(span.attempt_id, "")
             self._characters -= len(before)
-        added = messages.removeprefix(before + ",") if before else messages
+        # No sign holds a quote but as its last character, so that none which ends in new text begins before this one.
+        added = messages[before.rfind('"') + 1 :] if messages.startswith(before) else messages
         if _rules_for_span(span, {**span.attributes, semconv.GEN_AI_INPUT_MESSAGES: added}):
             return False
         with self._lock:
@@ -290,11 +291,12 @@ _RULES: Final[Mapping[str, Sequence[Rule]]] = {
     r"://[^\s/:@\"']*+:[^\s/@\"']++@": (_rule(r"(?P<user>://[^\s/:@\"']*+:)[^\s/@\"']++@", rf"\g<user>{REDACTED}@"),),
     **dict.fromkeys(
         (  # the ends of names of credentials
-            rf"z(?<=authoriz)ation{_END}",
+            rf"zation(?<=authorization){_END}",
             rf"w(?<=passw)(?:or)?d{_END}",
-            rf"c(?<=sec)ret{_END}",
-            rf"k(?:(?<=cook)ie|(?:(?<=[iste]k)|(?<=[iste][_-]k))ey){_END}",
-            rf"k(?:(?<=[shnyrfitbk]tok)|(?<=[shnyrfitbk][_-]tok))en{_END}",
+            rf"cret(?<=secret){_END}",
+            # In one sign, and what follows the letter first: each search, and each look back, costs much of a span.
+            rf"k(?:ie(?<=cookie)|ey(?:(?<=[iste]key)|(?<=[iste][_-]key))"
+            rf"|en(?:(?<=[shnyrfitbk]token)|(?<=[shnyrfitbk][_-]token))){_END}",
         ),
         (_without_named,),
     ),

@@ -9,7 +9,7 @@ import time
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from agentlightning import semconv
@@ -436,3 +436,14 @@ def test_a_conversation_is_cleaned_as_if_each_call_came_first(turns: list[tuple[
             attributes={semconv.CALL_ENDPOINT: "chat/completions", semconv.GEN_AI_INPUT_MESSAGES: json.dumps(messages)},
         )
         assert redact(called) == without_secrets(called)
+
+
+@given(text=st.lists(PIECES, min_size=1, max_size=2).map(",".join))
+@example(text="https://u:p,q@h/x")
+def test_a_secret_that_the_next_call_ends_is_found(text: str) -> None:
+    for cut in range(len(text)):
+        redact = redaction()
+        for messages in ("x" * 2500 + text[:cut] + "]", "x" * 2500 + text):  # JSON or not
+            attributes = {semconv.CALL_ENDPOINT: "chat/completions", semconv.GEN_AI_INPUT_MESSAGES: messages}
+            called = span_of(attributes=attributes)
+            assert redact(called) == without_secrets(called)
