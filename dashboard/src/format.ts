@@ -75,6 +75,11 @@ export function taskLine(input: unknown, longest = 160): string {
   return oneLine(texts.sort((one, other) => other.length - one.length)[0] ?? input, longest);
 }
 
+/** `visible` for text of several lines. */
+export function visibleLines(text: string): string {
+  return text.replace(/[^\n\t]+/g, visible);
+}
+
 /** What cannot be seen, made visible: control characters and escape codes as their pictures, `ESC` as `␛`, and what turns
     the direction of text by its number. */
 export function visible(text: string): string {

@@ -14,6 +14,10 @@ const KINDS: Happened["kind"][] = ["reset", "rollout", "spans", "groups", "queue
 const listeners = new Set<(happened: Happened) => void>();
 
 export const connected = signal(false);
+/** Whether nothing was heard of the server for so long that it has stopped. */
+export const gone = signal(false);
+const LONG = 4000; // milliseconds
+let lost: ReturnType<typeof setTimeout> | undefined;
 let stream: EventSource | undefined;
 
 /** Listen from now on. After a break the browser connects again by itself, and `reset` says to read afresh; where the
@@ -23,12 +27,16 @@ export function connect(refused: () => void): void {
   stream = new EventSource("api/v1/events");
   stream.onerror = () => {
     connected.value = false;
+    lost ??= setTimeout(() => (gone.value = true), LONG);
     if (stream?.readyState === EventSource.CLOSED) refused();
   };
   for (const kind of KINDS) {
     stream.addEventListener(kind, (event) => {
       const happened = { kind, ...JSON.parse(event.data) } as Happened;
       connected.value = true; // each stream begins with a `reset`
+      gone.value = false;
+      clearTimeout(lost);
+      lost = undefined;
       for (const told of [...listeners]) told(happened);
     });
   }

@@ -1,5 +1,6 @@
 // The page's start.
-import { render } from "preact";
+import { options, render, type VNode } from "preact";
+import { visibleLines } from "./format";
 import { begin } from "./session";
 import { Shell } from "./shell";
 import "./style/base.css";
@@ -11,6 +12,15 @@ import "./style/rollout.css";
 import "./style/tokens.css";
 import "./style/views.css";
 import "./style/phone.css";
+
+// Whatever text comes to be shown, by whichever view: nothing in it is invisible or turns the direction of the rest.
+// The properties of a node of text are the text.
+const before = options.vnode;
+options.vnode = (node: { props: any }) => {
+  if (typeof node.props === "string") node.props = visibleLines(node.props);
+  else if (typeof node.props.title === "string") node.props.title = visibleLines(node.props.title);
+  before?.(node as VNode);
+};
 
 const page = document.getElementById("page");
 if (page) render(<Shell />, page);

@@ -2,7 +2,7 @@
 import type { ComponentType } from "preact";
 import { useEffect, useErrorBoundary, useRef, useState } from "preact/hooks";
 import { useKeys } from "./keys";
-import { connected } from "./live";
+import { connected, gone } from "./live";
 import { Failed, useCurrentInSight } from "./parts";
 import { locked, Refused } from "./request";
 import { go, href, place } from "./route";
@@ -66,6 +66,12 @@ export function Shell() {
       </a>
       <Side />
       <main id="content" tabIndex={-1}>
+        {gone.value && (
+          <p class="gone" role="alert">
+            The server of this page has stopped, as it does when its run ends. What was loaded stays here; agl ui shows the
+            run again at any time.
+          </p>
+        )}
         <Content />
       </main>
       {help && <Help close={() => setHelp(false)} />}

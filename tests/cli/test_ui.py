@@ -58,7 +58,7 @@ async def made(path: Path, group_size: int, fails: int) -> None:
 
 
 @pytest.fixture
-def url(tmp_path: Path) -> Iterator[str]:
+def served(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     asyncio.run(made(tmp_path / "runs" / "small" / "store.sqlite", 4, 0))
     asyncio.run(made(tmp_path / "runs" / "large" / "store.sqlite", 8, 3))
     command = [sys.executable, "-m", "agentlightning.cli.main", "ui", "--port", "0"]
@@ -67,12 +67,15 @@ def url(tmp_path: Path) -> Iterator[str]:
         assert process.stderr.readline() == "2 runs below .; new ones appear by themselves\n"
         found = re.fullmatch(r"dashboard: (\S+)\n", process.stderr.readline())
         assert found is not None
-        yield found[1]
+        yield found[1], process
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
 
 
-def test_runs_are_compared_and_failures_explained_and_a_new_run_appears(url: str, tmp_path: Path) -> None:
+def test_runs_are_compared_failures_explained_and_a_new_run_appears(
+    served: tuple[str, subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    url, process = served
     with (
         sync_playwright() as playwright,
         playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"]) as browser,
@@ -93,3 +96,6 @@ def test_runs_are_compared_and_failures_explained_and_a_new_run_appears(url: str
         page.locator(".causes a").first.click()
         page.get_by_text("Traceback", exact=True).click()
         expect(page.get_by_text('raise LookupError("no such city")').first).to_be_visible()
+        process.send_signal(signal.SIGTERM)
+        expect(page.get_by_role("alert").filter(has_text="has stopped")).to_be_visible(timeout=15_000)
+        expect(page.get_by_text("LookupError: no such city").first).to_be_visible()

@@ -8,11 +8,11 @@ import { href } from "../route";
 import { SERIES } from "../theme";
 import { OfRun } from "./pick_run";
 
-const COUNTS: [key: string, title: string, meaning: string][] = [
-  ["outcomes", "Outcomes", "How rollouts ended, as training counts them"],
-  ["excluded", "Calls excluded", "Why calls were not trained"],
-  ["kept", "Calls kept, marked", "What was noted of calls that were trained"],
-  ["breaks", "Prefixes broken, by kind", "Calls whose prompt should continue an earlier call and does not"],
+const COUNTS: [key: string, title: string, meaning: string, of?: "rollouts" | "calls"][] = [
+  ["outcomes", "Outcomes", "How rollouts ended, as training counts them", "rollouts"],
+  ["excluded", "Calls excluded", "Why calls were not trained", "calls"],
+  ["kept", "Calls kept, marked", "What was noted of calls that were trained", "calls"],
+  ["breaks", "Prefixes broken, by kind", "Calls whose prompt should continue an earlier call and does not", "calls"],
   ["rewards_lost", "Rewards lost", "Rewards that count for nothing, and why"],
   ["dropped", "Groups dropped", "Why whole groups did not train"],
 ];
@@ -51,8 +51,8 @@ function OneRun({ runId }: { runId: string }) {
             ))}
           </div>
           <div class="counts">
-            {COUNTS.map(([key, title, meaning]) => (
-              <Counts key={key} title={title} meaning={meaning} counts={read.counts[key] ?? {}} read={read} />
+            {COUNTS.map(([key, title, meaning, of]) => (
+              <Counts key={key} title={title} meaning={meaning} counts={read.counts[key] ?? {}} read={read} of={of} />
             ))}
           </div>
         </>
@@ -66,15 +66,21 @@ interface Properties {
   meaning: string;
   counts: Record<string, number>;
   read: Read;
+  /** What the shares are of; without it none are shown, as what is counted has no whole. */
+  of: "rollouts" | "calls" | undefined;
 }
 
-function Counts({ title, meaning, counts, read }: Properties) {
+function Counts({ title, meaning, counts, read, of }: Properties) {
   const found = Object.entries(counts).sort(([, one], [, other]) => other - one);
-  const sum = found.reduce((total, [, amount]) => total + amount, 0);
+  const most = Math.max(...found.map(([, amount]) => amount));
+  const whole = of && read[of];
   return (
     <section class="count" aria-label={title}>
       <h2>{title}</h2>
-      <p class="note">{meaning}.</p>
+      <p class="note">
+        {meaning}
+        {of && `, and their share of all ${of}`}.
+      </p>
       {found.length === 0 && <Empty>None.</Empty>}
       <dl>
         {found.map(([name, amount]) => (
@@ -84,8 +90,8 @@ function Counts({ title, meaning, counts, read }: Properties) {
               {read.suggestions[name] && <small>{read.suggestions[name]}</small>}
             </dt>
             <dd>
-              <Bar share={sum ? amount / sum : 0}>{count(amount)}</Bar>
-              <span class="muted share">{percent(sum ? amount / sum : 0)}</span>
+              <Bar share={amount / (whole || most)}>{count(amount)}</Bar>
+              {whole ? <span class="muted share">{percent(amount / whole)}</span> : null}
             </dd>
           </div>
         ))}
