@@ -44,7 +44,7 @@ def chat(model: str, model_name: str, key: str, seed: int, **conversation: Any) 
 
 
 def _talk(url: str, *, model_name: str, key: str, system: str | None, as_json: bool, **asked: Any) -> int:
-    from openai import OpenAI, OpenAIError
+    from openai import APIConnectionError, OpenAI, OpenAIError
 
     from agentlightning.tracing.tree import printable
 
@@ -70,7 +70,9 @@ def _talk(url: str, *, model_name: str, key: str, system: str | None, as_json: b
             except OpenAIError as error:
                 messages.pop()
                 failed += 1
-                click.echo(f"error: {printable(str(error))}", err=True)
+                nobody = f"nothing answers at {url}; is the server running?"
+                why = nobody if isinstance(error, APIConnectionError) else printable(str(error))
+                click.echo(f"error: {why}", err=True)
                 continue
             messages.append({"role": "assistant", "content": answer})
             answered += 1

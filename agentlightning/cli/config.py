@@ -6,6 +6,7 @@ refusal names the file, the key with its path, and the nearest right one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import typing
@@ -232,7 +233,7 @@ def load_config(
     where = "the command line" if source is None else str(source)
     for key in values:
         if key not in FIELDS:
-            raise ConfigError(f"{where}: unknown key {key!r}; {nearest(str(key), FIELDS)}")
+            raise ConfigError(f"{where}: unknown key {key!r}; {_where_it_belongs(str(key), values)}")
     if isinstance(limit := values.get("time_limit"), str):
         try:
             values["time_limit"] = seconds_in(limit, bare=True)
@@ -241,9 +242,24 @@ def load_config(
     missing = [name for name in _needed(values) if values.get(name) is None]
     if missing:
         flags_hint = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
-        hint = "" if source else ". `agl init` makes a project with a run file"
+        if source is None and Path("run.yaml").is_file():
+            hint = "; without its name run.yaml is not read beside --agent: agl train run.yaml --agent …"
+        else:
+            hint = "" if source else ". `agl init` makes a project with a run file"
         raise ConfigError(f"{where} lacks: {', '.join(missing)}; add the keys or give {flags_hint}{hint}")
     return _convert(values, TrainConfig, f"{where}: ")
+
+
+def _where_it_belongs(key: str, values: Mapping[str, Any]) -> str:
+    """A hint for a key that no run file has: `write algorithm.group_size`, or the nearest that there is."""
+    named = values.get("algorithm")
+    kind = ALGORITHMS.get(str(named.get("name", "grpo")) if isinstance(named, dict) else "grpo", "GRPO")
+    parts = {"algorithm": f"algorithm:{kind}", "optimizer": "learner.base:AdamW", "lora": "learner.base:LoRA"}
+    for owner, part in parts.items():
+        with contextlib.suppress(ConfigError):  # where the packages that train are missing
+            if key in {one.name for one in dataclasses.fields(load_reference(f"agentlightning.{part}")) if one.init}:
+                return f"write {owner}.{key}"
+    return nearest(key, FIELDS)
 
 
 def _needed(values: Mapping[str, Any]) -> tuple[str, ...]:
@@ -273,7 +289,8 @@ def _read_run_file(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"no run file {path} (looked in {Path.cwd()})") from None
+        hint = f"; an agent is named by --agent {path}" if is_reference(str(path)) else ""
+        raise ConfigError(f"no run file {path} (looked in {Path.cwd()}){hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the run file {path}: {error}") from error
     try:

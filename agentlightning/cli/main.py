@@ -52,9 +52,11 @@ FORMER = {
 # Extra → the packages that come with it alone, by the names they are imported under.
 EXTRAS = {
     "ray": ("ray",),
-    "server": ("google", "httptools", "opentelemetry", "prometheus_client", "starlette", "uvicorn", "uvloop"),
-    "train": ("matplotlib", "numpy", "openai", "tokenizers", "torch", "transformers"),
+    "server": ("google", "httptools", "numpy", "opentelemetry", "prometheus_client", "starlette", "uvicorn", "uvloop"),
+    "train": ("matplotlib", "openai", "tokenizers", "torch", "transformers"),
 }
+# These need `train`, whichever package is missed first.
+TRAINING = ("quickstart", "train", "sweep", "eval", "chat", "serve")
 
 
 class LazyGroup(click.Group):
@@ -105,7 +107,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         click.echo("interrupted", err=True)
         return 130
     except (AgentLightningError, ModuleNotFoundError) as error:
-        hint = _how_to_install(error)
+        hint = _how_to_install(error, sys.argv[1:] if arguments is None else arguments)
         if isinstance(error, ModuleNotFoundError) and not hint:
             raise
         from agentlightning.tracing.tree import printable
@@ -119,12 +121,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
     return result if isinstance(result, int) else 0
 
 
-def _how_to_install(error: Exception) -> str:
+def _how_to_install(error: Exception, words: Sequence[str]) -> str:
     """What to say about a package that is missing and comes with an extra of ours; nothing of any other error."""
     for missing in (error, error.__cause__):
         if isinstance(missing, ModuleNotFoundError) and missing.name is not None:
             for extra, packages in EXTRAS.items():
                 if missing.name.partition(".")[0] in packages:
+                    extra = "train" if extra == "server" and words[0] in TRAINING else extra
                     return f": pip install 'agent-lightning-next[{extra}]'"
     return ""
 

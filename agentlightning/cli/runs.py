@@ -193,7 +193,7 @@ def runs_table(found: Sequence[StoredRun]) -> Table:
 
 
 @runs.command()
-@click.argument("name", metavar="RUN", required=False)
+@click.argument("name", metavar="[RUN]", required=False)
 @click.option(
     "--metric",
     "patterns",

@@ -160,7 +160,7 @@ def init(folder: Path, as_json: bool) -> None:
     if folder.resolve() != Path.cwd():
         click.echo(f"  cd {folder}")
     click.echo(f"  {runnable('agl train', folder):<22} # about a minute on a laptop, nothing is downloaded")
-    click.echo(f"  {runnable('pytest', folder):<22} # the checks that come with it\n")
+    click.echo(f"  {runnable('pytest', folder):<22} # the checks that come with it (pip install pytest)\n")
     click.echo("README.md explains how to adapt it.")
 
 

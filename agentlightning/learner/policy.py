@@ -195,7 +195,7 @@ def _check_source(source: str | Path) -> None:
     if path.exists() and not any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         raise ConfigError(
             f"{path} holds no model: config.json is missing. Give a directory written by save_pretrained, such as a "
-            "checkpoint of a run"
+            "checkpoint of a run, or path/to/file.py:function, which makes one"
         )
     if not path.exists() and (path.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") > 1):
         raise ConfigError(f"model path {source} does not exist")

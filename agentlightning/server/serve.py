@@ -152,7 +152,7 @@ def _tls_context(certificate: Path | str | None, key: Path | str | None) -> ssl.
     if certificate is None and key is None:
         return None
     if certificate is None or key is None:
-        raise ConfigError("TLS needs both a certificate and its private key; give tls_cert and tls_key")
+        raise ConfigError("TLS needs both a certificate and its private key: --tls-cert and --tls-key")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         # With the empty password a key that needs one is refused, instead of asked for at the terminal.

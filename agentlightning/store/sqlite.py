@@ -269,5 +269,6 @@ def back_up(path: Path, copy: Path) -> None:
             os.fsync(file.fileno())
         draft.replace(copy)
     except (OSError, sqlite3.Error) as error:
-        draft.unlink(missing_ok=True)
+        if draft.exists():
+            draft.unlink()
         raise ConfigError(f"the store {path} cannot be copied to {copy}: {error}") from None

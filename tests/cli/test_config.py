@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,32 @@ def test_a_run_file_can_name_prompts_and_an_endpoint_instead_of_a_model(run_file
         "llm": LLM(endpoint="http://h/v1", model="m"),
     }
     assert config.models == {"judge": FrozenModel(endpoint="http://j/v1", frozen=True)}
+
+
+@pytest.mark.parametrize(
+    ("assignment", "advice"),
+    [
+        ("group_size=4", "write algorithm.group_size"),
+        ("learning_rate=1e-4", "write optimizer.learning_rate"),
+        ("rank=8", "write lora.rank"),
+        ("traced=1", "did you mean 'trackers'?"),
+    ],
+)
+def test_a_key_of_a_part_is_told_with_the_part(run_file: Path, assignment: str, advice: str) -> None:
+    run_file.write_text("agent: a.py:a\nmodel: m\ntrain_dataset: t.jsonl", encoding="utf-8")
+    with pytest.raises(ConfigError, match=re.escape(f"unknown key {assignment.partition('=')[0]!r}; {advice}")):
+        load_config(run_file, [assignment])
+
+
+def test_a_run_file_beside_flags_that_make_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="`agl init` makes a project"):
+        load_config(None, (), {"agent": "a.py:a"})
+    Path("run.yaml").touch()
+    with pytest.raises(ConfigError, match=r"not read beside --agent: agl train run\.yaml --agent"):
+        load_config(None, (), {"agent": "a.py:a"})
+    with pytest.raises(ConfigError, match=r"an agent is named by --agent a.py:a"):
+        load_config(Path("a.py:a"))
 
 
 def test_what_is_missing_is_listed_with_its_flags(run_file: Path) -> None:

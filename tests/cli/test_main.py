@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -117,11 +118,19 @@ def test_resuming_says_where_there_is_no_run_and_which_one_there_is(
     assert "runs/grpo-1 has no run.yaml" in capsys.readouterr().err
 
 
+def test_a_chat_with_nobody_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    assert run(["chat", "http://127.0.0.1:1/v1"]) == 1
+    assert capsys.readouterr().err == "error: nothing answers at http://127.0.0.1:1; is the server running?\n"
+
+
 @pytest.mark.parametrize(
     ("missing", "arguments", "extra"),
     [
         ("httptools", "['record', '--backend', 'http://127.0.0.1:1/v1', '--', 'true']", "server"),
         ("numpy", "['train', 'run.yaml']", "train"),
+        ("numpy", "['export', 'x.jsonl', '--format', 'sft']", "server"),
+        ("uvicorn", "['serve', 'x']", "train"),
     ],
 )
 def test_a_package_of_an_extra_that_is_missing_is_told_with_the_extra(

@@ -57,6 +57,8 @@ async def test_a_copy_that_cannot_be_made_leaves_all_as_it_is(tmp_path: Path):
         back_up(tmp_path / "store.db", tmp_path / "notes.txt")
     with pytest.raises(ConfigError, match="cannot be copied"):
         back_up(tmp_path / "store.db", tmp_path / "nowhere" / "copy.db")
+    with pytest.raises(ConfigError, match="cannot be copied"):
+        back_up(tmp_path / "store.db", tmp_path / "notes.txt" / "copy.db")
     with pytest.raises(ConfigError, match="not an Agent Lightning store"):
         back_up(tmp_path / "notes.txt", tmp_path / "copy.db")
     assert sorted(os.listdir(tmp_path)) == names
