@@ -33,7 +33,9 @@ RUN = "run-18ea39b8679ff1da"
 GROUP = f"{RUN}-30-v1"
 ROLLOUT = f"{GROUP}-2"
 SEEDS = (2, 3)
-HOSTILE = '<script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">\x1b[31mred\x1b[0m\x07\u202eder\x85\u061c'
+HOSTILE = (
+    '<script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">\x1b[31mred\x1b[0m\x07\u202eder\x85\u061c'
+)
 
 
 class World:

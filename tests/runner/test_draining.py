@@ -101,7 +101,7 @@ async def test_a_runner_told_to_stop_drains_for_so_long_and_hands_back_the_rest(
         await runner.stderr.readline()  # who it is
         for _ in range(signals):
             runner.send_signal(signal.SIGTERM)
-            assert b"leasing nothing more" in await runner.stderr.readline() or signals > 1
+            assert b"no more leases" in await runner.stderr.readline() or signals > 1
         said = (await asyncio.wait_for(runner.communicate(), 60))[1]
     assert runner.returncode == code, said
     attempts: list[Attempt] = [one for each in rollouts for one in await store.query_attempts(each.rollout_id)]
