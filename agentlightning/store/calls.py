@@ -65,15 +65,11 @@ def call(
             namespace={**about, "returns": hints["return"], "repeatable": repeatable, "__doc__": function.__doc__},
             module=function.__module__,
             frozen=True,
-            kw_only=True,
         )
-        names = [one.name for one in parameters]
 
         @functools.wraps(function)
         async def method(store: Any, *args: Any, **given: Any) -> Any:
-            if len(args) > len(names):
-                raise TypeError(f"{function.__name__} takes at most {len(names)} arguments")
-            return await store.perform(kind(**dict(zip(names, args, strict=False)), **given))
+            return await store.perform(kind(*args, **given))
 
         setattr(method, _KIND, kind)
         return cast(F, method)
