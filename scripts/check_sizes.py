@@ -21,7 +21,7 @@ ROOM_LINES = {
     "learner": 4_313,
     "data": 3_705,
     "runner": 3_199,
-    "cli": 3_896,
+    "cli": 3_898,
     "server": 2_883,
     "tracing": 2_676,
     ".": 1_752,

@@ -199,7 +199,7 @@ async def explain(rollout_id: str, place: Place, source: str | None, as_json: bo
             raise NotFoundError(f"there is no rollout {rollout_id!r} in this store; `agl rollouts ls` lists them")
         spans = await store.query_spans(rollout_id, "latest")
         trained = await trained_by(store, rollout.run_id)
-    own = Tokenizers(place.address).find()  # that of the run, beside its store
+    own = Tokenizers(lambda _: place.address).find("")  # that of the run, beside its store
     token_bytes = chat_template(source).token_bytes if source else own and own[1]
     traced = trace_rollout(rollout, spans, calls=trained.calls, reward=trained.reward)
     explanation = explain_rollout(traced, spans, token_bytes)

@@ -63,6 +63,6 @@ def test_training_works_from_a_wheel(wheel: Path, tmp_path: Path) -> None:
     (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
     answer("env/bin/agl", "init", "mine", cwd=tmp_path)
     shown = answer("../env/bin/agl", "train", "--steps", "1", "--out", "run", cwd=tmp_path / "mine")
-    assert "Serve it:   ../env/bin/agl serve run/checkpoints/step-000001" in shown
+    assert "Serve it:   ../env/bin/agl serve run/checkpoints/best" in shown
     home = answer("env/bin/python", "-c", "import agentlightning; print(agentlightning.__file__)", cwd=tmp_path)
     assert home.startswith(str(packages))

@@ -77,6 +77,7 @@ class LazyGroup(click.Group):
         former = next((words for words in FORMER if tuple(args[: len(words)]) == words), ())
         if former:
             args = [*FORMER[former], *args[len(former) :]]
+            click.echo(f"agl {' '.join(former)} is now agl {' '.join(FORMER[former])}", err=True)
         elif args and args[0] not in COMMANDS and not args[0].startswith("-"):
             raise click.UsageError(f"no command {args[0]!r}; {nearest(args[0], COMMANDS)}", ctx)
         return super().resolve_command(ctx, args)

@@ -19,6 +19,7 @@ import yaml
 from rich.console import Console
 
 from agentlightning.cli.config import load_config, read_value
+from agentlightning.cli.fit import make_algorithm
 from agentlightning.cli.options import json_option, make_table, print_json, print_table
 from agentlightning.errors import ConfigError
 
@@ -45,7 +46,7 @@ def sweep(
     if len(combinations) * seeds > _MOST_RUNS:
         raise ConfigError(f"--over and --seeds ask for {len(combinations) * seeds} runs; at most {_MOST_RUNS}")
     for keys_values in combinations:  # a wrong value is refused before the first run
-        load_config(run_file, [*assignments, *map("=".join, keys_values)])
+        make_algorithm(load_config(run_file, [*assignments, *map("=".join, keys_values)]).algorithm)
     out = out or Path(f"runs/sweep-{time.strftime('%Y%m%d-%H%M%S')}")
     _check_same(out / "sweep.json", {"run_file": str(run_file.resolve()), "set": list(assignments)})
     rows, failed = list[tuple[object, ...]](), 0

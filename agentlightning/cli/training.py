@@ -109,7 +109,7 @@ def show_fit(console: Console, result: FitResult) -> None:
         if result.best_checkpoint not in (None, result.checkpoint):
             lines.append(f"Best:       {result.best_checkpoint}, by held-out reward")
         if not (result.checkpoint / "tinker.json").exists():  # its weights are on the server
-            lines.append(f"Serve it:   {runnable(f'agl serve {result.checkpoint}')}")
+            lines.append(f"Serve it:   {runnable(f'agl serve {result.best_checkpoint or result.checkpoint}')}")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 

@@ -44,6 +44,7 @@ def test_each_combination_and_seed_is_run_once_and_compared(project: Path, capfd
         ("algorithm.group_size=", "with its values"),
         ("algorithm.steps=[", "is no YAML value"),
         ("sede=1,2", "did you mean 'seed'"),
+        ("algorithm.group_sise=4,8", "did you mean 'group_size'"),
         ("seed=1,x", "expected `int`"),
     ],
 )
