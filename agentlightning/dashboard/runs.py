@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar, cast
 import msgspec
 import numpy as np
 
+from agentlightning.dashboard.failures import failed
 from agentlightning.data.continuity import SUGGESTIONS
 from agentlightning.errors import NotFoundError
 from agentlightning.store.base import LightningStore
@@ -63,10 +64,20 @@ class RunSeries(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured:
-    """What runs have measured; of those that have ended it is remembered."""
+    """What runs have measured, and how many of their rollouts failed; of those that have ended it is remembered."""
 
     def __init__(self) -> None:
         self._ended: dict[tuple[str, float], list[Metrics]] = {}
+        self._failed: dict[tuple[str, float], int] = {}
+
+    async def failed(self, store: LightningStore, run: Run) -> int:
+        key = (run.run_id, run.end_time or 0.0)
+        if run.end_time is not None and key in self._failed:
+            return self._failed[key]
+        found = await store.page_rollouts(failed(run.run_id), limit=0, with_total=True)
+        if run.end_time is not None:
+            self._failed[key] = found.total or 0
+        return found.total or 0
 
     async def by(self, store: LightningStore, run: Run) -> list[Metrics]:
         key = (run.run_id, run.end_time or 0.0)

@@ -71,8 +71,8 @@ class ListRuns(View, frozen=True, kw_only=True):
         rows: list[runs.RunRow] = []
         for run in sorted(await sources.store.query_runs(), key=lambda run: -run.start_time):
             measured = await sources.measured.by(sources.store, run)
-            failed = await sources.store.page_rollouts(failures.failed(run.run_id), limit=0, with_total=True)
-            rows.append(await asyncio.to_thread(runs.row_of, run, measured, failed.total or 0))
+            failed = await sources.measured.failed(sources.store, run)
+            rows.append(await asyncio.to_thread(runs.row_of, run, measured, failed))
         return rows
 
 

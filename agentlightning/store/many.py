@@ -1,18 +1,20 @@
 """Many stores as one, for reading: files below some folders, beside whatever writes them, and servers.
 
 A call that names a rollout, run, group or resources goes to the store that has it; lists are those of all stores, one
-after the other, the one written to last first.
+after the other, the one found last first.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
-from collections import Counter
-from collections.abc import Generator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -23,9 +25,10 @@ from agentlightning.store.reading import StoreReader
 from agentlightning.store.transaction import Changes
 from agentlightning.types import Filter, Run
 
-_DEEPEST: Final = 4  # folders below one that is searched
+_DEEPEST: Final = 6  # folders below one that is searched
 _SKIPPED: Final = frozenset({"checkpoints", "node_modules", "site-packages"})
 _LOOK_SECONDS: Final = 2.0
+_REMEMBERED: Final = 100_000  # ids whose store is known
 _IDS: Final = ("rollout_id", "run_id", "group_id", "resources_id")
 
 
@@ -33,35 +36,37 @@ class ManyStores(LightningStore):
     """The stores below `folders`, found anew as they come and go, and `others` by name. Made by `open`; a call that
     would change something is a ConflictError. A store that cannot be read is left out: see `problems`, by path."""
 
-    def __init__(self, folders: Sequence[Path], others: dict[str, LightningStore]) -> None:
+    def __init__(self, folders: Sequence[Path], others: Mapping[str, LightningStore]) -> None:
         self._folders = [folder.resolve() for folder in folders]
         self._others = others
-        self._files: dict[Path, LightningStore] = {}
-        self._stamps: dict[Path, tuple[float, int]] = {}
-        self._homes: dict[tuple[str, str], LightningStore] = {}
+        self._files: dict[Path, _File] = {}  # as they were found
+        self._homes: OrderedDict[tuple[str, str], LightningStore] = OrderedDict()
         self._queues: set[asyncio.Queue[Changes | None]] = set()
+        self._one_look = asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None
         self.problems: dict[Path, str] = {}
 
     @classmethod
-    async def open(cls, folders: Sequence[Path], others: dict[str, LightningStore] | None = None) -> ManyStores:
+    async def open(cls, folders: Sequence[Path], others: Mapping[str, LightningStore] | None = None) -> ManyStores:
         stores = cls(folders, others or {})
         await stores._look()
-        stores._looking = asyncio.create_task(stores._keep_looking(), name="agl-many-stores")
         return stores
 
     async def close(self) -> None:
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.wait([self._looking])
-        for store in self._all():
+        for store in self._all().values():
             await store.close()
 
     @contextlib.contextmanager
     def events(self) -> Generator[asyncio.Queue[Changes | None]]:
-        """None whenever something was written to one of the files; for a `with` statement."""
+        """None whenever something was written to one of the files; for a `with` statement. Other processes' files
+        announce nothing: they are looked at as long as somebody listens."""
         queue: asyncio.Queue[Changes | None] = asyncio.Queue()
         self._queues.add(queue)
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._keep_looking(), name="agl-many-stores")
         try:
             yield queue
         finally:
@@ -76,105 +81,141 @@ class ManyStores(LightningStore):
                 return await self._of_one(call, field, asked[field])
         if "cursor" in asked:
             return await self._page(call, asked)
-        answers = [await store.perform(call) for store in self._all()]
         if call.method == "query_runs":
-            named = zip(self._names(), answers, strict=True)
-            return [_named(run, name, len(runs)) for name, runs in named for run in runs]
+            return await self._runs(call)
+        answers = [await store.perform(call) for store in self._all().values()]
         if call.method == "statistics":
             return dict(sum(map(Counter, answers), Counter[str]()))
         if all(isinstance(one, list) for one in answers):
             return [item for one in answers for item in one]
         return next((one for one in answers if one is not None), None)
 
+    async def _runs(self, call: Call) -> list[Run]:
+        """Each run once, also where a store was copied, called by its store."""
+        await self._look()
+        found: dict[str, Run] = {}
+        for key, store in self._all().items():
+            runs: list[Run] = await store.perform(call)
+            for run in runs:
+                name = _name(key) if len(runs) == 1 else f"{_name(key)} {run.kind} {run.run_id[-6:]}"
+                found.setdefault(run.run_id, msgspec.structs.replace(run, manifest={**run.manifest, "name": name}))
+                self._remember("run_id", run.run_id, store)
+        return list(found.values())
+
     def address_of(self, rollout_id: str) -> str | None:
         """The file that has a rollout which was asked for before; None where that is no file."""
         home = self._homes.get(("rollout_id", rollout_id))
-        return next((str(path) for path, store in self._files.items() if store is home), None)
+        return next((str(path) for path, file in self._files.items() if file.store is home), None)
 
-    def _all(self) -> list[LightningStore]:
-        newest = sorted(self._files, key=lambda path: self._stamps[path], reverse=True)
-        return [*(self._files[path] for path in newest), *self._others.values()]
+    def _all(self) -> dict[str, LightningStore]:
+        """By path or name, the file found last first: what is written meanwhile changes nothing of their order."""
+        return {**{str(path): file.store for path, file in reversed(self._files.items())}, **self._others}
 
-    def _names(self) -> list[str]:
-        """What each of `_all` is called: by its folder, `runs/quickstart/store.sqlite` is `quickstart`."""
-        newest = sorted(self._files, key=lambda path: self._stamps[path], reverse=True)
-        return [*(path.parent.name if path.name == "store.sqlite" else path.stem for path in newest), *self._others]
+    def _remember(self, field: str, value: str, store: LightningStore) -> None:
+        self._homes.setdefault((field, value), store)
+        if len(self._homes) > _REMEMBERED:
+            self._homes.popitem(last=False)
 
     async def _of_one(self, call: Call, field: str, value: str) -> Any:
         """The answer of the store that knows what the call is about: the first whose answer is not nothing."""
         home = self._homes.get((field, value))
         answer: Any = None
-        for store in [home] if home is not None else self._all():
+        for store in [home] if home is not None else self._all().values():
             try:
                 answer = await store.perform(call)
             except NotFoundError:
                 continue
             if answer not in (None, []):
-                self._homes[field, value] = store
+                self._remember(field, value, store)
                 return answer
         if answer is None and call.method not in ("get_rollout_by_id", "get_group", "get_resources_by_id"):
             raise NotFoundError(f"no store here has {field} {value!r}")
         return answer
 
     async def _page(self, call: Call, asked: dict[str, Any]) -> Any:
-        """A page: of the store that has the run or rollouts asked for, else of one store after the other."""
+        """A page: of the store that has the run or rollouts asked for, else of one store after the other. The cursor
+        names the store that goes on."""
         stores = self._all()
         named = _ids_in(asked["where"])
         home = next((self._homes[one] for one in named if one in self._homes), None)
         if home is None and named:
-            for store in stores:
-                found = await store.perform(msgspec.structs.replace(call, limit=1, cursor=None))
-                if found.items:
-                    home = self._homes[named[0]] = store
+            for store in stores.values():
+                if (await store.perform(msgspec.structs.replace(call, limit=1, cursor=None))).items:
+                    home = store
+                    self._remember(*named[0], store)
                     break
         if home is not None:
             return await home.perform(call)
-        place, _, inner = (asked["cursor"] or "0:").partition(":")
-        if not place.isdecimal() or int(place) > len(stores):
-            raise InvalidError("the cursor is none of these stores'")
-        items: list[Any] = []
-        kind, total, index, cursor = None, None, int(place), inner or None
+        first, _, inner = (asked["cursor"] or "\n").partition("\n")
+        if first and first not in stores:
+            raise InvalidError("the cursor names a store that is not here any more; ask from the start")
+        total = None
         if asked.get("with_total"):
-            counts = [await one.perform(msgspec.structs.replace(call, limit=0, cursor=None)) for one in stores]
+            counts = [await one.perform(msgspec.structs.replace(call, limit=0, cursor=None)) for one in stores.values()]
             total = sum(one.total or 0 for one in counts)
-        while index < len(stores) and (kind is None or len(items) < asked["limit"]):
-            part = msgspec.structs.replace(call, limit=asked["limit"] - len(items), cursor=cursor)
-            page = await stores[index].perform(part)
-            kind, cursor = page, page.next_cursor
-            items += page.items
-            index += cursor is None
-        following = f"{index}:{cursor or ''}" if index < len(stores) else None
-        if kind is None:
-            kind = call.returns
-            return kind(items=(), total=total)
-        return msgspec.structs.replace(kind, items=tuple(items), total=total, next_cursor=following)
+        keys, items, cursor = list(stores), list[Any](), inner or None
+        keys = keys[keys.index(first) if first else 0 :]
+        limit = math.inf if asked["limit"] is None else asked["limit"]
+        while keys and len(items) < limit:
+            rest = None if asked["limit"] is None else limit - len(items)
+            page = await stores[keys[0]].perform(msgspec.structs.replace(call, limit=rest, cursor=cursor))
+            items, cursor = [*items, *page.items], page.next_cursor
+            keys = keys if cursor else keys[1:]
+        following = f"{keys[0]}\n{cursor or ''}" if keys else None
+        return call.returns(items=tuple(items), total=total, next_cursor=following)
 
     async def _keep_looking(self) -> None:
-        while True:
+        while self._queues:
             await asyncio.sleep(_LOOK_SECONDS)
             if await self._look():
                 for queue in self._queues:
                     queue.put_nowait(None)
 
     async def _look(self) -> bool:
-        """Open what is new and close what is gone; whether anything was written since the last look."""
-        stamps = await asyncio.to_thread(lambda: dict(_stamped(self._folders)))
-        changed, self._stamps = stamps != self._stamps, {**self._stamps, **stamps}
-        for path in [path for path in self._files if path not in stamps]:
-            gone = self._files.pop(path)
-            self._homes = {key: store for key, store in self._homes.items() if store is not gone}
-            await gone.close()
-        for path in stamps.keys() - self._files.keys():
-            try:
-                self._files[path] = await StoreReader.open(path)
-                self.problems.pop(path, None)
-            except AgentLightningError as error:
-                self.problems[path] = str(error)
-        return changed
+        """Open what is new, close what is gone or another file now; whether anything may have been written since."""
+        async with self._one_look:
+            stamps = await asyncio.to_thread(lambda: dict(_stamped(self._folders)))
+            before = {path: file.stamp for path, file in self._files.items()}
+            for path, file in list(self._files.items()):
+                if path not in stamps or stamps[path].inode != file.stamp.inode:
+                    del self._files[path]
+                    for key in [key for key, store in self._homes.items() if store is file.store]:
+                        del self._homes[key]
+                    await file.store.close()
+            for path, stamp in sorted(stamps.items(), key=lambda one: one[1].written):
+                if path in self._files:
+                    self._files[path].stamp = stamp
+                    continue
+                try:
+                    self._files[path] = _File(await StoreReader.open(path), stamp)
+                    self.problems.pop(path, None)
+                except AgentLightningError as error:
+                    self.problems[path] = str(error)
+            return bool(self._others) or before != {path: file.stamp for path, file in self._files.items()}
 
 
-def _stamped(folders: Sequence[Path]) -> Generator[tuple[Path, tuple[float, int]]]:
-    """Each store's file below the folders, with when it or its log was written to last, and their size."""
+class _Stamp(NamedTuple):
+    """Which file it is, and when it or its log was written to last, with their size."""
+
+    inode: int
+    written: float
+    size: int
+
+
+@dataclass
+class _File:
+    store: LightningStore
+    stamp: _Stamp
+
+
+def _name(key: str) -> str:
+    """`runs/quickstart/store.sqlite` is called `quickstart`, `work.sqlite` is called `work`."""
+    path = Path(key)
+    return path.parent.name if path.name == "store.sqlite" else path.stem if path.suffix == ".sqlite" else key
+
+
+def _stamped(folders: Sequence[Path]) -> Generator[tuple[Path, _Stamp]]:
+    """Each store's file below the folders."""
     for top in folders:
         for place, below, files in os.walk(top):
             deep = len(Path(place).relative_to(top).parts) >= _DEEPEST
@@ -182,7 +223,8 @@ def _stamped(folders: Sequence[Path]) -> Generator[tuple[Path, tuple[float, int]
             for file in (Path(place, name) for name in files if name.endswith(".sqlite")):
                 with contextlib.suppress(OSError):  # it goes as we look
                     found = [path.stat() for path in (file, file.with_name(f"{file.name}-wal")) if path.exists()]
-                    yield file, (max(one.st_mtime for one in found), sum(one.st_size for one in found))
+                    written, size = max(one.st_mtime for one in found), sum(one.st_size for one in found)
+                    yield file, _Stamp(found[0].st_ino, written, size)
 
 
 def _ids_in(where: Filter | None) -> list[tuple[str, str]]:
@@ -193,8 +235,3 @@ def _ids_in(where: Filter | None) -> list[tuple[str, str]]:
         if part.field in _IDS and part.op in ("eq", "in"):
             found += [(part.field, one) for one in (part.value if part.op == "in" else [part.value])]
     return sorted(found, key=lambda one: _IDS.index(one[0]))
-
-
-def _named(run: Run, store: str, alone: int) -> Run:
-    name = store if alone == 1 else f"{store} {run.kind} {run.run_id[-6:]}"
-    return msgspec.structs.replace(run, manifest={**run.manifest, "name": name})

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import pytest
 
-from agentlightning.errors import ConflictError, NotFoundError
+from agentlightning.errors import ConflictError, InvalidError, NotFoundError
 from agentlightning.store.many import ManyStores
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import And, Condition, EnqueueRolloutRequest, Metrics
@@ -76,3 +77,34 @@ async def test_a_store_that_comes_is_found_and_listeners_are_told_and_one_that_g
         await many.query_attempts("nobody")
     await many.close()
     await one.close()
+
+
+async def test_pages_miss_and_repeat_nothing_where_stores_are_written_between_them(tmp_path: Path) -> None:
+    stores = [await filled(tmp_path / name / "store.sqlite", name, 4) for name in ("one", "two", "three")]
+    many = await ManyStores.open([tmp_path])
+    found, cursor = [], None
+    for turn in range(6):
+        page = await many.page_rollouts(limit=2, cursor=cursor)
+        found += [one.rollout_id for one in page.items]
+        cursor = page.next_cursor
+        await stores[turn % 3].update_worker(f"worker-{turn}", {})  # what was written last is another store each time
+        await many.query_runs()
+    assert cursor is None and len(found) == len({*found}) == 12
+    with pytest.raises(InvalidError, match="ask from the start"):
+        await many.page_rollouts(cursor="nowhere\n")
+    await many.close()
+    for store in stores:
+        await store.close()
+
+
+async def test_a_run_of_a_copied_store_is_there_once_and_a_replaced_store_is_read_anew(tmp_path: Path) -> None:
+    await (await filled(tmp_path / "one" / "store.sqlite", "one", 1)).close()
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    many = await ManyStores.open([tmp_path])
+    assert [run.run_id for run in await many.query_runs()] == ["run-one"]
+    for name in ("one", "copy"):
+        shutil.rmtree(tmp_path / name)
+    await (await filled(tmp_path / "one" / "store.sqlite", "new", 3)).close()
+    assert [run.run_id for run in await many.query_runs()] == ["run-new"]
+    assert len((await many.page_rollouts(limit=10)).items) == 3
+    await many.close()

@@ -48,7 +48,7 @@ export function RunDetails({ run }: { run: RunRow }) {
 function Advice({ run }: { run: RunRow }) {
   const last = run.last;
   const advice: string[] = [];
-  const groups = last["groups"] ?? Math.round((last["rollouts"] ?? 0) / Number(run.settings["algorithm.group_size"] || Infinity));
+  const groups = Math.round((last["rollouts"] ?? 0) / Number(run.settings["algorithm.group_size"] || Infinity));
   const alike = last["groups_without_variance"] ?? 0;
   if (groups > 0 && alike > groups / 2) {
     const level = (last["reward"] ?? 0) > 0.5 ? "harder tasks" : "easier tasks, a finer reward";
