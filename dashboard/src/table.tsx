@@ -19,6 +19,8 @@ export interface Column<Row> {
   /** Numbers end where they end, texts begin where they begin. */
   align?: "end";
   title?: string;
+  /** What the rows are sorted by at a click on the column's name. */
+  sort?: string;
 }
 
 interface Properties<Row> {
@@ -31,6 +33,9 @@ interface Properties<Row> {
   more?: (() => void) | undefined;
   total?: number | undefined;
   selected?: (row: Row) => boolean;
+  /** What the rows are sorted by, such as `reward`, or `-reward` with the largest first. */
+  sorted?: string | undefined;
+  sortBy?: (sorted: string) => void;
   /** Told whether the table stands at its top. */
   onTop?: (top: boolean) => void;
 }
@@ -38,7 +43,8 @@ interface Properties<Row> {
 const ROW_HEIGHT = 30; // pixels; `.row` in style/tables.css has the same
 const GAP = 12; // pixels between columns and beside them, as there
 
-export function Table<Row>({ label, rows, columns, id, href, more, total, selected, onTop }: Properties<Row>) {
+export function Table<Row>(properties: Properties<Row>) {
+  const { label, rows, columns, id, href, more, total, selected, sorted = "", sortBy, onTop } = properties;
   const scroller = useRef<HTMLDivElement>(null);
   const [active, setActive] = useState(-1);
   const virtual = useVirtual(rows.length, scroller);
@@ -86,8 +92,21 @@ export function Table<Row>({ label, rows, columns, id, href, more, total, select
       >
         <div class="row head" role="row" style={{ gridTemplateColumns: tracks }}>
           {columns.map((column) => (
-            <span role="columnheader" class={column.align} title={column.title} key={column.name}>
-              {column.name}
+            <span
+              role="columnheader"
+              class={column.align}
+              title={column.title}
+              key={column.name}
+              aria-sort={sorting(column.sort, sorted)}
+            >
+              {column.sort && sortBy ? (
+                <button type="button" onClick={() => sortBy(sorted === `-${column.sort}` ? `${column.sort}` : `-${column.sort}`)}>
+                  {column.name}
+                  {ARROWS[sorting(column.sort, sorted) ?? ""]}
+                </button>
+              ) : (
+                column.name
+              )}
             </span>
           ))}
         </div>
@@ -117,6 +136,13 @@ export function Table<Row>({ label, rows, columns, id, href, more, total, select
       </div>
     </div>
   );
+}
+
+const ARROWS: Record<string, string> = { ascending: " ↑", descending: " ↓" };
+
+function sorting(field: string | undefined, sorted: string): "ascending" | "descending" | undefined {
+  if (!field || sorted.replace("-", "") !== field) return undefined;
+  return sorted.startsWith("-") ? "descending" : "ascending";
 }
 
 /** A click anywhere in a row is a click on its link, unless it was on something of its own or selected text. */

@@ -92,6 +92,22 @@ async def test_rollouts_are_found_by_what_they_are(world) -> None:
 
 
 @pytest.mark.slow
+async def test_rollouts_are_sorted_by_a_column_and_the_url_keeps_it(world) -> None:
+    async with world.page() as page:
+        await world.show(page, f"/rollouts?run={RUN}", "Rollouts")
+        header = page.get_by_role("columnheader", name="Reward")
+        rewards = page.locator('[role="row"]:not(.head) > :nth-child(3)')
+        for arrow, best_first in (("descending", True), ("ascending", False)):
+            await header.get_by_role("button").click()
+            await expect(header).to_have_attribute("aria-sort", arrow)
+            await expect(rewards.first).to_have_text("1" if best_first else "0")
+            shown = [float(text) for text in await rewards.all_inner_texts() if text not in ("", "–")]
+            assert len(shown) > 3 and shown == sorted(shown, reverse=best_first)
+        assert "sort=reward" in page.url
+        await see(page, "Error", "Tags", "Step")
+
+
+@pytest.mark.slow
 async def test_a_rollout_is_seen_as_conversation_time_tokens_credit_and_as_it_is_stored(world) -> None:
     async with world.page() as page:
         await world.show(page, f"/rollouts/{ROLLOUT}", ROLLOUT)

@@ -14,37 +14,50 @@ const PAGE = 100;
 const COLUMNS: Column<RolloutRow>[] = [
   {
     name: "Task",
-    width: "minmax(170px, 3fr)",
+    width: "minmax(150px, 3fr)",
     cell: ({ rollout }) => <span title={rollout.rollout_id}>{taskLine(rollout.input)}</span>,
   },
-  { name: "Reward", width: "70px", align: "end", cell: (row) => <Reward value={row.reward} /> },
-  { name: "Status", width: "104px", cell: ({ rollout }) => <Status value={rollout.status} /> },
-  { name: "Mode", width: "52px", cell: ({ rollout }) => rollout.mode },
-  { name: "Calls", width: "52px", align: "end", cell: (row) => count(row.calls) },
-  { name: "Tokens", width: "76px", align: "end", cell: (row) => count(row.tokens_read + row.tokens_written) },
+  { name: "Step", width: "48px", align: "end", sort: "number", cell: ({ rollout }) => stepOf(rollout) },
+  { name: "Reward", width: "60px", align: "end", sort: "reward", cell: (row) => <Reward value={row.reward} /> },
+  { name: "Status", width: "96px", sort: "status", cell: ({ rollout }) => <Status value={rollout.status} /> },
+  { name: "Mode", width: "48px", sort: "mode", cell: ({ rollout }) => rollout.mode },
+  { name: "Calls", width: "48px", align: "end", cell: (row) => count(row.calls) },
+  { name: "Tokens", width: "60px", align: "end", cell: (row) => count(row.tokens_read + row.tokens_written) },
   {
-    name: "Agents, tags",
-    width: "minmax(90px, 1fr)",
-    cell: ({ rollout, agents, error, attempts }) => (
+    name: "Error",
+    width: "minmax(80px, 1fr)",
+    sort: "error",
+    cell: ({ error, attempts }) => (
       <>
         {error && <span class="error">{oneLine(error, 60)} </span>}
         {attempts > 1 && <Tag title="attempts">{plural(attempts, "attempt")}</Tag>}
-        {(rollout.metadata.tags ?? []).map((tag: string) => (
-          <Tag key={tag}>{tag}</Tag>
-        ))}
-        <span class="muted">{agents.map((agent) => oneLine(agent, 30)).join(", ")}</span>
       </>
     ),
   },
   {
+    name: "Tags",
+    width: "minmax(56px, 1fr)",
+    cell: ({ rollout }) => (rollout.metadata.tags ?? []).map((tag: string) => <Tag key={tag}>{tag}</Tag>),
+  },
+  {
+    name: "Agents",
+    width: "minmax(60px, 1fr)",
+    cell: ({ agents }) => <span class="muted">{agents.map((agent) => oneLine(agent, 30)).join(", ")}</span>,
+  },
+  {
     name: "Group",
-    width: "56px",
+    width: "48px",
     cell: ({ rollout }) =>
       rollout.group_id && <a href={href(["groups", rollout.group_id])}>{`#${rollout.group_index ?? ""}`}</a>,
   },
-  { name: "Took", width: "72px", align: "end", cell: ({ rollout }) => duration(took(rollout)) },
-  { name: "Started", width: "92px", align: "end", cell: ({ rollout }) => ago(rollout.start_time) },
+  { name: "Took", width: "68px", align: "end", cell: ({ rollout }) => duration(took(rollout)) },
+  { name: "Started", width: "84px", align: "end", sort: "start_time", cell: ({ rollout }) => ago(rollout.start_time) },
 ];
+
+/** The step of training or evaluation that asked for it. */
+function stepOf({ metadata }: RolloutRow["rollout"]): string {
+  return String(metadata["step"] ?? /^train-(\d+)-/.exec(String(metadata["sample"]))?.[1] ?? "");
+}
 
 function took({ start_time, end_time }: RolloutRow["rollout"]): number {
   return (end_time ?? Date.now() / 1000) - start_time;
@@ -81,6 +94,8 @@ export function Rollouts() {
           href={(row) => href(["rollouts", row.rollout.rollout_id])}
           more={pages.done ? undefined : pages.more}
           total={pages.total ?? undefined}
+          sorted={query.get("sort") ?? "-number"}
+          sortBy={(sort) => ask({ sort })}
           onTop={pages.onTop}
         />
       )}
@@ -165,6 +180,7 @@ function usePages(query: URLSearchParams) {
   const under = useRef<AbortController | undefined>(undefined);
   const atTop = useRef(true);
   const key = query.toString();
+  const sort = query.get("sort") ?? "-number";
 
   const fetchPage = useCallback(
     async (fresh: boolean) => {
@@ -173,7 +189,7 @@ function usePages(query: URLSearchParams) {
       const mine = (under.current = new AbortController());
       const body = {
         where: filterOf(query),
-        order: [{ field: "number", descending: true }],
+        order: [{ field: sort.replace("-", ""), descending: sort.startsWith("-") }],
         limit: PAGE,
         cursor: fresh ? undefined : cursor.current,
         with_total: fresh,
