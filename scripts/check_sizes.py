@@ -26,7 +26,7 @@ ROOM_LINES = {
     "tracing": 2_676,
     ".": 1_752,
     "engine": 1_299,
-    "dashboard": 1_290,
+    "dashboard": 1_409,
     "environments": 397,
     "v03": 390,
     "rewards": 307,

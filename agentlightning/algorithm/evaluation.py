@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from agentlightning.algorithm.base import RunContext
-from agentlightning.algorithm.measures import exception_of
+from agentlightning.algorithm.measures import EVALUATED_STEP, exception_of
 from agentlightning.data.call_filter import FROZEN
 from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.transitions import TracedRollout, trace_rollout
@@ -18,8 +18,6 @@ from agentlightning.store.base import LightningStore
 from agentlightning.types import LLM, EnqueueRolloutRequest, Mode, Rollout, RolloutConfig, Span
 
 SUPERVISED: Final = RolloutConfig(timeout_seconds=300.0, max_attempts=3, retry_condition=("unresponsive",))
-EVALUATED_STEP: Final = "step"
-"""Key of a rollout's metadata: the training step after which it was measured."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from agentlightning.types import Span
 
 Ended: TypeAlias = Literal["rewarded", "failed", "no reward", "not a number", "left out"]
 
+EVALUATED_STEP: Final = "step"
+"""Key of a rollout's metadata: the training step after which it was measured."""
 TAG_FIELDS = ("tags", "kind")
 _EXCEPTION = (semconv.EXCEPTION_TYPE, semconv.EXCEPTION_MESSAGE)
 _LEFT_OUT: Ended = "left out"

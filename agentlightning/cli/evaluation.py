@@ -265,7 +265,7 @@ async def _stored(name: str, mode: Mode | None, place: Place, fields: Sequence[s
 
 async def _parts(store: LightningStore, rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
     """Rollouts by the training step after which they were made, or else by the number of their resources version."""
-    from agentlightning.algorithm.evaluation import EVALUATED_STEP
+    from agentlightning.algorithm.measures import EVALUATED_STEP
 
     versions = {one.resources_id: str(one.version) for one in await store.query_resources()}
     parts: dict[str, list[Rollout]] = {}
@@ -277,7 +277,7 @@ async def _parts(store: LightningStore, rollouts: Sequence[Rollout]) -> dict[str
 
 def _last(run_name: str, parts: Mapping[str, list[Rollout]]) -> list[Rollout]:
     """Those after the last step. ConfigError where versions stand beside each other and none is the last."""
-    from agentlightning.algorithm.evaluation import EVALUATED_STEP
+    from agentlightning.algorithm.measures import EVALUATED_STEP
 
     latest = max(parts.values(), key=lambda part: part[0].metadata.get(EVALUATED_STEP, -1))
     if len(parts) > 1 and EVALUATED_STEP not in latest[0].metadata:

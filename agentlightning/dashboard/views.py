@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, get_type_hints
 
 import msgspec
 
-from agentlightning.dashboard import credit, failures, rollouts, runs, tokens
+from agentlightning.dashboard import credit, failures, progress, rollouts, runs, tokens
 from agentlightning.errors import InvalidError, NotFoundError
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
@@ -84,6 +84,16 @@ class ShowFailures(View, frozen=True, kw_only=True):
 
     async def read(self, sources: Sources) -> list[failures.Cause]:
         return await failures.causes(sources.store, self.run_id)
+
+
+class ShowProgress(View, frozen=True, kw_only=True):
+    """Why the held-out reward of a run moved."""
+
+    route = "GET /dashboard/runs/{run_id}/progress"
+    run_id: str
+
+    async def read(self, sources: Sources) -> progress.Progress:
+        return await progress.progress(sources.store, self.run_id)
 
 
 class ShowSeries(View, frozen=True, kw_only=True):
@@ -221,6 +231,7 @@ class ScoreRollout(View, frozen=True, kw_only=True):
 VIEWS: Final[tuple[type[View], ...]] = (
     ListRuns,
     ShowFailures,
+    ShowProgress,
     ShowSeries,
     ShowQuality,
     ShowPrompts,

@@ -126,6 +126,13 @@ export interface PrefixTree {
   nodes: TreeNode[];
 }
 
+export interface Progress {
+  steps: number[];
+  rewards: Row[];
+  behaviour: Row[];
+  tasks: TaskPair[];
+}
+
 export interface PromptScore {
   mean: number;
   tasks: number;
@@ -247,6 +254,11 @@ export interface Round {
   final: boolean;
 }
 
+export interface Row {
+  name: string;
+  means: (number | null)[];
+}
+
 export interface Run {
   run_id: string;
   kind: string;
@@ -335,6 +347,14 @@ export interface StepView {
   reward: number | null;
   time_to_first_token: number | null;
   call_index: number | null;
+}
+
+export interface TaskPair {
+  task: string;
+  before: number;
+  after: number;
+  first_id: string;
+  last_id: string;
 }
 
 export interface TokenCall {

@@ -444,3 +444,29 @@ async def test_the_stores_own_actions_take_the_session(place):
     tagged = await browser.post("/rollouts", {"where": {"op": "eq", "field": "tag", "value": "odd"}})
     assert len(tagged["items"]) == 1
     assert (await browser.ask("POST", f"{path}/cancel", {}))["status"] == "cancelled"
+
+
+async def test_why_the_reward_moved_is_told_by_tag_and_task_by_task(place):
+    """Two evaluations of two tasks: the sum is learned, half of the search forgotten."""
+    run = await place.store.start_run("grpo", MANIFEST)
+    question, result = [SYSTEM, says("user", "x")], tool_says("t", "sunny")
+    for step, rewards in ((0, {"sum": 0.0, "search": 1.0}), (4, {"sum": 1.0, "search": 0.5})):
+        for kind, value in rewards.items():
+            asked = EnqueueRolloutRequest(input={"kind": kind}, mode="val", run_id=run.run_id, metadata={"step": step})
+            (rollout,) = await place.store.enqueue_many_rollouts([asked])
+            attempt = (await place.store.start_attempt(rollout.rollout_id)).attempt
+            spans = [call(0, question, asks_for("t") if step else says("assistant", "x"))]
+            spans += [call(1, [*question, asks_for("t"), result], says("assistant", "x"))] if step else []
+            ids = {"rollout_id": rollout.rollout_id, "attempt_id": attempt.attempt_id}
+            await place.store.add_many_spans([msgspec.structs.replace(one, **ids) for one in [*spans, reward(value)]])
+            await place.store.update_attempt(**ids, status="succeeded")
+    told = await place.get(f"/runs/{run.run_id}/progress")
+    assert told["steps"] == [0, 4]
+    assert {row["name"]: row["means"] for row in told["rewards"]} == {
+        "all tasks": [0.5, 0.75], "kind=search": [1.0, 0.5], "kind=sum": [0.0, 1.0]
+    }  # fmt: skip
+    assert {row["name"]: row["means"] for row in told["behaviour"]} == {
+        "calls": [1, 2], "answer tokens": [2, 4], "tool search": [0, 1], "failed tools": [0, 0]
+    }  # fmt: skip
+    assert [(pair["before"], pair["after"]) for pair in told["tasks"]] == [(0.0, 1.0), (1.0, 0.5)]
+    assert (await place.get("/runs/nobody/progress"))["steps"] == []

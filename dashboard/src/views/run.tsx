@@ -1,7 +1,7 @@
 // One run: how it is going, what it was started with, and a hand on its calls.
 import { useState } from "preact/hooks";
-import type { Cause, ModelDescription, Run, RunRow } from "../api";
-import { count, duration, number, plural, time, visible } from "../format";
+import type { Cause, ModelDescription, Progress, Row, Run, RunRow, TaskPair } from "../api";
+import { count, duration, number, plural, taskLine, time, visible } from "../format";
 import { Facts, Head, Json, Status, Waiting } from "../parts";
 import { Refused, request, useGet } from "../request";
 import { href } from "../route";
@@ -38,6 +38,7 @@ export function RunDetails({ run }: { run: RunRow }) {
       />
       <Advice run={run} />
       {run.failed > 0 && <Failures run={run} />}
+      <Progressed run={run} />
       <Charts rows={[run]} />
       <Manifest runId={run.run_id} />
     </section>
@@ -68,6 +69,90 @@ function Advice({ run }: { run: RunRow }) {
         <li key={one}>{one}</li>
       ))}
     </ul>
+  );
+}
+
+/** Why the held-out reward moved: by tag, with tools and lengths, and what the first and the newest weights did. */
+function Progressed({ run }: { run: RunRow }) {
+  const [open, setOpen] = useState(false);
+  const path = open ? `dashboard/runs/${encodeURIComponent(run.run_id)}/progress` : undefined;
+  const found = useGet<Progress>(path);
+  if (run.best_val === null) return null;
+  return (
+    <details class="block" onToggle={(event) => setOpen(event.currentTarget.open)}>
+      <summary>Why did the reward move? Held-out tasks by tag, tools and length; first and newest weights</summary>
+      {open && (
+        <Waiting loaded={found}>
+          {(told) => (
+            <>
+              <Means title="Reward after step" steps={told.steps} rows={told.rewards} />
+              <Means title="Per rollout" steps={told.steps} rows={told.behaviour} />
+              <SideBySide tasks={told.tasks} />
+            </>
+          )}
+        </Waiting>
+      )}
+    </details>
+  );
+}
+
+function Means({ title, steps, rows }: { title: string; steps: number[]; rows: Row[] }) {
+  return (
+    <div class="scroll" tabIndex={0} role="region" aria-label={title}>
+      <table class="settings">
+        <thead>
+          <tr>
+            <th scope="col">{title}</th>
+            {steps.map((step) => (
+              <th scope="col" key={step}>
+                {step}
+              </th>
+            ))}
+          </tr>
+        </thead>
+        <tbody>
+          {rows.map((row) => (
+            <tr key={row.name}>
+              <th scope="row">{row.name}</th>
+              {row.means.map((mean, index) => (
+                <td key={steps[index]}>{number(mean)}</td>
+              ))}
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}
+
+/** The same tasks with the first weights and the newest, the largest change first. */
+function SideBySide({ tasks }: { tasks: TaskPair[] }) {
+  if (tasks.length === 0) return null;
+  return (
+    <div class="scroll" tabIndex={0} role="region" aria-label="First and newest weights">
+      <table class="settings">
+        <thead>
+          <tr>
+            <th scope="col">Task</th>
+            <th scope="col">First weights</th>
+            <th scope="col">Newest weights</th>
+          </tr>
+        </thead>
+        <tbody>
+          {tasks.map((pair) => (
+            <tr key={pair.first_id}>
+              <th scope="row">{taskLine(JSON.parse(pair.task), 90)}</th>
+              <td>
+                <a href={href(["rollouts", pair.first_id])}>{number(pair.before)}</a>
+              </td>
+              <td>
+                <a href={href(["rollouts", pair.last_id])}>{number(pair.after)}</a>
+              </td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
   );
 }
 

@@ -1,0 +1,108 @@
+"""Why a run's held-out reward moved: by tag over its evaluations, with tools and lengths, and task by task."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Final
+
+import msgspec
+
+from agentlightning.algorithm.measures import EVALUATED_STEP, Measured, measured
+from agentlightning.data.transitions import trace_rollout
+from agentlightning.store.base import LightningStore
+from agentlightning.types import And, Condition, Rollout
+
+_MOST: Final = 300  # rollouts that are read of an evaluation
+_SHOWN: Final = 50  # tasks that are set side by side
+ALL: Final = "all tasks"
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """A mean over the rollouts of each evaluation; None where there is none."""
+
+    name: str
+    means: list[float | None]
+
+
+class TaskPair(msgspec.Struct, frozen=True, kw_only=True):
+    """What the first weights did on a task, and the newest."""
+
+    task: str
+    before: float
+    after: float
+    first_id: str
+    last_id: str
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """`steps` are those after which the run was evaluated. `rewards` are by tag, `behaviour` calls of each tool, answer
+    tokens and calls per rollout. `tasks` come with the largest change first."""
+
+    steps: list[int]
+    rewards: list[Row]
+    behaviour: list[Row]
+    tasks: list[TaskPair]
+
+
+class _Seen(msgspec.Struct, frozen=True):
+    """One rollout: its measure, and how often it did what."""
+
+    one: Measured
+    did: dict[str, float]
+
+
+async def progress(store: LightningStore, run_id: str) -> Progress:
+    held_out = And([Condition("run_id", "eq", run_id), Condition("mode", "eq", "val")])
+    by_step: dict[int, list[Rollout]] = {}
+    for rollout in await store.query_rollouts(where=held_out):
+        step = rollout.metadata.get(EVALUATED_STEP)
+        if isinstance(step, int) and rollout.status in ("succeeded", "failed"):
+            by_step.setdefault(step, []).append(rollout)
+    seen = [[await _see(store, one) for one in by_step[step][:_MOST]] for step in sorted(by_step)]
+    names = list(dict.fromkeys(name for part in seen for one in part for name in one.did))
+    tags = sorted({tag for part in seen for one in part for tag in one.one.tags})
+    return Progress(
+        steps=sorted(by_step),
+        rewards=[_row(tag or ALL, [_rewards(part, tag) for part in seen]) for tag in ("", *tags)],
+        behaviour=[_row(name, [[one.did.get(name, 0.0) for one in part] for part in seen]) for name in names],
+        tasks=_pairs(seen[0], seen[-1]) if len(seen) > 1 else [],
+    )
+
+
+async def _see(store: LightningStore, rollout: Rollout) -> _Seen:
+    spans = await store.query_spans(rollout.rollout_id, "latest")
+    traced = await asyncio.to_thread(trace_rollout, rollout, spans)
+    did = {"calls": float(len(traced.transitions)), "answer tokens": 0.0}
+    for call in traced.transitions:
+        did["answer tokens"] += len(call.response_ids)
+        for tool in call.tools:
+            did[f"tool {tool.tool}"] = did.get(f"tool {tool.tool}", 0.0) + 1
+            did["failed tools"] = did.get("failed tools", 0.0) + (tool.status < 0)
+    return _Seen(measured(traced, spans), did)
+
+
+def _rewards(part: Sequence[_Seen], tag: str) -> list[float]:
+    """A failed rollout counts 0, as in every evaluation."""
+    return [seen.one.reward or 0.0 for seen in part if not tag or tag in seen.one.tags]
+
+
+def _row(name: str, values: Sequence[Sequence[float]]) -> Row:
+    return Row(name=name, means=[fmean(of_step) if of_step else None for of_step in values])
+
+
+def _pairs(first: Sequence[_Seen], last: Sequence[_Seen]) -> list[TaskPair]:
+    newest = {seen.one.task: seen.one for seen in last}
+    pairs = [
+        TaskPair(
+            task=seen.one.task,
+            before=seen.one.reward or 0.0,
+            after=newest[seen.one.task].reward or 0.0,
+            first_id=seen.one.rollout_id,
+            last_id=newest[seen.one.task].rollout_id,
+        )
+        for seen in first
+        if seen.one.task in newest
+    ]
+    return sorted(pairs, key=lambda pair: -abs(pair.after - pair.before))[:_SHOWN]
