@@ -21,7 +21,7 @@ import numpy as np
 import agentlightning as agl
 from agentlightning.algorithm.base import NoProgress
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
-from agentlightning.cli.training import make_algorithm
+from agentlightning.cli.fit import make_algorithm
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.sequences import CreditedTransition
 from agentlightning.data.transitions import Transition, tool_success

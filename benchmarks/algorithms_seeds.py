@@ -64,7 +64,7 @@ class Lines(NoProgress):
 
 def train(name: str, settings: dict[str, Any], seed: int, directory: Path, minutes: float) -> dict[str, Any]:
     """One run, in this process."""
-    from agentlightning.cli.training import make_algorithm
+    from agentlightning.cli.fit import make_algorithm
     from agentlightning.learner.base import AdamW
     from agentlightning.quickstart import load_flight_example, make_starting_policy
     from agentlightning.trainer import Trainer

@@ -30,7 +30,7 @@ from typing import Any, Final
 from aiohttp import web
 
 import agentlightning as agl
-from agentlightning.algorithm.apo.race import Standing, going_on, rungs
+from agentlightning.algorithm.apo.race import Standing, survivors, rungs
 from agentlightning.store.base import LightningStore
 from agentlightning.types import PromptTemplate
 
@@ -120,7 +120,7 @@ def replay_apo(seed: int) -> tuple[float, int]:
         for rung in rungs(count, beyond):
             measured = {name: measure(name, order if len(names) == 1 else order[:rung]) for name in names}
             expected = {name: statistics.fmean(rewards[origin[name]].values()) for name in names}
-            names = going_on({name: Standing(measured[name], expected[name]) for name in names}, keep, CONFIDENCE)
+            names = survivors({name: Standing(measured[name], expected[name]) for name in names}, keep, CONFIDENCE)
         return names
 
     measure("seed", range(HELD_OUT))

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parent.parent
 
 HEAVY = {
     "torch",
@@ -48,3 +54,24 @@ def test_the_agent_side_lives_without_torch_a_web_framework_or_sql(statement: st
 
 def test_algorithms_and_the_data_layer_import_without_torch() -> None:
     assert not imported_by("import agentlightning.algorithm, agentlightning.data.sequences") & {"torch", "transformers"}
+
+
+@pytest.mark.parametrize("folder", ["examples", "scripts", "benchmarks"])
+def test_what_is_imported_of_the_package_elsewhere_exists(folder: str) -> None:
+    """Examples run in environments of their own, which a fast test does not have."""
+    missing = [
+        f"{path.relative_to(ROOT)}: {node.module}.{name.name}"
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("agentlightning")
+        for name in node.names
+        if not exists(node.module or "", name.name)
+    ]
+    assert not missing
+
+
+def exists(module: str, name: str) -> bool:
+    found = importlib.import_module(module)
+    return hasattr(found, name) or (
+        hasattr(found, "__path__") and importlib.util.find_spec(f"{module}.{name}") is not None
+    )

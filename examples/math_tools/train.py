@@ -15,7 +15,8 @@ from rich.console import Console
 from tasks import calc_x_tasks, heldout_tasks, train_tasks
 
 from agentlightning.cli.config import load_config
-from agentlightning.cli.training import fit, make_algorithm, show_fit
+from agentlightning.cli.fit import fit, make_algorithm
+from agentlightning.cli.training import show_fit
 from agentlightning.errors import AgentLightningError, ConfigError
 
 # Automatic intermediate rewards: of each call, what becomes of the tools it asks for, beside the reward of the rollout.

@@ -16,7 +16,8 @@ from rich.console import Console
 from tasks import load
 
 from agentlightning.cli.config import load_config
-from agentlightning.cli.training import fit, make_algorithm, show_fit
+from agentlightning.cli.fit import fit, make_algorithm
+from agentlightning.cli.training import show_fit
 from agentlightning.errors import AgentLightningError, ConfigError
 
 

@@ -13,7 +13,8 @@ from rich.console import Console
 from tasks import heldout_tasks, load_spider, save_tasks, train_tasks
 
 from agentlightning.cli.config import FIELDS, load_config
-from agentlightning.cli.training import fit, make_algorithm, show_fit
+from agentlightning.cli.fit import fit, make_algorithm
+from agentlightning.cli.training import show_fit
 from agentlightning.errors import AgentLightningError, ConfigError
 
 

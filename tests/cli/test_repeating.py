@@ -102,6 +102,6 @@ def test_a_run_goes_on_with_what_it_began_with(
     monkeypatch.setenv("INTERRUPTED_SEED", "7")
     changed = ("--set", "algorithm.steps=3", "--set", "deterministic=false", "--out", "cut")
     assert run(["train", *changed]) == 130
-    assert "Go on:      agl train --resume --run-dir cut" in capsys.readouterr().out
+    assert "agl train --resume --run-dir cut" in capsys.readouterr().out
     assert run(["train", "--resume", "--run-dir", "cut"]) == 0
     assert "step 3/3" in "".join(capsys.readouterr())
