@@ -179,7 +179,7 @@ def train_as_the_template(
 ) -> None:
     import agentlightning as agl
     from agentlightning.cli.config import load_config
-    from agentlightning.cli.training import make_algorithm
+    from agentlightning.cli.fit import make_algorithm
     from agentlightning.learner.base import AdamW
 
     config = load_config(TEMPLATE / "run.yaml", settings(changed), {})
