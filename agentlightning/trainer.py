@@ -29,23 +29,23 @@ from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
 from agentlightning.algorithm.measures import Measures, measured, summarise
 from agentlightning.algorithm.rl.checkpoints import Checkpoints
 from agentlightning.algorithm.tracking import Tracker, make_tracker
-from agentlightning.data.datasets import load_dataset
-from agentlightning.data.hub import fetched_model
+from agentlightning.datasets.hub import fetched_model
+from agentlightning.datasets.tasks import load_dataset
 from agentlightning.display import LiveProgress, hide_library_progress
 from agentlightning.environments.base import tasks_of
 from agentlightning.errors import ConfigError, UnavailableError, check_settings
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Backend, Sampling
-from agentlightning.gateway.backends.kinds import frozen_entry, read_frozen
+from agentlightning.gateway.backends.factory import frozen_entry, read_frozen
 from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
 from agentlightning.learner.base import AdamW, DType, LoRA
 from agentlightning.learner.places import read_learner
 from agentlightning.runner.agent import AnyAgent, LitAgent, as_agent
-from agentlightning.runner.ending import interrupted_at_once, stopping_at_interrupt
 from agentlightning.runner.execution import Hook
 from agentlightning.runner.isolation import Isolation, boot_of, place_of, usual_concurrency
 from agentlightning.runner.runner import Runner
+from agentlightning.runner.signals import interrupted_at_once, stopping_at_interrupt
 from agentlightning.server.app import create_app
 from agentlightning.server.local_keys import local_key, offered_key
 from agentlightning.server.serve import HttpServer, run_blocking

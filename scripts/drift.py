@@ -58,7 +58,7 @@ from agentlightning.data.continuity import canonical, words_of
 from agentlightning.data.token_bytes import MARKERS, TokenBytes
 from agentlightning.display import counting
 from agentlightning.errors import AgentLightningError, BackendError, ConfigError
-from agentlightning.gateway.backends.kinds import chat_template
+from agentlightning.gateway.backends.factory import chat_template
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.tracing.messages import input_messages, output_messages
 from agentlightning.types import And, Condition, Filter, Span

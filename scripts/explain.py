@@ -191,7 +191,7 @@ async def explain(rollout_id: str, place: Place, source: str | None, as_json: bo
 
     from agentlightning.dashboard.credit import trained_by
     from agentlightning.dashboard.tokens import Tokenizers
-    from agentlightning.gateway.backends.kinds import chat_template
+    from agentlightning.gateway.backends.factory import chat_template
 
     async with place.open(reading=True) as store:
         rollout = await store.get_rollout_by_id(rollout_id)

@@ -20,8 +20,8 @@ from agentlightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentlightning.gateway.backend import Backend
+    from agentlightning.gateway.backends.factory import BackendKind
     from agentlightning.gateway.backends.http import HttpBackend, Kind
-    from agentlightning.gateway.backends.kinds import BackendKind
     from agentlightning.gateway.backends.tokens import SglangBackend
 
 _HOSTS: dict[str, Kind] = {"anthropic.com": "anthropic", "azure.com": "azure", "openai.com": "openai"}
@@ -44,7 +44,7 @@ class Upstream(NamedTuple):
     async def open(self) -> HttpBackend | SglangBackend:
         """The server, whose `url` may lack its `/v1`; SGLang says which tokenizer it has. ConfigError if nobody answers
         there, a hosted API would need a key, or the tokenizer cannot be read."""
-        from agentlightning.gateway.backends.kinds import make_backend, with_version
+        from agentlightning.gateway.backends.factory import make_backend, with_version
 
         hosted = _kind_by_host(self.url)
         kind = self.kind or hosted or await _kind_by_asking(self.url)
@@ -89,7 +89,7 @@ def with_backend(
 
 async def backend_of_environment(environment: Mapping[str, str]) -> Backend:
     """Whom a program with these variables would call: OpenAI's API, Anthropic's, or both. ConfigError without any."""
-    from agentlightning.gateway.backends.kinds import ByProtocol
+    from agentlightning.gateway.backends.factory import ByProtocol
 
     openai_url = environment.get("OPENAI_BASE_URL") or environment.get("OPENAI_API_BASE")
     anthropic_url = environment.get("ANTHROPIC_BASE_URL")

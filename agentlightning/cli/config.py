@@ -20,8 +20,8 @@ import msgspec
 import yaml
 
 from agentlightning.cli.options import INSTRUMENT_HELP, ISOLATION_HELP, Duration, Option, seconds_in, together
-from agentlightning.data.hub import is_hub_name
 from agentlightning.data.references import is_reference, load_reference
+from agentlightning.datasets.hub import is_hub_name
 from agentlightning.errors import ConfigError, nearest
 from agentlightning.runner.command import CommandAgent, RewardSource, command
 from agentlightning.runner.harnesses import harness

@@ -31,7 +31,7 @@ def fit(config: TrainConfig, console: Console, limit: int | None = None) -> FitR
     from agentlightning.display import LiveProgress, hide_library_progress
     from agentlightning.environments.base import tasks_of
     from agentlightning.learner.base import AdamW, LoRA
-    from agentlightning.runner.ending import watched
+    from agentlightning.runner.signals import watched
     from agentlightning.trainer import Trainer
 
     hide_library_progress()

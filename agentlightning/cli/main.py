@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import click
 
 from agentlightning.errors import AgentLightningError, nearest
-from agentlightning.runner.ending import exit_with
+from agentlightning.runner.signals import exit_with
 
 # Command → the module that defines it, under the same name as a click command.
 COMMANDS = {

@@ -141,7 +141,7 @@ async def show(place: Place, rollout_id: str, as_json: bool, number: int | None,
     """Show a rollout: how its attempts ended, and what an attempt did, call by call."""
     from rich.console import Console
 
-    from agentlightning.data.annotations import annotation_of
+    from agentlightning.datasets.annotations import annotation_of
     from agentlightning.tracing.tree import printable, rollout_tree
 
     place, rollout = await _find(place, rollout_id)
@@ -172,7 +172,7 @@ async def show(place: Place, rollout_id: str, as_json: bool, number: int | None,
 @with_place(ANY_RUN)
 async def annotate(place: Place, rollout_id: str, as_json: bool, **parts: str | None) -> None:
     """Give a rollout a label, a note or a corrected answer, for reading and `agl export`."""
-    from agentlightning.data.annotations import annotated, annotation_of
+    from agentlightning.datasets.annotations import annotated, annotation_of
 
     if all(text is None for text in parts.values()):
         raise click.UsageError("give --label, --note or --answer")

@@ -24,7 +24,7 @@ from agentlightning.cli.options import (
 )
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.runner.agent import LitAgent, as_agent
-from agentlightning.runner.ending import on_signal, run_to_end, watched
+from agentlightning.runner.signals import on_signal, run_to_end, watched
 
 _OWN: Final = ("ray", "kubernetes", "most", "kube_api")  # options of a pool
 

@@ -17,7 +17,7 @@ from agentlightning.cli.backends import Upstream, with_backend
 from agentlightning.cli.options import Duration, Option, json_option, print_json, together
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.attribution import api_key_of
-from agentlightning.runner.ending import on_signal
+from agentlightning.runner.signals import on_signal
 
 _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 FILE = click.Path(dir_okay=False, path_type=Path)

@@ -23,12 +23,12 @@ import msgspec
 from agentlightning.cli.options import print_json, tell
 from agentlightning.cli.place import ANY_RUN, NEW, Place, newest_store, with_place
 from agentlightning.cli.runs import StoredRun, choose_run
-from agentlightning.data.hub import is_hub_name, push, read_hub_name
+from agentlightning.datasets.hub import is_hub_name, push, read_hub_name
 from agentlightning.errors import ConfigError
 from agentlightning.types import Filter, Mode
 
 if TYPE_CHECKING:
-    from agentlightning.data.export import Wanted
+    from agentlightning.datasets.export import Wanted
     from agentlightning.store.base import LightningStore
     from agentlightning.store.transfer import Record
 
@@ -57,7 +57,7 @@ async def import_(
 
     A FILE of traces is OTLP JSON: one ExportTraceServiceRequest, a list of them, or one per line. If part of it cannot
     be read, nothing is stored. Rollouts that are stored already are left unchanged."""
-    from agentlightning.data.foreign_traces import read_traces, rollouts_of
+    from agentlightning.datasets.foreign_traces import read_traces, rollouts_of
     from agentlightning.store.transfer import import_rollouts
 
     exported = [file for file in files if _is_export(file)]
@@ -189,7 +189,7 @@ async def export(
 def _wanted(models: tuple[str, ...], agents: str | None, labels: tuple[str, ...], **others: Any) -> Wanted:
     """ConfigError for a pattern of agents that is none."""
     from agentlightning.data.agents import agent_pattern
-    from agentlightning.data.export import Wanted
+    from agentlightning.datasets.export import Wanted
 
     if agents is not None:
         agent_pattern(agents)
@@ -236,9 +236,9 @@ async def _export(
     store: LightningStore, where: Filter, wanted: Wanted, kind: str, path: Path, force: bool, place: str
 ) -> _Exported:
     """Without a line there is no file, and a ConfigError."""
-    from agentlightning.data import export
     from agentlightning.data.recordings import recorded_groups
-    from agentlightning.data.transition_table import TransitionFile, transition_lines
+    from agentlightning.datasets import export
+    from agentlightning.datasets.parquet import TransitionFile, transition_lines
     from agentlightning.display import counting
     from agentlightning.store.transfer import writing
 
@@ -263,7 +263,7 @@ async def _export(
 
 
 def _tell(kind: str, done: _Exported, out: str, as_json: bool) -> None:
-    from agentlightning.data.export import FEWEST_LINES
+    from agentlightning.datasets.export import FEWEST_LINES
 
     if as_json:
         told = {"file": out, _UNITS[kind]: done.written, "rollouts": done.rollouts}

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from agentlightning.data.datasets import load_dataset
+from agentlightning.datasets.tasks import load_dataset
 from agentlightning.errors import AgentLightningError, ConfigError, check_settings
 from agentlightning.runner.agent import LitAgent, RolloutRawResult, pick_resource
 from agentlightning.types import LLM, AttemptedRollout, NamedResources

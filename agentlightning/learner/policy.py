@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from agentlightning.data.hub import fetched_model
 from agentlightning.data.references import is_reference, load_reference
 from agentlightning.data.token_bytes import TokenBytes
+from agentlightning.datasets.hub import fetched_model
 from agentlightning.errors import ConfigError
 from agentlightning.learner.base import DType, LoRA
 

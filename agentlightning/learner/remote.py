@@ -21,7 +21,7 @@ from agentlightning.data.sequences import TrainingSequence
 from agentlightning.errors import BackendError, ConfigError, UnavailableError
 from agentlightning.gateway.backend import Backend, BackendEvent, Delta, ModelCall, RelayedAnswer, RelayedCall, Sampling
 from agentlightning.gateway.backends.connection import Connection
-from agentlightning.gateway.backends.kinds import with_version
+from agentlightning.gateway.backends.factory import with_version
 from agentlightning.gateway.backends.tokens import SglangBackend, VllmBackend
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.probe import one_answer, probe

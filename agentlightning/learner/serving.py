@@ -22,8 +22,8 @@ from agentlightning.engine.forward import cache_bytes
 from agentlightning.engine.service import EngineService
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.backend import Sampling
-from agentlightning.gateway.chat.backend import TokenBackend
 from agentlightning.gateway.chat.template import ChatTemplate
+from agentlightning.gateway.chat.token_backend import TokenBackend
 from agentlightning.learner.base import Weights, WeightsForm
 from agentlightning.learner.policy import Policy, saved_weights
 from agentlightning.learner.remote import short_answer

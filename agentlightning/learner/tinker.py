@@ -30,8 +30,8 @@ from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import BackendError, ConfigError, TrainingError, UnavailableError, imported
 from agentlightning.gateway.backend import Sampling
-from agentlightning.gateway.chat.backend import TokenBackend
 from agentlightning.gateway.chat.template import ChatTemplate
+from agentlightning.gateway.chat.token_backend import TokenBackend
 from agentlightning.gateway.generation import Ending, GenerationRequest, GrammarsAs, SampledToken
 from agentlightning.learner.base import AdamW, LoRA, Weights, WeightsForm
 from agentlightning.learner.losses import Loss, Totals, policy_loss

@@ -20,7 +20,7 @@ from starlette.routing import BaseRoute, Route
 
 from agentlightning.errors import AgentLightningError, ForbiddenError, InvalidError, NotFoundError
 from agentlightning.semconv import ATTEMPT_ID, ROLLOUT_ID
-from agentlightning.server.access import Access, Scope
+from agentlightning.server.access import Access, Grant
 from agentlightning.server.requests import TooLargeError, failure_of, receive_body
 from agentlightning.store.base import CALLS, LightningStore
 from agentlightning.tracing.otlp import JSON, PROTOBUF, UnsupportedMediaError, decode_traces, encode_response, resolve
@@ -58,7 +58,7 @@ def otlp_routes(store: LightningStore, access: Access, body_limit: int) -> list[
 
 
 async def _take(
-    store: LightningStore, scope: Scope, spans: Sequence[Span], url_ids: tuple[str, str] | None
+    store: LightningStore, scope: Grant, spans: Sequence[Span], url_ids: tuple[str, str] | None
 ) -> list[str]:
     """Store spans under the attempts they belong to, all or none but for those whose content the caller may not add;
     why not, of each of these. ForbiddenError where that is all of them.

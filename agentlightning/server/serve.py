@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.locality import is_loopback
-from agentlightning.runner.ending import run_to_end
+from agentlightning.runner.signals import run_to_end
 
 T = TypeVar("T")
 

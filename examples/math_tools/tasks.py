@@ -20,7 +20,7 @@ from pathlib import Path
 
 from calculator import Calculator
 
-from agentlightning.data.datasets import load_dataset
+from agentlightning.datasets.tasks import load_dataset
 from agentlightning.errors import ConfigError
 from agentlightning.rewards import extract_number
 

@@ -21,9 +21,9 @@ from agentlightning.engine.engine import Engine
 from agentlightning.engine.service import EngineService
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Backend, Sampling
-from agentlightning.gateway.backends.kinds import make_backend
-from agentlightning.gateway.chat.backend import TokenBackend
+from agentlightning.gateway.backends.factory import make_backend
 from agentlightning.gateway.chat.template import ChatTemplate
+from agentlightning.gateway.chat.token_backend import TokenBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.learner.tiny import make_model, make_tokenizer
 from agentlightning.store.sql import SqlStore

@@ -16,8 +16,8 @@ import pytest
 from agentlightning.engine.engine import Engine
 from agentlightning.engine.service import EngineService
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.chat.backend import TokenBackend
 from agentlightning.gateway.chat.template import ChatTemplate
+from agentlightning.gateway.chat.token_backend import TokenBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.learner.tiny import make_tokenizer
 from agentlightning.server import dashboard

@@ -13,8 +13,8 @@ from agentlightning import semconv
 from agentlightning.engine.engine import Engine
 from agentlightning.engine.service import EngineService
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.chat.backend import TokenBackend
 from agentlightning.gateway.chat.template import ChatTemplate
+from agentlightning.gateway.chat.token_backend import TokenBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.learner.policy import Policy
 from agentlightning.store.sql import SqlStore

@@ -16,8 +16,8 @@ from agentlightning.data.transitions import OTHER_AGENT, TracedRollout, trace_ro
 from agentlightning.engine.engine import Engine
 from agentlightning.engine.service import EngineService
 from agentlightning.gateway.backend import Sampling
-from agentlightning.gateway.chat.backend import TokenBackend
 from agentlightning.gateway.chat.template import ChatTemplate
+from agentlightning.gateway.chat.token_backend import TokenBackend
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.tiny import END

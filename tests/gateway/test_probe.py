@@ -12,8 +12,8 @@ from starlette.routing import Route
 
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.backend import Sampling
+from agentlightning.gateway.backends.factory import with_version
 from agentlightning.gateway.backends.http import HttpBackend
-from agentlightning.gateway.backends.kinds import with_version
 from agentlightning.gateway.probe import probe
 from tests.gateway.world import serving
 

@@ -18,8 +18,8 @@ from agentlightning.engine.engine import Engine
 from agentlightning.engine.service import EngineService
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Sampling
-from agentlightning.gateway.chat.backend import TokenBackend
 from agentlightning.gateway.chat.template import ChatTemplate
+from agentlightning.gateway.chat.token_backend import TokenBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, Mode, Span

@@ -13,7 +13,7 @@ import torch
 from openai import AsyncOpenAI
 
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.backends.kinds import make_backend
+from agentlightning.gateway.backends.factory import make_backend
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.updates import WeightUpdate, update_weights
 from agentlightning.learner.base import LoRA

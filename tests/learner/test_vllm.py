@@ -23,7 +23,7 @@ from agentlightning.cli.main import run
 from agentlightning.errors import TrainingError
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import Delta, ModelCall, Sampling
-from agentlightning.gateway.backends.kinds import make_backend
+from agentlightning.gateway.backends.factory import make_backend
 from agentlightning.gateway.backends.tokens import VllmBackend
 from agentlightning.gateway.updates import WeightUpdate, load_weights
 from agentlightning.learner.base import LoRA

@@ -20,8 +20,8 @@ from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.backend import UNSUPPORTED, WEIGHTS_UNKNOWN, BackendEvent, ModelCall
 from agentlightning.gateway.backends.connection import Connection, Response, event_data
 from agentlightning.gateway.backends.http import HttpBackend, WeightsSpan, version_runs
-from agentlightning.gateway.chat.backend import TokenBackend
 from agentlightning.gateway.chat.template import ChatTemplate
+from agentlightning.gateway.chat.token_backend import TokenBackend
 from agentlightning.gateway.generation import Ending, GenerationRequest, GrammarsAs, SampledToken
 from agentlightning.gateway.request import NOT_JSON, given
 

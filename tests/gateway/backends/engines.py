@@ -12,7 +12,7 @@ import pytest
 from agentlightning.engine.service import EngineService
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import ModelCall
-from agentlightning.gateway.chat.backend import TokenBackend
+from agentlightning.gateway.chat.token_backend import TokenBackend
 from agentlightning.gateway.generation import GenerationRequest, SampledToken
 from tests.gateway.talker import PLAIN, SEARCH_TOOL, user
 from tests.gateway.world import GREEDY

@@ -20,9 +20,9 @@ from agentlightning.engine.service import EngineService
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import STOPPED_BY_STRING, Delta, Sampling
-from agentlightning.gateway.backends.kinds import make_backend
+from agentlightning.gateway.backends.factory import make_backend
 from agentlightning.gateway.backends.tokens import TRUNCATED, SglangBackend
-from agentlightning.gateway.chat.backend import TokenBackend
+from agentlightning.gateway.chat.token_backend import TokenBackend
 from agentlightning.gateway.generation import SampledToken
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.probe import probe

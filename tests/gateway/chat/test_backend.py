@@ -15,8 +15,8 @@ from agentlightning.engine.service import EngineService
 from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import Delta, Finished, ModelCall, Sampling, Started
-from agentlightning.gateway.chat.backend import TokenBackend
 from agentlightning.gateway.chat.template import ChatTemplate
+from agentlightning.gateway.chat.token_backend import TokenBackend
 from tests.gateway.talker import PLAIN, SEARCH_TOOL, make_talker, user
 from tests.gateway.world import talking
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from agentlightning.data.export import Wanted, sft_lines
 from agentlightning.data.recordings import Recorded
-from agentlightning.data.transition_table import TransitionFile, transition_rows
+from agentlightning.datasets.export import Wanted, sft_lines
+from agentlightning.datasets.parquet import TransitionFile, transition_rows
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.tiny import ASSISTANT, END, chat_text, make_model, make_tokenizer
 from agentlightning.types import SampledChoice, Span, TokenCapture

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from agentlightning.cli.main import run
-from agentlightning.data.hub import HubName, read_hub_name
+from agentlightning.datasets.hub import HubName, read_hub_name
 from agentlightning.errors import ConfigError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentlightning.data.datasets import load_dataset
 from agentlightning.data.references import is_reference, load_reference
+from agentlightning.datasets.tasks import load_dataset
 from agentlightning.errors import ConfigError
 
 TASKS = [{"question": "1+1", "answer": 2}, {"question": "Où ?", "answer": 3}]
@@ -161,7 +161,7 @@ def test_a_file_named_like_a_standard_module_does_not_replace_it(tmp_path: Path)
 def test_reading_json_imports_neither_pandas_nor_pyarrow(tmp_path: Path) -> None:
     path = write(tmp_path / "tasks.json", "[1]")
     script = (
-        "import sys; from agentlightning.data.datasets import load_dataset; "
+        "import sys; from agentlightning.datasets.tasks import load_dataset; "
         f"load_dataset({str(path)!r}); print(sorted({{'pandas', 'pyarrow', 'numpy'}} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from agentlightning.data.agents import agent_pattern
-from agentlightning.data.annotations import annotation_of
 from agentlightning.data.conversations import NOT_RECORDED, ChatCall, Message, conversations, read_calls
 from agentlightning.data.recordings import Recorded
+from agentlightning.datasets.annotations import annotation_of
 
 # Why a rollout or a pair of them gives no line.
 NO_REWARD: Final = "rollouts without a reward"

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from agentlightning.data.hub import fetched_file, is_hub_name
 from agentlightning.data.references import is_reference, load_reference
+from agentlightning.datasets.hub import fetched_file, is_hub_name
 from agentlightning.errors import ConfigError, InvalidError, imported, nearest
 from agentlightning.store.codec import to_json
 

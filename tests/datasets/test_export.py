@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
-from agentlightning.data import export
 from agentlightning.data.conversations import CUT, FROZEN
-from agentlightning.data.export import OTHER_LABEL, Wanted, dpo_lines, sft_lines
 from agentlightning.data.recordings import Recorded
-from agentlightning.data.transition_table import COLUMNS, TransitionFile, transition_lines, transition_rows
+from agentlightning.datasets import export
+from agentlightning.datasets.export import OTHER_LABEL, Wanted, dpo_lines, sft_lines
+from agentlightning.datasets.parquet import COLUMNS, TransitionFile, transition_lines, transition_rows
 from agentlightning.errors import InvalidError
 from agentlightning.types import Span, TokenCapture
 from tests.data.recordings import SYSTEM, TOOL, asks_for, call, recorded, reward, says, tool_says
