@@ -39,7 +39,7 @@ ATTEMPT_BYTES: Final = 16 << 20  # of spans in a request; one of many small part
 
 
 @dataclass(frozen=True)
-class Grant:
+class Principal:
     """What a caller may touch. `attempt` is (rollout_id, attempt_id) of an attempt's own key."""
 
     name: str = "this machine"
@@ -48,7 +48,7 @@ class Grant:
     rewards: bool = True
 
     @classmethod
-    def of(cls, credential: Credential) -> Grant:
+    def of(cls, credential: Credential) -> Principal:
         opens = frozenset(_SCOPES[: 1 + max((_SCOPES.index(scope) for scope in credential.scopes), default=-1)])
         rewards = credential.attempt is None or credential.rewards
         return cls(credential.name, opens, credential.attempt, rewards)
@@ -124,7 +124,7 @@ class Access:
         """Whether nothing is done without a key."""
         return self._admin_key is not None
 
-    def count_sent(self, scope: Grant, size: int) -> None:
+    def count_sent(self, scope: Principal, size: int) -> None:
         """ForbiddenError once an attempt's key has sent more spans than an agent may since the server began."""
         if scope.attempt is None:
             return
@@ -137,20 +137,20 @@ class Access:
                 f"attempt {attempt_id} has sent {sent:,} bytes of spans; {_ATTEMPT_TOTAL:,} are the most"
             )
 
-    async def scope(self, headers: Mapping[str, str]) -> Grant:
+    async def scope(self, headers: Mapping[str, str]) -> Principal:
         """UnauthenticatedError if a key is needed and the caller has none that is valid, ForbiddenError if none is and
         the caller is not of this machine."""
         key = api_key_of(headers) or self.sessions.key_of(headers)
         # Digests are compared: they are of one length, so that not even the key's length shows in the time it takes.
         if key and self._admin_key is not None and hmac.compare_digest(_digest(key), self._admin_key):
-            return Grant("the admin key")
+            return Principal("the admin key")
         credential = await self._store.find_key(key) if key else None
         if credential is not None:
-            return Grant.of(credential)
+            return Principal.of(credential)
         if self._admin_key is None:
             if (reason := why_elsewhere(headers)) is not None:
                 raise ForbiddenError(reason)
-            return Grant()
+            return Principal()
         raise UnauthenticatedError(
             "the key is not valid here; send one of this server's keys as `Authorization: Bearer …` (`agl`: AGL_KEY)"
             if key
@@ -165,7 +165,7 @@ class Access:
             return _digest(api_key_of(headers) or self.sessions.key_of(headers) or "").hex()
         except (ForbiddenError, UnavailableError):
             return None
-        return None if scope == Grant() else scope.name
+        return None if scope == Principal() else scope.name
 
 
 def _digest(key: str) -> bytes:

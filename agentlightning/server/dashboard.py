@@ -24,7 +24,7 @@ from agentlightning.dashboard.tokens import SpellsTokens, Tokenizers
 from agentlightning.dashboard.views import VIEWS, Sources, View
 from agentlightning.errors import NotFoundError, UnavailableError
 from agentlightning.gateway.models import ModelTable
-from agentlightning.server.access import Access, Grant, UnauthenticatedError
+from agentlightning.server.access import Access, Principal, UnauthenticatedError
 from agentlightning.server.logs import note_caller
 from agentlightning.server.requests import asked_of, caller_of, in_json
 from agentlightning.server.rest import PREFIX, Perform
@@ -67,7 +67,7 @@ class SentKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ConfinedStore(LightningStore):
     """The store as one caller may use it."""
 
-    def __init__(self, store: LightningStore, scope: Grant) -> None:
+    def __init__(self, store: LightningStore, scope: Principal) -> None:
         self._store = store
         self._scope = scope
 
@@ -91,7 +91,7 @@ def page_views(store: LightningStore, models: ModelTable) -> tuple[Sequence[type
 
     measured = Measured()
 
-    async def perform(call: Call, caller: Grant) -> Any:
+    async def perform(call: Call, caller: Principal) -> Any:
         assert isinstance(call, View)
         return await call.read(Sources(ConfinedStore(store, caller), tokenizers, measured, caller.name))
 
@@ -103,7 +103,7 @@ def page_routes(access: Access, *, protected: bool) -> list[BaseRoute]:
     be clicked; and sessions."""
     version = importlib.metadata.version("agent-lightning-next")
 
-    async def scope_of(request: Request, key: str) -> Grant:
+    async def scope_of(request: Request, key: str) -> Principal:
         """Of a key that begins a session."""
         scope = await access.scope({**request.headers, "authorization": f"Bearer {key}"})
         scope.require(CALLS["page_rollouts"])
@@ -131,7 +131,7 @@ def page_routes(access: Access, *, protected: bool) -> list[BaseRoute]:
         else:
             key = (await asked_of(request, SentKey, _LONGEST_KEY)).key
             scope = await scope_of(request, key)
-            if scope == Grant():  # whoever is here needs no key, and this one is none
+            if scope == Principal():  # whoever is here needs no key, and this one is none
                 raise UnauthenticatedError("the key is not valid here; this server needs none from this machine")
             headers["set-cookie"] = access.sessions.begin(request.headers, key, secure=secure)
         said = Session(

@@ -19,7 +19,7 @@ from limits import RateLimitItemPerSecond
 from limits.aio.storage import MemoryStorage
 from limits.aio.strategies import SlidingWindowCounterRateLimiter
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Grant, Receive, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.attribution import api_key_of
@@ -51,7 +51,7 @@ class RateLimit:
         self._limiter = SlidingWindowCounterRateLimiter(MemoryStorage())
         self._salt = secrets.token_bytes(16)
 
-    async def __call__(self, scope: Grant, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in _UNLIMITED:
             await self._app(scope, receive, send)
             return
@@ -80,7 +80,7 @@ class LargeBodies:
         self._limit, self._budget = limit, budget
         self._callers: dict[str, _Held] = {}
 
-    def __call__(self, scope: Grant, receive: Receive, send: Send) -> Awaitable[None]:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
             return self._app(scope, receive, send)
         length = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
@@ -89,7 +89,7 @@ class LargeBodies:
             return self._app(scope, receive, send)
         return self._within_budget(size, scope, receive, send)
 
-    async def _within_budget(self, size: int, scope: Grant, receive: Receive, send: Send) -> None:
+    async def _within_budget(self, size: int, scope: Scope, receive: Receive, send: Send) -> None:
         caller = api_key_of(Headers(scope=scope)) or _address(scope)
         held = self._callers.setdefault(caller, _Held())
         held.requests += 1
@@ -117,7 +117,7 @@ class _Held:
         self.freed = asyncio.Event()
 
 
-def _address(scope: Grant) -> str:
+def _address(scope: Scope) -> str:
     """The client's, of IPv6 its network: whoever has one has all of it."""
     client: Any = scope.get("client")
     text = str(client[0]) if client else ""

@@ -14,7 +14,7 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Grant, Message, Receive, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentlightning.store.redaction import text_without_secrets
 
@@ -58,19 +58,19 @@ def label_routes(routes: Sequence[BaseRoute]) -> None:
 
 
 def _noting(app: ASGIApp, template: str) -> ASGIApp:
-    def noted(scope: Grant, receive: Receive, send: Send) -> Awaitable[None]:
+    def noted(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         note_route(scope, template)
         return app(scope, receive, send)
 
     return noted
 
 
-def note_route(scope: Grant, template: str) -> None:
+def note_route(scope: Scope, template: str) -> None:
     """Which route takes a request."""
     scope[_ROUTE] = template
 
 
-def note_caller(scope: Grant, name: str) -> None:
+def note_caller(scope: Scope, name: str) -> None:
     """Who makes a request, by the name of their key."""
     scope[_CALLER] = name
 
@@ -82,7 +82,7 @@ class Observed:
         self._app = app
         self._listeners = listeners
 
-    async def __call__(self, scope: Grant, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -108,7 +108,7 @@ class Observed:
                 listener(finished)
 
 
-def _caller(scope: Grant) -> str | None:
+def _caller(scope: Scope) -> str | None:
     name = scope.get(_CALLER)
     if name is None:
         # Of the gateway's and OTLP's requests the URL says it; it is not to break the log's lines.

@@ -20,7 +20,7 @@ from starlette.routing import BaseRoute, Route
 
 from agentlightning.errors import AgentLightningError, ForbiddenError, InvalidError, NotFoundError
 from agentlightning.semconv import ATTEMPT_ID, ROLLOUT_ID
-from agentlightning.server.access import Access, Grant
+from agentlightning.server.access import Access, Principal
 from agentlightning.server.requests import TooLargeError, failure_of, receive_body
 from agentlightning.store.base import CALLS, LightningStore
 from agentlightning.tracing.otlp import JSON, PROTOBUF, UnsupportedMediaError, decode_traces, encode_response, resolve
@@ -39,9 +39,9 @@ def otlp_routes(store: LightningStore, access: Access, body_limit: int) -> list[
         answer_type = PROTOBUF if PROTOBUF in content_type.lower() else JSON
         ids = request.path_params
         try:
-            scope = await access.scope(request.headers)
-            scope.require(CALLS["store_spans"])
-            limit = scope.body_limit(body_limit)
+            caller = await access.scope(request.headers)
+            caller.require(CALLS["store_spans"])
+            limit = caller.body_limit(body_limit)
             body = await receive_body(request.receive, limit)
             encoding = request.headers.get("content-encoding", "")
             # In a thread: a large batch takes long to decode, and LLM calls go on meanwhile.
@@ -58,7 +58,7 @@ def otlp_routes(store: LightningStore, access: Access, body_limit: int) -> list[
 
 
 async def _take(
-    store: LightningStore, scope: Grant, spans: Sequence[Span], url_ids: tuple[str, str] | None
+    store: LightningStore, caller: Principal, spans: Sequence[Span], url_ids: tuple[str, str] | None
 ) -> list[str]:
     """Store spans under the attempts they belong to, all or none but for those whose content the caller may not add;
     why not, of each of these. ForbiddenError where that is all of them.
@@ -68,11 +68,11 @@ async def _take(
     the names it gave as attributes."""
 
     async def add(several: list[Span]) -> None:
-        scope.check_spans(several)
+        caller.check_spans(several)
         await store.store_spans(several)
 
-    nobody = scope.attempt or (UNATTRIBUTED, UNATTRIBUTED)
-    verdicts = [(span, scope.refuses(span)) for span in spans]
+    nobody = caller.attempt or (UNATTRIBUTED, UNATTRIBUTED)
+    verdicts = [(span, caller.refuses(span)) for span in spans]
     refused = [reason for _, reason in verdicts if reason is not None]
     assigned = [_assigned(span, resolve(span, url_ids) or nobody) for span, reason in verdicts if reason is None]
     if not assigned:
@@ -82,7 +82,7 @@ async def _take(
     try:
         await add(assigned)
     except NotFoundError:
-        if scope.attempt is not None:
+        if caller.attempt is not None:
             raise
         known = await _known(store, {span.rollout_id for span in assigned})
         await add([span if _ids(span) in known else _unattributed(span) for span in assigned])

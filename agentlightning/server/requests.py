@@ -24,7 +24,7 @@ from agentlightning.errors import (
     NotFoundError,
     UnavailableError,
 )
-from agentlightning.server.access import Access, Grant, UnauthenticatedError
+from agentlightning.server.access import Access, Principal, UnauthenticatedError
 from agentlightning.server.logs import CLIENT_GONE, note_caller
 from agentlightning.store import codec
 from agentlightning.store.calls import ErrorBody, ErrorReply
@@ -87,7 +87,7 @@ def refusal(status: int, kind: str, message: str, headers: Mapping[str, str] | N
     return Response(body, status_code=status, media_type="application/json", headers=headers)
 
 
-async def caller_of(request: Request, access: Access) -> Grant:
+async def caller_of(request: Request, access: Access) -> Principal:
     """Who asks, which the log is told too; see `Access.scope`."""
     scope = await access.scope(request.headers)
     note_caller(request.scope, scope.name)

@@ -16,11 +16,10 @@ from urllib.parse import parse_qsl
 import msgspec
 from starlette.datastructures import Headers
 from starlette.responses import Response
-from starlette.types import ASGIApp, Grant, Receive, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning.errors import AgentLightningError, InvalidError, NotFoundError, UnavailableError
-from agentlightning.server.access import Access
-from agentlightning.server.access import Grant as Caller
+from agentlightning.server.access import Access, Principal
 from agentlightning.server.logs import note_caller, note_route
 from agentlightning.server.requests import ClientGoneError, defect, failure, receive_body, refusal
 from agentlightning.store import calls, codec
@@ -39,7 +38,7 @@ _JSON_HEADERS: Final = (  # browsers read these
 _OF_A_MODEL: Final = ("hold", "release", "weights")
 _log: Final = logging.getLogger(__name__)
 
-Perform: TypeAlias = Callable[[Call, Caller], Coroutine[Any, Any, Any]]
+Perform: TypeAlias = Callable[[Call, Principal], Coroutine[Any, Any, Any]]
 
 
 class Endpoint:
@@ -136,7 +135,7 @@ class Rest:
             for endpoint in (Endpoint(kind, perform) for kind in kinds):
                 self._by_length.setdefault(len(endpoint.segments), []).append(endpoint)
 
-    def __call__(self, scope: Grant, receive: Receive, send: Send) -> Awaitable[None]:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "http" or not scope["path"].startswith(f"{PREFIX}/"):
             return self._app(scope, receive, send)
         segments = _segments(scope["path"])
@@ -154,7 +153,7 @@ class Rest:
         return refusal(405, "http", message, {"Allow": ", ".join(allowed)})(scope, receive, send)
 
     async def _answer(
-        self, endpoint: Endpoint, fields: dict[str, Any], scope: Grant, receive: Receive, send: Send
+        self, endpoint: Endpoint, fields: dict[str, Any], scope: Scope, receive: Receive, send: Send
     ) -> None:
         headers = Headers(scope=scope)
         response: Response | None = None
@@ -178,7 +177,7 @@ class Rest:
         return None
 
     async def _perform(
-        self, endpoint: Endpoint, fields: dict[str, Any], headers: Headers, scope: Grant, receive: Receive
+        self, endpoint: Endpoint, fields: dict[str, Any], headers: Headers, scope: Scope, receive: Receive
     ) -> Any:
         caller = await self._access.scope(headers)
         note_caller(scope, caller.name)

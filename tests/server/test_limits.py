@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from agentlightning.errors import ConfigError, ForbiddenError
-from agentlightning.server.access import Access, Grant
+from agentlightning.server.access import Access, Principal
 from agentlightning.server.app import create_app
 from agentlightning.server.limits import LargeBodies, RateLimit, _address, limit_of
 from agentlightning.server.serve import HttpServer
@@ -116,8 +116,8 @@ async def test_large_bodies_of_one_caller_are_read_within_a_budget():
 async def test_an_attempts_key_sends_so_many_bytes_of_spans_and_no_more(store):
     access = Access(store, ADMIN_KEY)
     for attempt in ("at-1", "at-2"):
-        scope = Grant("agent", frozenset(), ("ro-1", attempt))
+        scope = Principal("agent", frozenset(), ("ro-1", attempt))
         access.count_sent(scope, 200 << 20)
     with pytest.raises(ForbiddenError, match="attempt at-2 has sent"):
         access.count_sent(scope, 100 << 20)
-    access.count_sent(Grant(), 1 << 40)
+    access.count_sent(Principal(), 1 << 40)
