@@ -46,9 +46,9 @@ def otlp_routes(store: LightningStore, access: Access, body_limit: int) -> list[
             encoding = request.headers.get("content-encoding", "")
             # In a thread: a large batch takes long to decode, and LLM calls go on meanwhile.
             inflated = await asyncio.to_thread(inflate, body, encoding, limit)
-            access.count_sent(scope, len(inflated))
+            access.count_sent(caller, len(inflated))
             spans = await asyncio.to_thread(decode_traces, inflated, content_type)
-            refused = await _take(store, scope, spans, (ids["rollout_id"], ids["attempt_id"]) if ids else None)
+            refused = await _take(store, caller, spans, (ids["rollout_id"], ids["attempt_id"]) if ids else None)
         except AgentLightningError as error:
             return _refusal(error, answer_type)
         return Response(encode_response(refused, answer_type), headers={"content-type": answer_type})
