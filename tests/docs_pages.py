@@ -49,7 +49,8 @@ def read_blocks(page: Path) -> Iterator[Block]:
 def shell_lines(block: Block) -> Iterator[str]:
     """The commands of a shell's block: its logical lines, or those behind a prompt where there is one."""
     prompted = block.language in ("", "console")
-    lines = re.findall(r"^\$ (.+)$", block.body, re.MULTILINE) if prompted else []
+    shown = re.findall(r"^\$ (.+)\n(error: )?", block.body, re.MULTILINE) if prompted else []
+    lines = [f"! {line}" if error else line for line, error in shown]
     if not prompted:
         quoted = False  # a quotation that spans lines keeps them together
         for line in block.body.replace("\\\n", " ").splitlines():
@@ -77,7 +78,7 @@ class Page:
         skipped: Mapping[str, str],
     ) -> None:
         self.folder, self.stand_ins, self.skipped = folder, stand_ins, skipped
-        self.names: dict[str, Any] = {"__name__": "page"}
+        self.names: dict[str, Any] = {"__name__": "__main__"}
         self.beside: list[tuple[str, subprocess.Popen[bytes], Path]] = []
         self.unused = set(skipped)
         self._state = folder / ".state"
@@ -95,6 +96,13 @@ class Page:
             for line in shell_lines(block):
                 self.shell(line, block.place)
             self.finish(SERVERS)
+            if self.here.is_relative_to(self.folder / "examples"):
+                self.output(f"echo cd {shlex.quote(str(self.folder))} >> {self._state}")
+
+    @property
+    def here(self) -> Path:
+        """The shell's folder."""
+        return Path(self.output("pwd").strip())
 
     def shell(self, line: str, place: str) -> None:
         """Run one line of a shell. The folder and exported variables carry over to the next."""
@@ -107,11 +115,9 @@ class Page:
             return
         script += f'{{ declare -px; echo cd "$(printf %q "$PWD")"; }} > {self._state}.new\n'
         script += f"mv {self._state}.new {self._state}\n"
-        began = time.time()
         done = subprocess.run(
             ["bash", "-c", script], env=self._environment, input="y\n", capture_output=True, text=True, timeout=300
         )
-        sys.__stderr__.write(f"{time.time() - began:.1f} {line}\n")
         assert done.returncode == 0, f"{place}: {line}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
 
     def output(self, line: str) -> str:
@@ -132,15 +138,13 @@ class Page:
             asyncio.run(left)
 
     def run_file(self, block: Block) -> None:
-        """Rehearse what a run file says, with the keys that it leaves out from the page's `run.yaml`."""
-        if self._is_skipped(block.body):
+        """Rehearse what a part of a run file says, on top of `run.yaml`. A whole one is saved for the commands below."""
+        if self._is_skipped(block.body) or self.save(block):
             return
-        self.save(block)
         values = yaml.safe_load(self.stand_in(block.body))
-        path = self.folder / "run.yaml"
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
-        (self.folder / "block.yaml").write_text(yaml.safe_dump({**given, **values}), encoding="utf-8")
-        self.shell(f"cd {shlex.quote(str(self.folder))}; agl train block.yaml --dry-run", block.place)
+        given = yaml.safe_load((self.here / "run.yaml").read_text(encoding="utf-8"))
+        (self.here / "block.yaml").write_text(yaml.safe_dump({**given, **values}), encoding="utf-8")
+        self.shell("agl train block.yaml --dry-run", block.place)
 
     def program(self, block: Block) -> None:
         """Run a program in any language as an agent that reads its task and gives itself a reward."""
@@ -151,10 +155,12 @@ class Page:
         words = f"AGL_MODEL=policy agl record -- {start} {shlex.quote(str(file))} 'What is 1+1?'"
         self.shell(f"echo {shlex.quote(task)} | {words}", block.place)
 
-    def save(self, block: Block) -> None:
-        """Write a block that begins with its file's name."""
-        if named := NAMED.match(block.body):
-            (self.folder / named["name"]).write_text(self.stand_in(block.body), encoding="utf-8")
+    def save(self, block: Block) -> bool:
+        """Write a block that begins with its file's name; whether it does."""
+        named = NAMED.match(block.body)
+        if named:
+            (self.here / named["name"]).write_text(self.stand_in(block.body), encoding="utf-8")
+        return named is not None
 
     def finish(self, leave: re.Pattern[str] | None = None) -> None:
         """Wait for the trainings that run beside, then stop the other programs, but those that match `leave`."""
