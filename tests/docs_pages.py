@@ -138,7 +138,7 @@ class Page:
             asyncio.run(left)
 
     def run_file(self, block: Block) -> None:
-        """Rehearse what a part of a run file says, on top of `run.yaml`. A whole one is saved for the commands below."""
+        """Rehearse what a part of a run file says, on top of `run.yaml`. A whole one is only saved."""
         if self._is_skipped(block.body) or self.save(block):
             return
         values = yaml.safe_load(self.stand_in(block.body))
