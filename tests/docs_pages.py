@@ -138,13 +138,15 @@ class Page:
             asyncio.run(left)
 
     def run_file(self, block: Block) -> None:
-        """Rehearse what a part of a run file says, on top of `run.yaml`. A whole one is only saved."""
+        """Rehearse a run file, or a part of one on top of `run.yaml`. One with a file name is only saved."""
         if self._is_skipped(block.body) or self.save(block):
             return
         values = yaml.safe_load(self.stand_in(block.body))
-        given = yaml.safe_load((self.here / "run.yaml").read_text(encoding="utf-8"))
+        is_whole = {"agent", "model"} <= values.keys()
+        given = {} if is_whole else yaml.safe_load((self.here / "run.yaml").read_text(encoding="utf-8"))
         (self.here / "block.yaml").write_text(yaml.safe_dump({**given, **values}), encoding="utf-8")
-        self.shell("agl train block.yaml --dry-run", block.place)
+        rehearsed = "--steps 1" if values.get("algorithm", {}).get("name") == "sft" else "--dry-run"
+        self.shell(f"agl train block.yaml {rehearsed}", block.place)
 
     def program(self, block: Block) -> None:
         """Run a program in any language as an agent that reads its task and gives itself a reward."""

@@ -17,7 +17,8 @@ from tests.frameworks.world import bin_of
 
 LANGUAGES = ("python", "yaml", "javascript", *SHELLS)
 FRAMEWORKS = ("docs/agents.md", "docs/tutorial.md")  # run LangChain
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LONG = ("README.md", "docs/agents.md", "docs/tutorial.md")  # half of the time, for another process
+PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
 
 # What does not run here, and why. A pattern that no block matches any more fails the test of its page.
 SKIPPED = {
@@ -40,7 +41,10 @@ SKIPPED = {
         "--ray |--kubernetes ": "needs a cluster; tests/runner/test_ray.py, test_kubernetes.py",
         "^pip install": "tests/test_wheel.py",
     },
-    "docs/evaluation.md": {"examples/flight/train.py": "the line above with other files; the quickstart takes minutes"},
+    "docs/evaluation.md": {
+        "name: apo": "tests/laptop/apo.yaml runs before the page, with another endpoint",
+        "examples/flight/train.py": "the line above with other files; the quickstart takes minutes",
+    },
     "docs/operate.md": {
         "^docker |^printf": "tests/test_containers.py",
         "^pip install": "tests/test_wheel.py",
@@ -69,7 +73,7 @@ NAMES = {
     "docs/agents.md": "from openai import OpenAI\nfrom agent import agent, solve\n"
     "task = {'question': 'What is 1+1?', 'answer': '2'}\nasync def grade(task, trace): return 1.0",
     "docs/evaluation.md": "from agent import agent, book_room\n"
-    "tasks = train_tasks = held_out_tasks = [{'question': 'What is 1+1?', 'answer': '2'}]",
+    "tasks = train_tasks = held_out_tasks = [{'question': 'What is 1+1?', 'answer': '2', 'kind': 'sum'}]",
     "docs/reference/compatibility.md": "rollout_id = 'ROLLOUT'",
     "docs/record.md": "llm, spans = agl.LLM(endpoint='http://127.0.0.1:8000/v1', model='policy'), []",
 }
@@ -142,6 +146,7 @@ def stand_ins(page: Page, text: str, api: int) -> dict[str, str | Callable[[], s
         r"agl train --model hf:": "agl train --steps 1 --model hf:",
         r"learning_rate=1e-3,1e-2": "learning_rate=1e-3",
         r"\.\./tasks.jsonl --model": "../tasks.jsonl --limit 2 --model",
+        r"traces: runs/base": "traces: runs/quickstart",
         r"runs/apo-…@\d": "runs/apo-1@2",
         r"runs/…|runs/\d{8}-\d+|runs/grpo-(?:\d+-\d+-\d+|…)": run,
         r"@\d\d+": "@1",
@@ -160,17 +165,12 @@ def stand_ins(page: Page, text: str, api: int) -> dict[str, str | Callable[[], s
     }
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", [str(page.relative_to(ROOT)) for page in PAGES])
-def test_a_page_runs(
-    name: str, laptop: tuple[Page, int], hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def run_page(name: str, laptop: tuple[Page, int], hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = [block for block in read_blocks(ROOT / name) if block.language in LANGUAGES]
     if not blocks:
         pytest.skip("shows nothing to run")
     api = laptop[1]
-    folder = shutil.copytree(laptop[0].folder, tmp_path / "page")
+    shutil.copytree(laptop[0].folder, folder)
     packages = (bin_of("frameworks").parent / "lib").glob("python*/site-packages") if name in FRAMEWORKS else ()
     variables = {"OPENAI_BASE_URL": f"http://127.0.0.1:{api}/v1", "OPENAI_API_KEY": "any"}
     environment = agl_environment(*packages, HF_ENDPOINT=hub.url, HF_TOKEN="good", **variables)
@@ -191,3 +191,23 @@ def test_a_page_runs(
     for module in ("agent", "credit"):
         sys.modules.pop(module, None)
     assert not page.unused, f"no block of {name} matches any more: {page.unused}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+class TestLongPages:
+    @pytest.mark.parametrize("name", LONG)
+    def test_a_page_runs(
+        self, name: str, laptop: tuple[Page, int], hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run_page(name, laptop, hub, tmp_path / "page", monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+class TestPages:
+    @pytest.mark.parametrize("name", [page for page in PAGES if page not in LONG])
+    def test_a_page_runs(
+        self, name: str, laptop: tuple[Page, int], hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run_page(name, laptop, hub, tmp_path / "page", monkeypatch)
