@@ -62,8 +62,8 @@ def record_log(
     """Record what the attempt wrote to `stream`, if it is anything, as one span from its first write to its last. Half
     surrogates, which UTF-8 cannot hold, become `?`."""
     if text:
-        kept = {LOG_STREAM: stream, LOG_TEXT: text.encode(errors="replace").decode()}
-        tracer.record(LOG, kept, start_time=times[0], end_time=times[1])
+        said = text.encode(errors="replace").decode()
+        tracer.record(LOG, {LOG_STREAM: stream, LOG_TEXT: said}, start_time=times[0], end_time=times[1])
 
 
 class AttemptLogs(logging.Handler):
