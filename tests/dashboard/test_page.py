@@ -13,7 +13,7 @@ from agentlightning import semconv
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import EnqueueRolloutRequest, Metrics
 from tests.dashboard.test_routes import record
-from tests.dashboard.world import GROUP, HOSTILE, KEY, ROLLOUT, RUN, World, browser, fill, served
+from tests.dashboard.world import GROUP, HOSTILE, KEY, ROLLOUT, RUN, World, browser, fill, served, stuck
 from tests.node import installed
 
 pytestmark = pytest.mark.anyio
@@ -128,6 +128,20 @@ async def test_a_rollout_is_seen_as_conversation_time_tokens_credit_and_as_it_is
         await page.get_by_role("link", name="Raw").click()
         await page.get_by_text("Spans, with their token ids").click()
         await see(page, '"prompt_token_ids"')
+
+
+@pytest.mark.slow
+async def test_a_timed_out_attempt_is_seen_on_one_axis_with_where_it_stood(world) -> None:
+    attempted = await stuck(world.store)
+    async with world.page() as page:
+        await world.show(page, f"/rollouts/{attempted.rollout_id}/timeline", attempted.rollout_id)
+        lines = page.locator(".steps > li")
+        await expect(lines).to_contain_text(["attempt 1", "tool search", "log stdout", "nothing recorded", "timeout"])
+        await see(page, "after its last recorded step: tool search")
+        bar = lines.nth(2).locator(".lane i")
+        assert (await bar.bounding_box())["width"] / (await lines.nth(1).locator(".lane").bounding_box())["width"] > 0.2
+        await page.get_by_role("link", name="Logs").click()
+        await see(page, "searching")
 
 
 @pytest.mark.slow
