@@ -108,6 +108,30 @@ async def test_rollouts_are_sorted_by_a_column_and_the_url_keeps_it(world) -> No
 
 
 @pytest.mark.slow
+async def test_a_click_on_a_point_opens_the_rollouts_of_its_step(world) -> None:
+    run = await world.store.start_run("grpo", {"seed": 9}, run_id="run-steps")
+    for step in (1, 2):
+        await world.store.add_metrics(Metrics(run_id=run.run_id, step=step, time=1.0, values={"reward": step / 4}))
+    held_out = EnqueueRolloutRequest(input="held out", run_id=run.run_id, mode="val", metadata={"step": 1})
+    asked = [
+        EnqueueRolloutRequest(input=f"step {step}", run_id=run.run_id, metadata={"sample": f"train-{step}-0-0"})
+        for step in (1, 2, 11)
+    ]
+    for one in await world.store.enqueue_many_rollouts([held_out, *asked]):
+        await world.store.update_rollout(one.rollout_id, status="cancelled")
+    async with world.page() as page:
+        await world.show(page, "/runs/run-steps", "run-steps")
+        await (
+            page.get_by_role("img", name=re.compile(r"^reward\. ")).locator(".u-over").click(position={"x": 3, "y": 80})
+        )
+        await page.get_by_role("heading", name="Rollouts").wait_for()
+        await see(page, "1 rollout", "step 1")
+        assert "mode=train" in page.url
+        await page.get_by_label("Any mode").select_option("Any mode")
+        await see(page, "2 rollouts", "held out")
+
+
+@pytest.mark.slow
 async def test_a_rollout_is_seen_as_conversation_time_tokens_credit_and_as_it_is_stored(world) -> None:
     async with world.page() as page:
         await world.show(page, f"/rollouts/{ROLLOUT}", ROLLOUT)
