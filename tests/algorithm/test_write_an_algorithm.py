@@ -63,7 +63,7 @@ def test_its_loss_is_simple_policy_optimisation(written: Path) -> None:
     spo = load_reference(f"{written}/spo.py:spo")
     loss = agl.GRPO(loss=spo, old="proximal").make_loss()
     ratio, advantages = torch.tensor([1.0, 1.4, 0.5]), torch.tensor([1.0, 2.0, -1.0])
-    value, clipped = policy_loss(ratio.log(), torch.zeros(3), advantages, torch.zeros(3, dtype=torch.int64), loss)
+    value, clipped, _ = policy_loss(ratio.log(), torch.zeros(3), advantages, torch.zeros(3, dtype=torch.int64), loss)
     torch.testing.assert_close(value, torch.tensor([-1.0, -2.8 + 0.8, 0.5 + 0.625]))
     assert not clipped.any()
 
