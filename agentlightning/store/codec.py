@@ -33,7 +33,7 @@ _LARGEST_SEQUENCE_ID: Final = 2**53
 _DEEPEST: Final = 200  # levels of nesting; the decoders of another process may have less room than this one
 _INT32: Final = "i"
 _FLOAT32: Final = "f"
-_SIZE: Final = 4  # bytes of either
+ID_SIZE: Final = 4  # bytes of a token id, and of a logprob
 
 
 class Tokens(NamedTuple):
@@ -72,7 +72,11 @@ class SpanColumns(NamedTuple):
     token_ids: bytes | None
     logprobs: bytes | None
     choices: str | None
+    base: str | None = None  # see `prompts`
+    repeated: str | None = None
 
+
+SPAN_COLUMNS: Final = ", ".join(SpanColumns._fields)
 
 _encoder: Final = msgspec.json.Encoder()
 _msgpack: Final = msgspec.msgpack.Encoder()
@@ -275,7 +279,7 @@ def token_columns(tokens: TokenCapture) -> Tokens:
         ids += _pack(_INT32, one.token_ids)
         logprobs += _pack(_FLOAT32, one.logprobs)
         choices.append(_Choice(len(one.token_ids), len(one.logprobs), one.finish_reason, one.versions))
-    return Tokens(_pack(_INT32, tokens.prompt_token_ids), ids, logprobs, to_json(choices, "the choices of a call"))
+    return Tokens(packed_ids(tokens.prompt_token_ids), ids, logprobs, to_json(choices, "the choices of a call"))
 
 
 class Numbers(Sequence[Any]):
@@ -289,7 +293,7 @@ class Numbers(Sequence[Any]):
     def __init__(self, kind: str, data: bytes) -> None:
         self._numbers = memoryview(data).cast(kind)  # type: ignore[call-overload]  # "i" or "f"
         shape = (len(self._numbers),)
-        self.__array_interface__ = {"version": 3, "shape": shape, "typestr": f"<{kind}{_SIZE}", "data": data}
+        self.__array_interface__ = {"version": 3, "shape": shape, "typestr": f"<{kind}{ID_SIZE}", "data": data}
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -325,7 +329,7 @@ def tokens_from_columns(columns: Tokens) -> TokenCapture:
     choices: list[SampledChoice] = []
     token, logprob = 0, 0  # bytes
     for choice in _choices.decode(columns.choices):
-        end, logprob_end = token + _SIZE * choice.tokens, logprob + _SIZE * choice.logprobs
+        end, logprob_end = token + ID_SIZE * choice.tokens, logprob + ID_SIZE * choice.logprobs
         choices.append(
             SampledChoice(
                 token_ids=cast("tuple[int, ...]", Numbers(_INT32, columns.token_ids[token:end])),
@@ -337,6 +341,11 @@ def tokens_from_columns(columns: Tokens) -> TokenCapture:
         token, logprob = end, logprob_end
     prompt = cast("tuple[int, ...]", Numbers(_INT32, columns.prompt_token_ids))
     return TokenCapture(prompt_token_ids=prompt, choices=tuple(choices))
+
+
+def packed_ids(token_ids: Iterable[int]) -> bytes:
+    """Token ids as a column holds them."""
+    return _pack(_INT32, token_ids)
 
 
 def _pack(kind: str, values: Iterable[float]) -> bytes:
