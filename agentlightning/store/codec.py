@@ -154,8 +154,11 @@ def _check(value: Any, where: str, depth: int = 0) -> None:
 # --- spans -------------------------------------------------------------------------------------------------------
 
 
-def span_columns(span: Span) -> SpanColumns:
-    """The columns of a span. InvalidError names an attribute that is not finite or an id that is not usable."""
+def span_columns(
+    span: Span, prompt_ids: bytes | None = None, base: str | None = None, repeated: str | None = None
+) -> SpanColumns:
+    """The columns of a span; `prompt_ids` stand in place of those of its tokens, if given. InvalidError names an
+    attribute that is not finite or an id that is not usable."""
     check_id(span.span_id, "span_id")
     if not 0 <= span.sequence_id <= _LARGEST_SEQUENCE_ID:
         raise InvalidError(
@@ -166,7 +169,7 @@ def span_columns(span: Span) -> SpanColumns:
             f"span {span.span_id} runs from {span.start_time} to {span.end_time}; these, and how long it is, must be "
             "finite"
         )
-    tokens = (None, None, None, None) if span.tokens is None else token_columns(span.tokens)
+    tokens = (None, None, None, None) if span.tokens is None else token_columns(span.tokens, prompt_ids)
     place = f"of span {span.name!r} ({span.span_id})"
     return SpanColumns(
         span.span_id,
@@ -183,6 +186,8 @@ def span_columns(span: Span) -> SpanColumns:
         _parts_json(span.links, f"{place}, links") if span.links else None,
         _attributes_json(span.resource, f"{place}, resource") if span.resource else None,
         *tokens,
+        base,
+        repeated,
     )
 
 
@@ -272,14 +277,15 @@ def _check_attributes(attributes: Attributes, place: str) -> None:
 # --- tokens ------------------------------------------------------------------------------------------------------
 
 
-def token_columns(tokens: TokenCapture) -> Tokens:
+def token_columns(tokens: TokenCapture, prompt_ids: bytes | None = None) -> Tokens:
     """Binary columns of a capture. InvalidError if an id is not an int32."""
     ids, logprobs, choices = b"", b"", list[_Choice]()
     for one in tokens.choices:
         ids += _pack(_INT32, one.token_ids)
         logprobs += _pack(_FLOAT32, one.logprobs)
         choices.append(_Choice(len(one.token_ids), len(one.logprobs), one.finish_reason, one.versions))
-    return Tokens(packed_ids(tokens.prompt_token_ids), ids, logprobs, to_json(choices, "the choices of a call"))
+    prompt = packed_ids(tokens.prompt_token_ids) if prompt_ids is None else prompt_ids
+    return Tokens(prompt, ids, logprobs, to_json(choices, "the choices of a call"))
 
 
 class Numbers(Sequence[Any]):

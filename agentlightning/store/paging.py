@@ -36,12 +36,12 @@ _SIGNATURE: Final = 16  # bytes
 
 
 def page_rollouts(tx: Transaction, **asked: Any) -> RolloutPage:
-    rows, total, next_cursor = _page(tx, query.ROLLOUTS, _ROLLOUT, lambda row: 0, **asked)
+    rows, total, next_cursor = _page(tx, query.ROLLOUTS, _ROLLOUT, **asked)
     return RolloutPage(items=tuple(map(ROLLOUTS.noun, rows)), total=total, next_cursor=next_cursor)
 
 
 def page_spans(tx: Transaction, **asked: Any) -> SpanPage:
-    rows, total, next_cursor = _page(tx, query.SPANS, _SPAN, _repeated, **asked)
+    rows, total, next_cursor = _page(tx, query.SPANS, _SPAN, further=_repeated, **asked)
     prompts = WholePrompts.stored(tx.connection)
     items = tuple(prompts.span(row[0], row[1], row[2], SpanColumns._make(row[3:])) for row in rows)
     return SpanPage(items=items, total=total, next_cursor=next_cursor)
@@ -56,13 +56,13 @@ def _page(
     tx: Transaction,
     of: Fields,
     columns: str,
-    further: Callable[[Any], int],
     where: Filter | None,
     order: Sequence[Order],
     limit: int | None,
     offset: int,
     cursor: str | None,
     with_total: bool,
+    further: Callable[[Any], int] = lambda row: 0,
 ) -> tuple[list[Any], int | None, str | None]:
     """These columns of the rows of a page, the count of all that match where it is asked for, and the cursor of what
     comes after them. A row stands for `further` bytes. InvalidError names what cannot be asked or sorted by."""

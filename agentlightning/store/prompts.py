@@ -11,8 +11,7 @@ columns; it does not know transactions.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -29,31 +28,34 @@ REPEATED: Final = (
 )
 """The attributes of calls that are stored in part."""
 _IDS: Final = ""  # in place of an attribute's name
-_LEAST: Final = 512  # characters and bytes that are worth a reference
+_LEAST: Final = 256  # characters, or bytes, of a part that are worth a reference
 _LONGEST_CHAIN: Final = 256  # from a row to the one that is stored whole
 _BRANCHES: Final = 4  # of an attempt, each of which may go on
 _REMEMBERED: Final = 1 << 26  # characters and bytes
 
 _Part: TypeAlias = str | bytes
 _counts: Final = msgspec.json.Decoder(dict[str, int])
+_encode: Final = msgspec.json.Encoder().encode
 
 
 # --- writing -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
 class Prompt:
-    """What a call was asked: texts by the name of their attribute, and token ids as bytes. `chain` counts the rows that
-    it takes to read it; `attempt` is the number of the attempt that it is stored in, None as long as it is not."""
+    """What a call was asked: long texts by the name of their attribute, and token ids as bytes. `base` is what it
+    repeats, if anything, and `goes_on` says whether that is all of it but what closes its messages. `chain` counts the
+    rows that it takes to read it; `attempt` is the number of the attempt that it is stored in, None before."""
 
-    span_id: str
-    parts: Mapping[str, _Part]
-    chain: int = 0
-    attempt: int | None = None
+    __slots__ = ("attempt", "base", "chain", "goes_on", "parts", "size", "span_id")
 
-    @property
-    def size(self) -> int:
-        return sum(map(len, self.parts.values()))
+    def __init__(self, span_id: str, parts: Mapping[str, _Part]) -> None:
+        self.span_id = span_id
+        self.parts = parts
+        self.size = sum(map(len, parts.values()))
+        self.base: str | None = None
+        self.goes_on = False
+        self.chain = 0
+        self.attempt: int | None = None
 
 
 class Prepared(NamedTuple):
@@ -74,78 +76,89 @@ class Prompts:
         self._of: OrderedDict[tuple[str, str], tuple[Prompt, ...]] = OrderedDict()
         self._size = 0
 
-    def of(self, span: Span) -> Sequence[Prompt]:
+    def of(self, span: Span) -> tuple[Prompt, ...]:
         return self._of.get((span.rollout_id, span.attempt_id), ())
 
-    def remember(self, span: Span, prompt: Prompt, base: Prompt | None) -> None:
+    def remember(self, span: Span, prompt: Prompt) -> None:
         """The base is forgotten where the prompt goes on from all of it."""
         key = (span.rollout_id, span.attempt_id)
-        before = self._of.pop(key, ())
-        kept = (*(one for one in before if one is not base or not _goes_on(prompt, one)), prompt)[-_BRANCHES:]
-        self._of[key] = kept
-        self._size += sum(one.size for one in kept) - sum(one.size for one in before)
+        kept = [*self._of.pop(key, ()), prompt]
+        self._size += prompt.size
+        gone = [one for one in kept if prompt.goes_on and one.span_id == prompt.base] or kept[:-_BRANCHES]
+        for one in gone:
+            kept.remove(one)
+            self._size -= one.size
+        self._of[key] = tuple(kept)
         while self._size > _REMEMBERED and len(self._of) > 1:
             self._size -= sum(one.size for one in self._of.popitem(last=False)[1])
 
-    def prepare(self, spans: Iterable[Span | None]) -> list[Prepared]:
+    def prepare(self, spans: Sequence[Span | None]) -> list[Prepared]:
         """Spans with their columns. A base is one of the prompts here, or that of an earlier one of these spans."""
         prepared: list[Prepared] = []
         among = Prompts()
         for span in spans:
-            one = Prepared(None, None) if span is None else _prepared(span, (*self.of(span), *among.of(span)))
-            if one.span is not None and one.prompt is not None:
-                among.remember(one.span, one.prompt, one.base)
-            prepared.append(one)
+            if span is None:
+                prepared.append(Prepared(None, None))
+            elif semconv.CALL_ENDPOINT not in span.attributes:
+                prepared.append(Prepared(span, codec.span_columns(span)))
+            else:
+                one = _prepared(span, (*self.of(span), *among.of(span)))
+                if one.prompt is not None and len(spans) > 1:
+                    among.remember(span, one.prompt)
+                prepared.append(one)
         return prepared
 
 
 def _prepared(span: Span, known: Sequence[Prompt]) -> Prepared:
-    if semconv.CALL_ENDPOINT not in span.attributes:
-        return Prepared(span, codec.span_columns(span))
-    parts: dict[str, _Part] = {
-        name: text for name in REPEATED if isinstance(text := span.attributes.get(name), str) and text
-    }
+    parts: dict[str, _Part] = {}
+    for name in REPEATED:
+        text = span.attributes.get(name)
+        if isinstance(text, str) and len(text) >= _LEAST:
+            parts[name] = text
     if span.tokens is not None:
         parts[_IDS] = codec.packed_ids(span.tokens.prompt_token_ids)
-    prompt = Prompt(span.span_id, parts)
-    if prompt.size < _LEAST:
+    if not parts:
         return Prepared(span, codec.span_columns(span))
-    found = ((_repeated(prompt, one), one) for one in known if one.chain < _LONGEST_CHAIN)
-    repeated, base = max(found, key=lambda one: sum(one[0].values()), default=({}, None))
-    if base is None or sum(repeated.values()) < _LEAST:
-        return Prepared(span, codec.span_columns(span), prompt)
-    prompt.chain = base.chain + 1
-    return Prepared(span, _new_columns(span, parts, base.span_id, repeated), prompt, base)
+    prompt = Prompt(span.span_id, parts)
+    repeated, most, base = dict[str, int](), 0, None
+    for one in known:
+        if one.chain < _LONGEST_CHAIN:
+            counts = _repeated(parts, one.parts)
+            if sum(counts.values()) > most:
+                repeated, most, base = counts, sum(counts.values()), one
+    if base is not None:
+        prompt.base, prompt.chain = base.span_id, base.chain + 1
+        prompt.goes_on = all(repeated.get(name, 0) >= len(part) - 1 for name, part in base.parts.items())
+    return Prepared(span, _new_columns(span, parts, prompt.base, repeated), prompt, base)
 
 
-def _new_columns(span: Span, parts: Mapping[str, _Part], base: str, repeated: Mapping[str, int]) -> SpanColumns:
+def _new_columns(span: Span, parts: Mapping[str, _Part], base: str | None, repeated: Mapping[str, int]) -> SpanColumns:
     """The columns of a span without what it repeats of its base."""
-    new: dict[str, Any] = {name: part[repeated.get(name, 0) :] for name, part in parts.items()}
-    ids = new.pop(_IDS, None)
-    tokens = None if span.tokens is None else msgspec.structs.replace(span.tokens, prompt_token_ids=())
-    rest = msgspec.structs.replace(span, attributes={**span.attributes, **new}, tokens=tokens)
-    counts = msgspec.json.encode(repeated).decode()
-    return codec.span_columns(rest)._replace(prompt_token_ids=ids, base=base, repeated=counts)
+    ids, counts = parts.get(_IDS), None
+    if base is not None:
+        new = {name: parts[name][count:] for name, count in repeated.items()}
+        ids = new.pop(_IDS, ids)
+        span = msgspec.structs.replace(span, attributes={**span.attributes, **new})  # pyright: ignore[reportArgumentType]
+        counts = _encode(repeated).decode()
+    return codec.span_columns(span, ids, base, counts)  # pyright: ignore[reportArgumentType]
 
 
-def _goes_on(prompt: Prompt, base: Prompt) -> bool:
-    """Whether nothing of the base is missing in the prompt but what closes its messages."""
-    repeated = _repeated(prompt, base)
-    return all(repeated.get(name, 0) >= len(part) - 1 for name, part in base.parts.items())
-
-
-def _repeated(prompt: Prompt, base: Prompt) -> dict[str, int]:
-    """How much of each part of the base the prompt begins with."""
-    both = ((name, base.parts[name], part) for name, part in prompt.parts.items() if name in base.parts)
-    counts = {name: shared_length(one, other) for name, one, other in both}
-    if _IDS in counts:
-        counts[_IDS] -= counts[_IDS] % codec.ID_SIZE
-    return {name: count for name, count in counts.items() if count}
+def _repeated(parts: Mapping[str, _Part], base: Mapping[str, _Part]) -> dict[str, int]:
+    """How much of parts of a base a prompt begins with, where it is worth a reference."""
+    counts: dict[str, int] = {}
+    for name, part in base.items():
+        if name in parts:
+            count = shared_length(part, parts[name])
+            if count >= _LEAST:
+                counts[name] = count - count % codec.ID_SIZE if name == _IDS else count
+    return counts
 
 
 def shared_length(one: _Part, other: _Part) -> int:
     """How many characters, or bytes, two texts begin with alike; compared in ever longer pieces, then in halves."""
-    most, same, step = min(len(one), len(other)), 0, 1024
+    most, same, step = min(len(one), len(other)), 0, 4096
+    if one == other:
+        return most
     while same < most and one[same : same + step] == other[same : same + step]:
         same, step = same + step, 2 * step
     same, end = min(same, most), min(same + step, most)

@@ -366,7 +366,7 @@ class SqlStore(LightningStore):
         numbers = await self._write(lambda tx: add_spans(tx, spans, prepared))
         for one in prepared:
             if one.span is not None and one.prompt is not None and one.prompt.attempt is not None:
-                self._prompts.remember(one.span, one.prompt, one.base)
+                self._prompts.remember(one.span, one.prompt)
         if self._stored is not None:
             written = zip(prepared, numbers, strict=True)
             self._stored([msgspec.structs.replace(one.span, sequence_id=n) for one, n in written if one.span])
