@@ -88,6 +88,11 @@ export interface ExplainedBreak {
   anew: string[] | null;
 }
 
+export interface Gap {
+  start_time: number;
+  end_time: number;
+}
+
 export interface Group {
   group_id: string;
   run_id: string | null;
@@ -239,9 +244,9 @@ export interface RolloutView {
   row: RolloutRow;
   attempts: Attempt[];
   shown: number | null;
+  timeline: Timeline | null;
   steps: StepView[];
   conversations: ConversationView[];
-  logs: Record<string, any>[];
   rewards: RewardView[];
   traceback: string | null;
 }
@@ -355,6 +360,14 @@ export interface TaskPair {
   after: number;
   first_id: string;
   last_id: string;
+}
+
+export interface Timeline {
+  start: number;
+  end: number;
+  gaps: Gap[];
+  stood: string | null;
+  last_span: string | null;
 }
 
 export interface TokenCall {

@@ -54,7 +54,7 @@ function tabOf(tab: string, view: RolloutView) {
     case "conversation":
       return <ConversationTab view={view} />;
     case "timeline":
-      return <Timeline steps={view.steps} />;
+      return <Timeline view={view} />;
     case "tokens":
       return <Tokens rolloutId={id} />;
     case "credit":

@@ -136,6 +136,7 @@ function Filters() {
       {pick("mode", "Any mode", MODES)}
       <input type="number" step="any" {...field("above", "Reward from")} />
       <input type="number" step="any" {...field("below", "Reward to")} />
+      <input type="number" step="1" min="0" {...field("step", "Step")} />
       <input {...field("tag", "Tag")} />
       <label class="check">
         <input
