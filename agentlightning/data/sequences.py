@@ -9,8 +9,8 @@ which transition is kept: "sequence" in a loss means a transition, however it wa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,13 @@ class TrainingSequence:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def only(self, kept: npt.NDArray[np.bool_]) -> TrainingSequence:
+        """The same row with the loss of some of its sampled tokens alone, bool[N]."""
+        names = ("positions", "logprobs", "advantages", "versions", "values", "value_targets")
+        parts: dict[str, Any] = {name: one[kept] for name in names if (one := getattr(self, name)) is not None}
+        _, numbers = np.unique(self.transitions[kept], return_inverse=True)
+        return replace(self, transitions=numbers.astype(np.int32), **parts)
 
     @property
     def oldest_version(self) -> int | None:

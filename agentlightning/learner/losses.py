@@ -28,8 +28,6 @@ LossKind: TypeAlias = Literal["ppo_clip", "policy_gradient", "importance_samplin
 LossFunction: TypeAlias = "Callable[..., Tensor]"
 Old: TypeAlias = Literal["behaviour", "proximal"]
 
-TRUNCATION: Final = 2.0  # of `Loss.truncation`, unless given; that of "truncated importance sampling"
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -79,11 +77,8 @@ def gspo(
 
     As its token variant: each token has the transition's ratio as value and its own gradient, so that advantages may
     differ within a transition; where they do not, and under `sequence-mean`, it is GSPO to the letter."""
-    difference = (logprobs - old_logprobs).detach()
-    count = int(transitions.max()) + 1 if len(transitions) else 0
-    sums = difference.new_zeros(count).index_add(0, transitions, difference)
-    means = sums / transitions.bincount(minlength=count).clamp(min=1)
-    return _clipped((means[transitions] + logprobs - logprobs.detach()).exp(), advantages, low, high)
+    means = over_transitions((logprobs - old_logprobs).detach(), transitions, "mean")
+    return _clipped((means + logprobs - logprobs.detach()).exp(), advantages, low, high)
 
 
 @loss(clips=(0.2, 0.2))
@@ -98,6 +93,15 @@ def cispo(
 
 def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
     return (-ratio * advantages).maximum(-ratio.clamp(1 - low, 1 + high) * advantages)
+
+
+def over_transitions(values: Tensor, transitions: Tensor, over: Literal["token", "sum", "mean", "max"]) -> Tensor:
+    """Of each token, float[N]: its own value, or the sum, mean or max of those of its transition."""
+    if over == "token":
+        return values
+    count = int(transitions.max()) + 1 if len(transitions) else 0
+    how = "amax" if over == "max" else over
+    return values.new_zeros(count).scatter_reduce(0, transitions, values, how, include_self=False)[transitions]
 
 
 LOSSES: Final[dict[str, LossFunction]] = {
@@ -118,8 +122,7 @@ class Loss:
 
     `old` says what the importance ratio is against. `behaviour`: the recorded log-probabilities, so that the ratio
     corrects for the weights that sampled. `proximal`: the weights at the start of the step; what sampled is then
-    corrected for by a weight per token, min(exp(proximal − behaviour), `truncation`) (decoupled PPO, arXiv:2110.00641;
-    AReaL, arXiv:2505.24298). Never both: the same difference would count twice.
+    corrected for by a weight per token (`learner/corrections.py`). Never both: the same difference would count twice.
 
     With a critic, `value_coefficient` times the loss of its values is added, which `value_clip` bounds (`value_loss`);
     with `critic_alone` the policy is not trained."""
@@ -135,7 +138,6 @@ class Loss:
     entropy_coefficient: float = 0.0
     temperature: float = 1.0
     old: Old = "behaviour"
-    truncation: float | None = None
     value_coefficient: float = 0.5
     value_clip: float | None = 0.2
     critic_alone: bool = False
@@ -155,16 +157,11 @@ class Loss:
         check_settings(
             self,
             least={"kl_coefficient": 0},
-            above={"dual_clip": 1, "temperature": 0, "truncation": 0, "value_coefficient": 0, "value_clip": 0},
+            above={"dual_clip": 1, "temperature": 0, "value_coefficient": 0, "value_clip": 0},
             choices={"old": get_args(Old), "aggregation": get_args(Aggregation), "kl_estimator": get_args(KLEstimator)},
         )
         if self.aggregation == "constant" and not (self.constant_length and self.constant_length >= 1):
             raise ConfigError("aggregation 'constant' needs constant_length, the length to divide by (at least 1)")
-        if self.truncation is not None and self.old == "behaviour":
-            raise ConfigError(
-                "truncation is set, but with old='behaviour' the importance ratio corrects for what sampled already: "
-                "leave truncation out, or give old='proximal'"
-            )
         if callable(self.kind):
             _try(self)
 

@@ -361,7 +361,7 @@ def gradient(
     total = (per_token * torch.from_numpy(micro.weights)).sum()
     torch.autograd.backward(total)
     assert now.grad is not None
-    totals, log_ratio = Totals(version if loss.old == "behaviour" else None), now.detach() - old
+    totals, log_ratio = Totals(version), now.detach() - old
     totals.add(float(total.detach()), log_ratio, clip_fraction=clipped)
     totals.compare(log_ratio, versions)
     return now.grad, totals

@@ -168,7 +168,7 @@ class TorchLearner:
         batch = self._as_exact(batch)
         weights = aggregation_weights(batch, loss.aggregation, loss.constant_length or 0)
         self._forget_gradient()
-        totals = Totals(version if loss.old == "behaviour" else None)
+        totals = Totals(version)
         for micro in self._micro_batches(batch, weights):
             self._backward(micro, loss, totals)
         totals = self._over_all(totals)

@@ -155,6 +155,10 @@ def prepare_file(path: Path) -> None:
         else:
             with contextlib.closing(_open(str(path))) as connection:
                 connection.execute("PRAGMA journal_mode = WAL")  # which a copy is not
+                connection.execute(_BEGIN)
+                if schema.bring_up(connection, _layout(connection)):
+                    connection.execute(f"PRAGMA user_version = {schema.VERSION}")
+                connection.execute("COMMIT")
     except OSError as error:
         raise _unusable(path, error) from None
     except sqlite3.DatabaseError as error:
@@ -169,6 +173,10 @@ def _lay_out(connection: SqliteConnection) -> None:
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {schema.VERSION}")
     connection.execute("COMMIT")
+
+
+def _layout(connection: SqliteConnection) -> int:
+    return connection.execute("PRAGMA user_version").fetchone()[0]
 
 
 def _open(address: str, *, uri: bool = False) -> SqliteConnection:
@@ -242,6 +250,7 @@ def open_reader(address: str) -> SqliteConnection:
     path = check_file(Path(address), reading=True)
     # A connection that may write puts the log away if it is the last to close.
     connection = connect(path, "FULL", read_only=not os.access(path, os.W_OK))
+    schema.read_as_new(connection, _layout(connection))
     connection.execute("PRAGMA query_only = ON")
     return connection
 

@@ -6,7 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias, cast
+from typing import Final, TypeAlias, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -16,6 +16,8 @@ from agentlightning.algorithm.rl.settings import RLSettings
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.sequences import CreditedTransition, Level, TrainingSequence, build_sequences
 from agentlightning.data.transitions import FloatArray
+
+T = TypeVar("T")
 
 Sequences: TypeAlias = Sequence[TrainingSequence]
 # What a critic says each sampled token is worth, one float32[N] per sequence (`Learner.values`).
@@ -68,9 +70,7 @@ def make_batches(
     return batches
 
 
-def minibatches(
-    sequences: Sequence[TrainingSequence], count: int, seed: int, step: int, epoch: int = 0
-) -> list[list[TrainingSequence]]:
+def minibatches(sequences: Sequence[T], count: int, seed: int, step: int, epoch: int = 0) -> list[list[T]]:
     """The sequences of a step in `count` parts (fewer where there are fewer), shuffled by seed, step and epoch."""
     order = list(sequences)
     random.Random(f"{seed}/minibatches/{step}{f'/{epoch}' if epoch else ''}").shuffle(order)

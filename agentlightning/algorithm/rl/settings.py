@@ -23,6 +23,7 @@ from agentlightning.data.sequences import Aggregation, CreditedTransition, Level
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, check_settings
 from agentlightning.learner.base import Critic
+from agentlightning.learner.corrections import Corrections
 from agentlightning.learner.losses import KLEstimator, Loss, Old
 from agentlightning.types import RolloutConfig
 
@@ -60,8 +61,9 @@ class RLSettings(metaclass=_Tried):
     `epochs` times over.
     `reference` keeps a copy of the starting weights; straying from it costs `kl_coefficient` (0.04 by default).
     `reward` says what R is made of, `loss` how an advantage becomes a loss: a name of `learner/losses.py`, or a
-    function (or `file.py:function`) as `Loss` describes it; `old` is what its importance ratio is against, and
-    `truncation` bounds the correction that `old="proximal"` makes besides (`Loss`).
+    function (or `file.py:function`) as `Loss` describes it; `old` is what its importance ratio is against (`Loss`), and
+    `correction` which tokens weigh less, or are left out, because other weights or another engine sampled them
+    (`learner/corrections.py`).
     `unrewarded` says what a rollout without a reward counts for: left out of its group, or a stated reward.
     `agents` are the names of the agents to train, as in `"writer|rewriter"`; without it all are. Which of their calls
     train is said by `keep`, `train_truncated`, `max_prompt_length` and `max_response_length` (`CallFilter`).
@@ -93,7 +95,7 @@ class RLSettings(metaclass=_Tried):
     kl_estimator: KLEstimator = "k3"
     entropy_coefficient: float = 0.0
     old: Old = "behaviour"
-    truncation: float | None = None
+    correction: Any = None
     temperature: float = 1.0
     val_temperature: float = 1.0
     max_tokens: int | None = None
@@ -151,6 +153,9 @@ class RLSettings(metaclass=_Tried):
                 )
         named = isinstance(self.loss, str) and is_reference(self.loss)
         self.loss_function: Any = load_reference(self.loss) if named else self.loss
+        self.corrections = Corrections.read(self.correction, self.old)
+        if self.correction and self.imitates:
+            raise ConfigError(f"{self.name} imitates whatever weights sampled: leave correction out")
         self.make_loss()  # refuses settings out of range now, rather than after the first rollouts
 
     def call_filter(self, *models: str) -> CallFilter:
