@@ -51,7 +51,7 @@ class Tokens:
     def trial(cls) -> Tokens:
         """Five tokens in two calls, each a rollout, to try a function on."""
         numbers = np.array([0, 0, 0, 1, 1], np.int64)
-        return cls(numbers, numbers, [Origin(group=0, task={}), Origin(group=0, task={})])
+        return cls(numbers, numbers, [Origin(0, (0.0, 1.0), {}, {}, reward) for reward in (0.0, 1.0)])
 
     def __len__(self) -> int:
         return len(self.calls)

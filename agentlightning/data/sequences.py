@@ -9,7 +9,7 @@ which transition is kept: "sequence" in a loss means a transition, however it wa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from agentlightning.data.forest import Forest, cut, plant, prefix_order
 from agentlightning.data.transitions import FloatArray, IntArray, Transition
+from agentlightning.errors import ConfigError
 
 Level: TypeAlias = Literal["transition", "trajectory", "tree"]
 
@@ -35,6 +36,14 @@ class CreditedTransition:
     value_targets: FloatArray | None = None
     weights: FloatArray | None = None
 
+    def __post_init__(self) -> None:
+        tokens = len(self.transition.prompt_ids) + len(self.transition.response_ids)
+        if self.weights is not None and not (self.weights.shape == (tokens,) and np.isfinite(self.weights).all()):
+            raise ConfigError(
+                f"the weights of a call must be a finite number for each of its {tokens} tokens, prompt included, and "
+                f"are {self.weights!r:.200}"
+            )
+
     @property
     def trains(self) -> bool:
         """Whether anything is learned from it, by the policy or by a critic."""
@@ -43,11 +52,12 @@ class CreditedTransition:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a sequence is from: the number of its rollout's `group` in the batch, the `task` that the agent was given
-    and its metadata, the rollout's reward, and the `terms` that it is the sum of, by name. What is not known is as
-    here."""
+    """The rollout that a sequence is from: the number of its `group` in the batch, the rewards of all of the group, the
+    `task` that the agent was given and its metadata, its own reward and the `terms` that this is the sum of, by name.
+    What is not known is as here."""
 
     group: int = -1
+    group_rewards: Sequence[float] = ()
     task: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
     reward: float = math.nan
@@ -222,6 +232,17 @@ def _weighed(sequence: TrainingSequence, chain: Sequence[CreditedTransition]) ->
     factor = np.concatenate(factors).astype(np.float32)
     weighed = replace(sequence, advantages=sequence.advantages * factor)
     return weighed if factor.all() else weighed.only(factor != 0)
+
+
+def weighed(
+    calls: Sequence[CreditedTransition], weigh: Callable[[Sequence[Transition]], Iterable[Any]]
+) -> list[CreditedTransition]:
+    """The calls of a rollout, with the weights that `weigh` gives the tokens of each. ConfigError where it gives none
+    for some."""
+    found = [np.asarray(one, np.float32) for one in weigh([item.transition for item in calls])]
+    if len(found) != len(calls):
+        raise ConfigError(f"token_weights must give an array for each of {len(calls)} calls, and gave {len(found)}")
+    return [replace(item, weights=one) for item, one in zip(calls, found, strict=True)]
 
 
 def _joined(parts: Sequence[FloatArray | None]) -> FloatArray | None:

@@ -20,7 +20,7 @@ from agentlightning.data.call_filter import CallFilter
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.references import load_reference, read_function
 from agentlightning.data.rewards import PLAIN, RewardSpec
-from agentlightning.data.sequences import CreditedTransition, Level
+from agentlightning.data.sequences import CreditedTransition, Level, weighed
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, check_settings
 from agentlightning.learner.base import Critic
@@ -65,6 +65,8 @@ class RLSettings(metaclass=_Tried):
     much each token counts (`data/aggregation.py`), and `correction` which tokens weigh less, or are left out, because
     other weights or another engine sampled them (`learner/corrections.py`). Each is a name there, a function (or
     `file.py:function`), or {name: one of these, option: value}. `old` is what the loss's importance ratio is against.
+    `token_weights` is such a function too, of the calls of a rollout: for each call, the weights of its tokens, prompt
+    included (`CreditedTransition`).
     `unrewarded` says what a rollout without a reward counts for: left out of its group, or a stated reward.
     `agents` are the names of the agents to train, as in `"writer|rewriter"`; without it all are. Which of their calls
     train is said by `keep`, `train_truncated`, `max_prompt_length` and `max_response_length` (`CallFilter`).
@@ -91,6 +93,7 @@ class RLSettings(metaclass=_Tried):
     dual_clip: float | None = None
     aggregation: Any = "rollout-mean"
     constant_length: int | None = None
+    token_weights: Any = None
     reference: bool = False
     kl_coefficient: float | None = None
     kl_estimator: KLEstimator = "k3"
@@ -153,6 +156,10 @@ class RLSettings(metaclass=_Tried):
                     f"in {self.epochs} epochs move them; give 1 of each, or loss='importance_sampling'"
                 )
         self.loss_function = _named_or_read("loss", self.loss, LOSSES)
+        self.weigh_tokens = None
+        if self.token_weights is not None:
+            self.weigh_tokens = read_function("token_weights", self.token_weights, {})
+            _try_weights(self.weigh_tokens)
         self.aggregation_function = _named_or_read("aggregation", self.aggregation, AGGREGATIONS)
         self.corrections = Corrections.read(self.correction, self.old)
         if self.correction and self.imitates:
@@ -268,6 +275,19 @@ class RLSettings(metaclass=_Tried):
         own = {name: getattr(self, name) for name in Loss.__dataclass_fields__ if hasattr(self, name)}
         own["kl_coefficient"] = self.kl_coefficient if self.kl_coefficient is not None else 0.04 * self.reference
         return Loss(kind=self.loss_function, **own | {"aggregation": self.aggregation_function})
+
+
+def _try_weights(function: Callable[..., Any]) -> None:
+    """ConfigError unless it weighs the tokens of two calls that no agent made."""
+    calls = RewardedGroup.trial(0.0).transitions[0]
+    try:
+        weighed([CreditedTransition(one, np.zeros(len(one.response_ids), np.float32)) for one in calls], function)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"token_weights fails on the two calls of a rollout, made to try it: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _named_or_read(what: str, given: Any, known: Mapping[str, Callable[..., Any]]) -> Any:
