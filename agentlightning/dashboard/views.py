@@ -72,7 +72,8 @@ class ListRuns(View, frozen=True, kw_only=True):
         for run in sorted(await sources.store.query_runs(), key=lambda run: -run.start_time):
             measured = await sources.measured.by(sources.store, run)
             failed = await sources.measured.failed(sources.store, run)
-            rows.append(await asyncio.to_thread(runs.row_of, run, measured, failed))
+            heard = run.end_time or await runs.last_sign(sources.store, run, measured)
+            rows.append(await asyncio.to_thread(runs.row_of, run, measured, failed, heard))
         return rows
 
 

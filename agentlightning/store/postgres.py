@@ -263,6 +263,11 @@ def open_owner(url: str, synchronous: Synchronous) -> PostgresConnection:
     return connection
 
 
+def is_owned(url: str, connection: PostgresConnection) -> bool:
+    """Whether a process has the store open for writing."""
+    return connection.execute("SELECT 1" + _HOLDERS.replace("%s", "?"), (_LOCK,)).fetchone() is not None
+
+
 def open_reader(url: str) -> PostgresConnection:
     """A connection that reads a store, whoever owns it. ConfigError if there is none, or one of another layout."""
     with _opening(url) as connection:

@@ -268,7 +268,7 @@ export interface Run {
   run_id: string;
   kind: string;
   start_time: number;
-  status: "cancelled" | "failed" | "running" | "succeeded";
+  status: "cancelled" | "failed" | "running" | "succeeded" | "stopped";
   end_time: number | null;
   policy_version: number;
   manifest: Record<string, any>;
@@ -280,7 +280,8 @@ export interface RunRow {
   failed: number;
   settings: Record<string, string>;
   kind: string;
-  status: "cancelled" | "failed" | "running" | "succeeded";
+  status: "cancelled" | "failed" | "running" | "succeeded" | "stopped";
+  lost: string | null;
   start_time: number;
   end_time: number | null;
   policy_version: number;
