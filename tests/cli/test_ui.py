@@ -99,7 +99,7 @@ def test_runs_are_compared_failures_explained_and_a_new_run_appears(
         page.goto(f"{page.url.partition('#')[0]}#/runs")
         with ThreadPoolExecutor() as other:
             other.submit(asyncio.run, made(tmp_path / "runs" / "killed" / "store.sqlite", 2, 0, "running")).result()
-        expect(page.get_by_role("row").filter(has_text="killed")).to_contain_text("stopped", timeout=15_000)
+        expect(page.locator("[data-row='0']")).to_contain_text(re.compile("killed.*stopped"), timeout=15_000)
         page.get_by_role("link", name="killed").click()
         expect(page.get_by_label("Advice")).to_contain_text("It stopped unexpectedly")
         expect(page.get_by_label("Advice")).to_contain_text("run_dir=runs/killed")
