@@ -94,6 +94,7 @@ def test_runs_are_compared_failures_explained_and_a_new_run_appears(
         expect(page.get_by_text("3 failed rollouts, by cause")).to_be_visible()
         expect(page.locator(".causes li")).to_have_count(1)
         page.locator(".causes a").first.click()
+        expect(page.get_by_text("this page only reads")).to_contain_text("agl rollouts annotate ro-")
         page.get_by_text("Traceback", exact=True).click()
         expect(page.get_by_text('raise LookupError("no such city")').first).to_be_visible()
         page.goto(f"{page.url.partition('#')[0]}#/runs")
