@@ -210,9 +210,8 @@ def larger(spans: Sequence[Span], limit: int) -> bool:
     return size > limit
 
 
-def span_from_columns(rollout_id: str, attempt_id: str, columns: Sequence[Any]) -> Span:
-    """The span of a row."""
-    row = SpanColumns(*columns)
+def span_from_columns(rollout_id: str, attempt_id: str, row: SpanColumns) -> Span:
+    """The span of a row that has no base."""
     tokens = None
     if row.prompt_token_ids is not None and row.token_ids is not None and row.logprobs is not None and row.choices:
         tokens = tokens_from_columns(Tokens(row.prompt_token_ids, row.token_ids, row.logprobs, row.choices))

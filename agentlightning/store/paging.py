@@ -49,7 +49,8 @@ def page_spans(tx: Transaction, **asked: Any) -> SpanPage:
 
 def _repeated(row: Sequence[Any]) -> int:
     """How much of its base the span of a row repeats."""
-    return sum(repeated_counts(row[_REPEATED]).values())
+    counts = row[_REPEATED]
+    return sum(repeated_counts(counts).values()) if counts else 0
 
 
 def _page(

@@ -58,7 +58,7 @@ class Prompt:
         self.attempt: int | None = None
 
 
-class Prepared(NamedTuple):
+class Prepared(msgspec.Struct, frozen=True, gc=False):
     """A span as it may be written, with its columns; none of both where it is dropped. With a `base`, the columns hold
     no more of the `prompt` than what is new."""
 

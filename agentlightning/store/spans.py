@@ -39,23 +39,23 @@ def add_spans(tx: Transaction, spans: Sequence[Span], prepared: Sequence[Prepare
             _lay_out_unattributed(tx)
         number, before, highest = load_with_sequence(tx.connection, rollout_id, attempt_id)
         for index in indices:
-            kept, row, prompt, base = prepared[index]
-            if kept is None or row is None:
+            one = prepared[index]
+            row = one.columns
+            if row is None:
                 continue
-            if prompt is not None:
-                prompt.attempt = None  # if it was inserted in an earlier try, that was undone
-            if base is not None and base.attempt != number:
-                row = codec.span_columns(kept)
+            if one.base is not None and one.span is not None and one.base.attempt != number:
+                row = codec.span_columns(one.span)  # what it goes on from is not stored here
             if row.sequence_id > _LARGEST_GIVEN:
                 raise InvalidError(
                     f"the sequence_id of span {row.span_id} is too large: give 1, 2 …, or 0 for the next"
                 )
             sequence_id = row.sequence_id or highest + 1
-            if tx.connection.execute(_INSERT, (number, row[0], sequence_id, *row[2:])).rowcount == 0:
+            inserted = tx.connection.execute(_INSERT, (number, row[0], sequence_id, *row[2:])).rowcount
+            if one.prompt is not None:
+                one.prompt.attempt = number if inserted else None
+            if not inserted:
                 stored[index] = _stored_before(tx.connection, number, row, spans[index])
                 continue
-            if prompt is not None:
-                prompt.attempt = number
             highest = max(highest, sequence_id)
             stored[index] = sequence_id
             span = spans[index]
