@@ -306,12 +306,13 @@ class ResourcesUpdate(Noun, frozen=True, kw_only=True):
 
 
 class Run(Noun, frozen=True, kw_only=True):
-    """One training, evaluation or optimisation. `manifest` holds its settings, seed, versions and data hashes."""
+    """One training, evaluation or optimisation. `manifest` holds its settings, seed, versions and data hashes. Readers
+    show the status `stopped` for a run that was running when its process died."""
 
     run_id: str
     kind: str
     start_time: float
-    status: RunStatus = "running"
+    status: RunStatus | Literal["stopped"] = "running"
     end_time: float | None = None
     policy_version: int = 0
     manifest: dict[str, Any] = {}
