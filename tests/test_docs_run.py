@@ -146,6 +146,7 @@ def stand_ins(page: Page, text: str, api: int) -> dict[str, str | Callable[[], s
         r"agl train --model hf:": "agl train --steps 1 --model hf:",
         r"learning_rate=1e-3,1e-2": "learning_rate=1e-3",
         r"\.\./tasks.jsonl --model": "../tasks.jsonl --limit 2 --model",
+        r"best: 1, threshold: 0.5": "best: null, threshold: 0.0",
         r"traces: runs/base": "traces: runs/quickstart",
         r"runs/apo-…@\d": "runs/apo-1@2",
         r"runs/…|runs/\d{8}-\d+|runs/grpo-(?:\d+-\d+-\d+|…)": run,
