@@ -14,8 +14,6 @@ per batch only. The table follows from what `@returns` and `@baseline` say of a 
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
@@ -24,12 +22,12 @@ import numpy as np
 
 from agentlightning.data import credit as formulas
 from agentlightning.data.credit import Float64Array, Returns, property_of
-from agentlightning.data.references import is_reference, load_reference
+from agentlightning.data.references import find_function, function_name
 from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.sequences import CreditedTransition
 from agentlightning.data.tool_calls import ToolStatus
 from agentlightning.data.transitions import FloatArray, Transition
-from agentlightning.errors import ConfigError, nearest
+from agentlightning.errors import ConfigError
 from agentlightning.types import Rollout
 
 CreditFunction: TypeAlias = Callable[..., Any]
@@ -177,8 +175,8 @@ def make_credit(
     """The credit that these names, references (`file.py:function`) or functions mean, where R is made as `reward` says
     and groups of `equal_rewards` count or not, with or without a critic. ConfigError, with the reason, where one is
     unknown, has no such option, or does not go with the others."""
-    first = _function("returns", returns, returns_options, RETURNS)
-    second = _function("baseline", baseline, baseline_options, BASELINES)
+    first = find_function("returns", returns, RETURNS, returns_options)
+    second = find_function("baseline", baseline, BASELINES, baseline_options)
     credit = Credit(first, second, dict(returns_options), dict(baseline_options), equal_rewards, reward)
     if property_of(second, "values") and not critic:
         raise ConfigError(
@@ -222,26 +220,6 @@ def make_credit(
     return credit
 
 
-def _function(
-    what: str, given: str | CreditFunction, options: Mapping[str, Any], known: Mapping[str, CreditFunction]
-) -> CreditFunction:
-    function = given
-    if isinstance(given, str):
-        if given not in known and not is_reference(given):
-            raise ConfigError(f"{what} {given!r} is unknown; {nearest(given, known)}, or file.py:function")
-        function = known[given] if given in known else load_reference(given)
-    if not callable(function):
-        raise ConfigError(f"{what} is {given!r}; give one of {', '.join(known)}, or a function")
-    parameters = inspect.signature(function).parameters.values()
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        names = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY or one.default is not one.empty]
-        for name in options:
-            if name not in names:
-                takes = nearest(name, names) if names else "it has none"
-                raise ConfigError(f"{what} {_name(function)!r} has no option {name!r}; {takes}")
-    return function
-
-
 def _terms(groups: Sequence[RewardedGroup]) -> dict[str, Float64Array]:
     """The terms of R of each rollout, float64[R] by name; 0 where it lacks one."""
     terms = [one for of in groups for one in of.terms or [{"final": reward} for reward in of.rewards]]
@@ -256,7 +234,4 @@ def _check(function: CreditFunction, values: Float64Array, count: int, of: str) 
 
 
 def _name(function: CreditFunction) -> str:
-    known = {**RETURNS, **BASELINES}
-    if isinstance(function, functools.partial):
-        return _name(function.func)
-    return next((name for name, one in known.items() if one is function), getattr(function, "__name__", repr(function)))
+    return function_name(function, {**RETURNS, **BASELINES})

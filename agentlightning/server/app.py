@@ -78,7 +78,10 @@ def create_app(
             routes.append(events.route())
             shown.append(Reading("agl_event_streams", "Callers that listen to events.", lambda: events.open))
             stops.append(events.stop)
-        routes += [*page_routes(access, protected=protected), *otlp_routes(store, access, body_limit)]
+        routes += [
+            *page_routes(access, protected=protected, reading=isinstance(store, ManyStores)),
+            *otlp_routes(store, access, body_limit),
+        ]
         routes.append(reward_route(store))
     if gateway is not None:
         stops.append(gateway.turn_away)
