@@ -290,8 +290,8 @@ def gdpo(returns: Returns, *, epsilon: float = 1e-6) -> Float64Array:
     by its weight w_k. A term that does not differ within the group adds 0, and so does a rollout that lacks it."""
     sums = np.zeros(len(returns.groups))
     for name, weighted in (returns.terms or {"final": returns.rewards}).items():
-        # The sign of a weight is in the term already.
-        sums += abs(returns.weights.get(name, 1.0)) * _standard(weighted, returns.groups, epsilon)
+        if weight := returns.weights.get(name, 1.0):
+            sums += weight * _standard(weighted / weight, returns.groups, epsilon)
     differs = returns.per_group(np.any, sums) > 0
     return np.where(differs, _standard(sums, np.zeros_like(returns.groups), epsilon), 0.0)[returns.rollouts]
 

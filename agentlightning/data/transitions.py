@@ -167,15 +167,14 @@ def compare_costs(group: Sequence[TracedRollout], reward: RewardSpec) -> list[Tr
         return list(group)
     rewarded = [one for one in group if one.reward_terms]
     earned = [reward.given_part(one.reward_terms) > 0 for one in rewarded]
-    terms = {one.rollout.rollout_id: dict(one.reward_terms) for one in rewarded}
+    terms = [dict(one.reward_terms) for one in rewarded]
     for name in names:
         costs = [_cost(name, one.transitions) for one in rewarded]
-        for one, value in zip(rewarded, relative_costs(costs, earned), strict=True):
-            terms[one.rollout.rollout_id][name] = getattr(reward, name) * value
+        for own, value in zip(terms, relative_costs(costs, earned), strict=True):
+            own[name] = getattr(reward, name) * value
+    compared = iter(terms)
     return [
-        replace(one, reward_terms=own, reward=math.fsum(own.values()))
-        if (own := terms.get(one.rollout.rollout_id))
-        else one
+        replace(one, reward_terms=(own := next(compared)), reward=math.fsum(own.values())) if one.reward_terms else one
         for one in group
     ]
 
