@@ -61,7 +61,6 @@ LEASE_SECONDS: Final = 30.0
 READ_SECONDS: Final = 10.0
 _RETRY_SECONDS: Final = 1.0
 _FEW: Final = 8  # rows
-_LARGE: Final = 256_000  # characters and parts of spans; they take some milliseconds
 _KNOWN: Final = 10_000  # attempts
 _REMOVE_SECRETS: Final = redaction("full")
 _log: Final = logging.getLogger(__name__)
@@ -359,22 +358,26 @@ class SqlStore(LightningStore):
                 if groups or not await woken_within(waiter, give_up - time.monotonic()):
                     return groups
 
-    async def _store_spans(self, spans: Sequence[Span]) -> list[int]:
-        kept, columns = await self._prepared(spans)
+    async def store_redacted(self, spans: Sequence[Span]) -> list[int]:
+        """`store_spans` of spans that another process of this server has redacted."""
+        return await self._store_spans(spans, _as_it_is)
+
+    async def _store_spans(self, spans: Sequence[Span], redact: Redact | None = None) -> list[int]:
+        kept, columns = await self._prepared(spans, redact or self._redact)
         numbers = await self._write(lambda tx: add_spans(tx, spans, columns))
         if self._stored is not None:
             written = zip(kept, numbers, strict=True)
             self._stored([msgspec.structs.replace(span, sequence_id=n) for span, n in written if span is not None])
         return numbers
 
-    async def _prepared(self, given: Sequence[Span]) -> Prepared:
+    async def _prepared(self, given: Sequence[Span], redact: Redact) -> Prepared:
         """What takes more than a moment is done in a thread."""
-        if codec.larger(given, _LARGE):
-            return await asyncio.to_thread(prepare, given, self._redact)
-        return prepare(given, self._redact)
+        if codec.larger(given, codec.LARGE):
+            return await asyncio.to_thread(prepare, given, redact)
+        return prepare(given, redact)
 
     async def _import_rollout(self, rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> bool:
-        kept, _ = await self._prepared(spans)
+        kept, _ = await self._prepared(spans, self._redact)
         redacted = [span for span in kept if span is not None]
         return await self._write(lambda tx: retention.import_rollout(tx, rollout, attempts, redacted))
 
@@ -478,6 +481,10 @@ def _secret_of(opened: Opened) -> bytes:
     """What attempts' keys are signed with. Asks the database, and so blocks."""
     (secret,) = opened.writing.execute("SELECT value FROM meta WHERE name = 'secret'").fetchone()
     return bytes(secret)
+
+
+def _as_it_is(span: Span) -> Span:
+    return span
 
 
 def _steady(now: float) -> Callable[[], float]:
