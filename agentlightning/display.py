@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -46,6 +46,17 @@ def runnable(command: str, folder: Path = Path()) -> str:
         return command
     shown = min(str(program), os.path.relpath(program, folder), key=len)
     return f"{shlex.quote(shown)} {arguments}".rstrip()
+
+
+def resume_command(directory: Path | None, manifest: Mapping[str, Any]) -> str:
+    """What continues a run in this directory, or in one that is not known, after it was interrupted."""
+    command = [str(word) for word in manifest.get("command", ())]
+    where = "" if directory is None else shlex.quote(os.path.relpath(directory))
+    if command[1:2] == ["quickstart"]:
+        return runnable(f"agl quickstart --resume {where and f'--out {where}'}".strip())
+    if directory is not None and not (directory / "run.yaml").is_file():
+        return f"{shlex.join(command) or 'the program that started it'}, with resume=True and run_dir={where}"
+    return runnable(f"agl train --resume {where and f'--run-dir {where}'}".strip())
 
 
 def duration(seconds: float) -> str:

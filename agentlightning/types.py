@@ -300,12 +300,13 @@ class ResourcesUpdate(Noun, frozen=True, kw_only=True):
 
 
 class Run(Noun, frozen=True, kw_only=True):
-    """One training, evaluation or optimisation job. `manifest` is its resolved config, versions, data hash, seeds."""
+    """One training, evaluation or optimisation job. `manifest` is its resolved config, versions, data hash, seeds. A
+    reader calls a run `stopped` that was running when its store's process died."""
 
     run_id: str
     kind: str
     start_time: float
-    status: RunStatus = "running"
+    status: RunStatus | Literal["stopped"] = "running"
     end_time: float | None = None
     policy_version: int = 0
     manifest: dict[str, Any] = {}

@@ -13,7 +13,7 @@ import msgspec
 
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.data.credit_table import RewardedGroup, make_credit
-from agentlightning.data.sequences import Aggregation, CreditedTransition
+from agentlightning.data.sequences import CreditedTransition
 from agentlightning.errors import ConfigError
 from agentlightning.learner.losses import KLEstimator
 
@@ -80,7 +80,7 @@ class DrGRPO(GRPO):
     `max_tokens` unless given."""
 
     baseline: Any = "dr_grpo"
-    aggregation: Aggregation = "constant"
+    aggregation: Any = "constant"
     name: str = "dr_grpo"
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ class DAPO(GRPO):
     The penalty is R − min(1, max(0, (longest answer − (L − B)) / B)) with L = `max_tokens` and B the last fifth of it,
     unless `reward` states an `overlong_penalty` of its own; `overlong=False` leaves it out."""
 
-    aggregation: Aggregation = "token-mean"
+    aggregation: Any = "token-mean"
     clip_low: float | None = 0.2
     clip_high: float | None = 0.28
     dynamic_sampling: bool = True
@@ -129,7 +129,7 @@ class GSPO(GRPO):
     `clip_low` and `clip_high` say otherwise."""
 
     loss: Any = "gspo"
-    aggregation: Aggregation = "sequence-mean"
+    aggregation: Any = "sequence-mean"
     name: str = "gspo"
 
 
@@ -140,7 +140,7 @@ class CISPO(GRPO):
     ratio. There is no lower bound, as in the paper (`clip_low` 1)."""
 
     loss: Any = "cispo"
-    aggregation: Aggregation = "token-mean"
+    aggregation: Any = "token-mean"
     clip_low: float | None = 1.0
     clip_high: float | None = 0.2
     name: str = "cispo"

@@ -15,7 +15,7 @@ from agentlightning.algorithm.grpo import GRPO
 from agentlightning.algorithm.rl.batch import values_of
 from agentlightning.algorithm.rl.groups import Groups
 from agentlightning.data.credit_table import RewardedGroup
-from agentlightning.data.sequences import Aggregation, CreditedTransition
+from agentlightning.data.sequences import CreditedTransition
 from agentlightning.errors import ConfigError
 from agentlightning.learner.teacher import Teacher, open_teacher, read_teacher
 
@@ -39,7 +39,7 @@ class OPD(GRPO):
     reward_coefficient: float = 0.0
     baseline: Any = "none"
     loss: Any = "importance_sampling"
-    aggregation: Aggregation = "token-mean"
+    aggregation: Any = "token-mean"
     group_size: int = 1
     unrewarded: Literal["exclude"] | float = 0.0
     name: str = "opd"

@@ -16,7 +16,7 @@ from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.rl.groups import Groups
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.data.credit_table import RewardedGroup
-from agentlightning.data.sequences import Aggregation, CreditedTransition
+from agentlightning.data.sequences import CreditedTransition
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError
 from agentlightning.learner.losses import LossKind
@@ -45,7 +45,7 @@ class SFT(Reinforcement):
     traces: str | None = None
     traces_run: str | None = None
     loss: LossKind = "policy_gradient"
-    aggregation: Aggregation = "token-mean"
+    aggregation: Any = "token-mean"
     name: str = "sft"
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Option: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 STATUSES: Final = ("queuing", "preparing", "running", "requeuing", "succeeded", "failed", "cancelled")
-_STYLES: Final = {"succeeded": "green", "failed": "red", "running": "yellow"}
+_STYLES: Final = {"succeeded": "green", "failed": "red", "stopped": "red", "running": "yellow"}
 _LONGEST: Final = 200  # characters of a cell
 
 json_option = click.option(

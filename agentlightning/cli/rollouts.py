@@ -135,13 +135,18 @@ def _input(rollout: Rollout) -> str:
 @click.option(
     "--attempt", "number", type=click.IntRange(min=1), metavar="N", help="Show the Nth attempt; default: the last."
 )
+@click.option(
+    "--timeline", "timed", is_flag=True, help="Show when everything happened, on one axis of time, not as a tree."
+)
 @click.option("--logs", is_flag=True, help="Show logs and tracebacks whole, not only their ends.")
 @with_place(ANY_RUN)
-async def show(place: Place, rollout_id: str, as_json: bool, number: int | None, logs: bool) -> None:
+async def show(place: Place, rollout_id: str, as_json: bool, number: int | None, timed: bool, logs: bool) -> None:
     """Show a rollout: how its attempts ended, and what an attempt did, call by call."""
     from rich.console import Console
 
     from agentlightning.datasets.annotations import annotation_of
+    from agentlightning.tracing.steps import read_steps
+    from agentlightning.tracing.timeline import drawn, timeline
     from agentlightning.tracing.tree import printable, rollout_tree
 
     place, rollout = await _find(place, rollout_id)
@@ -155,12 +160,17 @@ async def show(place: Place, rollout_id: str, as_json: bool, number: int | None,
         print_json({"rollout": rollout, "attempts": attempts, "spans": spans}, enc_hook=plain)
         return
     console = Console(highlight=False)
-    console.print(rollout_tree(rollout, spans))
+    steps = read_steps(spans)
+    found = timeline(shown, steps, time.time()) if shown else None
+    tree = rollout_tree(rollout, spans)
+    console.print(tree.label if timed else tree)
+    for line in drawn(found, steps) if timed and found else ():
+        console.print(printable(line), markup=False, soft_wrap=True)
     for part, text in msgspec.to_builtins(annotation_of(rollout)).items():
         console.print(printable(f"{part}: {text}"), markup=False)
     _print_attempts(console, attempts, shown)
-    if shown is not None and shown.status in ("failed", "timeout", "unresponsive"):
-        _print_end(console, shown, spans)
+    if found and found.stood and not timed:
+        console.print(f"  {printable(found.stood)}", markup=False, soft_wrap=True)
     _print_texts(console, spans, everything=logs)
 
 
@@ -208,24 +218,6 @@ def _print_attempts(console: Console, attempts: Sequence[Attempt], shown: Attemp
                 printable(f"{mark} attempt {attempt.sequence_id} {attempt.status}{f': {reason}' if reason else ''}"),
                 markup=False,
             )
-
-
-def _print_end(console: Console, attempt: Attempt, spans: Sequence[Span]) -> None:
-    """When a failed attempt ended, and the last step that is known of it."""
-    from agentlightning.semconv import EXCEPTION, LOG
-    from agentlightning.tracing.steps import read_steps
-    from agentlightning.tracing.tree import one_line
-
-    if attempt.end_time is None:
-        return
-    console.print(f"  {attempt.status} {attempt.end_time - attempt.start_time:.1f} s after its start", end="")
-    steps = [step for step in read_steps(spans) if step.span.name not in (EXCEPTION, LOG)]
-    if steps:
-        last = max(steps, key=lambda step: step.span.end_time)
-        since = max(0.0, attempt.end_time - last.span.end_time)
-        what = last.name if last.kind == "other" else f"{last.kind} {last.name}"
-        console.print(f", {since:.1f} s after its last recorded step: {one_line(what)}", end="", markup=False)
-    console.print()
 
 
 def _print_texts(console: Console, spans: Sequence[Span], *, everything: bool) -> None:

@@ -169,7 +169,8 @@ def runs_table(found: Sequence[StoredRun]) -> Table:
     rows: list[tuple[object, ...]] = []
     for one in found:
         told, newest = one.run, one.newest
-        ended = told.end_time or (time.time() if told.status == "running" else told.start_time)
+        heard = one.history[-1].time if one.history else told.start_time
+        ended = told.end_time or (time.time() if told.status == "running" else heard)
         rewards = [value for _, value in one.curve("reward")]
         rows.append(
             (
@@ -215,6 +216,11 @@ async def show(name: str | None, patterns: tuple[str, ...], place: Place, as_jso
         print_json({"where": str(one.place), "run": one.run, "rollouts": counts, "metrics": one.history})
         return
     print_table(runs_table([one]))
+    if one.run.status == "stopped":
+        from agentlightning.display import resume_command
+
+        where = Path(str(one.place)).parent if Path(str(one.place)).name == STORE_FILE else None
+        click.echo(f"stopped unexpectedly; resume it with: {resume_command(where, one.run.manifest)}")
     click.echo(f"rollouts: {', '.join(f'{count:,} {status}' for status, count in counts.items()) or 'none'}")
     from agentlightning.tracing.tree import printable
 

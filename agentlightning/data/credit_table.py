@@ -12,22 +12,21 @@ per batch only. The table follows from what `@returns` and `@baseline` say of a 
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from agentlightning.data import credit as formulas
 from agentlightning.data.credit import Float64Array, Returns, property_of
-from agentlightning.data.references import is_reference, load_reference
+from agentlightning.data.references import find_function, function_name
 from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.sequences import CreditedTransition
 from agentlightning.data.tool_calls import ToolStatus
 from agentlightning.data.transitions import FloatArray, Transition
-from agentlightning.errors import ConfigError, nearest
+from agentlightning.errors import ConfigError
+from agentlightning.types import Rollout
 
 CreditFunction: TypeAlias = Callable[..., Any]
 
@@ -51,15 +50,18 @@ BASELINES: Final[dict[str, CreditFunction]] = {
 
 @dataclass(frozen=True)
 class RewardedGroup:
-    """The rollouts of one task that count: the transitions of each, in call order, and the reward of each."""
+    """The rollouts of one task that count: of each its transitions, in call order, its reward, the `terms` that add up
+    to that, by name, and the record of it, whose `input` is the task."""
 
     transitions: Sequence[Sequence[Transition]]
     rewards: Sequence[float]
+    terms: Sequence[Mapping[str, float]] = ()
+    rollouts: Sequence[Rollout] = ()
 
     def of_model(self, model: str) -> RewardedGroup:
         """The calls of one model alone."""
         own = [[call for call in transitions if call.model == model] for transitions in self.transitions]
-        return RewardedGroup(own, self.rewards)
+        return replace(self, transitions=own)
 
     @classmethod
     def trial(cls, *rewards: float) -> RewardedGroup:
@@ -160,8 +162,8 @@ def make_credit(
     """The credit that these names, references (`file.py:function`) or functions mean, where R is made as `reward` says
     and groups of `equal_rewards` count or not, with or without a critic. ConfigError, with the reason, where one is
     unknown, has no such option, or does not go with the others."""
-    first = _function("returns", returns, returns_options, RETURNS)
-    second = _function("baseline", baseline, baseline_options, BASELINES)
+    first = find_function("returns", returns, RETURNS, returns_options)
+    second = find_function("baseline", baseline, BASELINES, baseline_options)
     credit = Credit(first, second, dict(returns_options), dict(baseline_options), equal_rewards)
     if property_of(second, "values") and not critic:
         raise ConfigError(
@@ -200,26 +202,6 @@ def make_credit(
     return credit
 
 
-def _function(
-    what: str, given: str | CreditFunction, options: Mapping[str, Any], known: Mapping[str, CreditFunction]
-) -> CreditFunction:
-    function = given
-    if isinstance(given, str):
-        if given not in known and not is_reference(given):
-            raise ConfigError(f"{what} {given!r} is unknown; {nearest(given, known)}, or file.py:function")
-        function = known[given] if given in known else load_reference(given)
-    if not callable(function):
-        raise ConfigError(f"{what} is {given!r}; give one of {', '.join(known)}, or a function")
-    parameters = inspect.signature(function).parameters.values()
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        names = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY or one.default is not one.empty]
-        for name in options:
-            if name not in names:
-                takes = nearest(name, names) if names else "it has none"
-                raise ConfigError(f"{what} {_name(function)!r} has no option {name!r}; {takes}")
-    return function
-
-
 def _check(function: CreditFunction, values: Float64Array, count: int, of: str) -> Float64Array:
     if values.shape != (count,) or not np.isfinite(values).all():
         raise ConfigError(f"{_name(function)} must give a finite number for each of {of}, and gave {values!r:.200}")
@@ -227,7 +209,4 @@ def _check(function: CreditFunction, values: Float64Array, count: int, of: str) 
 
 
 def _name(function: CreditFunction) -> str:
-    known = {**RETURNS, **BASELINES}
-    if isinstance(function, functools.partial):
-        return _name(function.func)
-    return next((name for name, one in known.items() if one is function), getattr(function, "__name__", repr(function)))
+    return function_name(function, {**RETURNS, **BASELINES})

@@ -170,6 +170,7 @@ def _sort_calls(
     names = {step.span.span_id: agent_of(step) for step in steps if step.call is step.span}
     pattern = None if calls.agents is None else agent_pattern(calls.agents)
     incomplete, discarded = _lacks_a_call(spans), discarded_calls(spans)
+    before, images = "", False  # the messages of the call before, and whether one has an image
     for span in sorted((one for one in spans if one.span_id in names and _samples(one)), key=call_order):
         agent = names[span.span_id]
         reasons = list(_call_reasons(span, calls, incomplete=incomplete, discarded=call_index(span) in discarded))
@@ -180,7 +181,11 @@ def _sort_calls(
             said, earned = tuple(tools.get(span.span_id, ())), given.of_calls.get(span.span_id)
             transition = _transition(span, span.tokens, agent.name, said, earned)
             reasons += _token_reasons(transition, calls)
-            if has_images(dialects.text_of(span, semconv.GEN_AI_INPUT_MESSAGES)):
+            messages = dialects.text_of(span, semconv.GEN_AI_INPUT_MESSAGES) or ""
+            goes_on = messages.startswith(before.removesuffix("]"))
+            images = (goes_on and images) or has_images(messages, len(before) if goes_on else 0)
+            before = messages
+            if images:
                 reasons.append(HAS_IMAGES)
         against = next((reason for reason in reasons if not calls.keeps(reason)), None)
         if against is None and transition is not None and span.tokens is not None:
@@ -268,9 +273,10 @@ _IMAGE_PARTS: Final = ("image", "image_url", "input_image", "computer_screenshot
 _IMAGE_MARKS: Final = ('"image', '_image"', '_screenshot"')  # a text with such a part holds one of these
 
 
-def has_images(messages: str | None) -> bool:
-    """Whether a request's messages (JSON) have a part that is an image, also in the results of tools."""
-    if messages is None or not any(mark in messages for mark in _IMAGE_MARKS):
+def has_images(messages: str, after: int = 0) -> bool:
+    """Whether a request's messages (JSON) have a part that is an image, also in the results of tools. Up to `after`
+    there is none."""
+    if not any(messages.find(mark, after) >= 0 for mark in _IMAGE_MARKS):
         return False
     parts: list[Any] = [dialects.json_of(messages)]
     while parts:

@@ -1,4 +1,4 @@
-"""The gateway as the rest of the house sees it: routes to mount, and gates to close while weights change."""
+"""The gateway as the rest of the house sees it: what answers calls, and gates to close while weights change."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import secrets
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
-
-from starlette.routing import BaseRoute
 
 from agentlightning.errors import NotFoundError
 from agentlightning.gateway.attribution import Attributor
@@ -41,12 +39,7 @@ class Gateway:
         self.models = models
         self._holding = Holding(store, models.gates, longest_hold)
         self._calls = Calls(models, store, Attributor(store, admin_key=admin_key), self._holding)
-        self._serving = Serving(self._calls, body_limit)
-        self._attributed = store is not None
-
-    def routes(self) -> list[BaseRoute]:
-        """Routes for `/v1/…` and, with a store, `/rollout/{rollout_id}/attempt/{attempt_id}/v1/…`."""
-        return self._serving.routes(attributed=self._attributed)
+        self.serving = Serving(self._calls, body_limit, attributed=store is not None)
 
     def keep_to_this_machine(self) -> None:
         """From here on, where no admin key is set: answer only this machine's own programs (no page of elsewhere in a

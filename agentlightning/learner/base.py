@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias, get_
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, check_settings
-from agentlightning.learner.losses import TRUNCATION, Loss, Totals
+from agentlightning.learner.losses import Loss
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -183,7 +183,7 @@ class Learner(Protocol):
         critic value_loss, value_clip_fraction and critic_grad_norm.
 
         `version` is what the engine calls the weights that this step begins with, None if they have no name. How far
-        engine and learner are apart is measured on tokens sampled by it, if there are any and `loss.old` is behaviour:
+        engine and learner are apart is measured on tokens sampled by it, if there are any:
         inference_kl (k3 of KL(engine ‖ learner)) and inference_mismatch (see `mismatch_tolerance`), at worst.
 
         Raises TrainingError, with the weights unchanged, if the loss or the gradient is not finite."""
@@ -206,23 +206,3 @@ class Learner(Protocol):
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote; ConfigError if it does not fit this policy."""
         ...
-
-
-def against_proximal(
-    learner: Learner, batch: Sequence[TrainingSequence], loss: Loss, version: int | None
-) -> tuple[list[TrainingSequence], dict[str, float]]:
-    """The batch with the log-probabilities of the present weights, before the first optimiser step of `Loss.old`
-    proximal; and how far engine and learner are apart in the tokens that `version` sampled.
-
-    The truncated weight of each token becomes a factor of its advantage, which comes to the same: every loss is
-    proportional to a positive factor of the advantages."""
-    from torch import from_numpy
-
-    totals, made = Totals(version), list[TrainingSequence]()
-    for sequence, logprobs in zip(batch, learner.logprobs(batch, loss.temperature), strict=True):
-        difference = logprobs - from_numpy(sequence.logprobs)
-        totals.compare(difference, from_numpy(sequence.versions))
-        weights = difference.exp().clamp(max=loss.truncation or TRUNCATION).numpy()
-        advantages = (sequence.advantages * weights).astype(sequence.advantages.dtype)
-        made.append(replace(sequence, logprobs=logprobs.numpy(), advantages=advantages))
-    return made, totals.mismatch()

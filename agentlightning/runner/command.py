@@ -143,10 +143,11 @@ class Program:
                     directory=directory,
                 )
             finally:
-                output = CommandOutput(stdout.taken(), stderr.taken(), directory or Path())
+                taken = [stdout.taken(), stderr.taken()]
+                output = CommandOutput(taken[0].text(), taken[1].text(), directory or Path())
                 if binding := current_binding():
-                    record_log(binding.tracer, "stdout", output.stdout)
-                    record_log(binding.tracer, "stderr", output.stderr)
+                    for stream, excerpt in zip((stdout, stderr), taken, strict=True):
+                        record_log(binding.tracer, stream.name, excerpt.text(), excerpt.times)
         if exit_code:
             raise CommandFailedError(_failure(what, exit_code, output.stderr.strip() or output.stdout.strip()))
         return output
@@ -270,11 +271,11 @@ class Output:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._read_end, self._take)
 
-    def taken(self) -> str:
+    def taken(self) -> Excerpt:
         """What was written since the last time, with all that is in the pipe at this moment."""
         self._take()
         excerpt, self._excerpt = self._excerpt, Excerpt()
-        return excerpt.text()
+        return excerpt
 
     def close_write_end(self) -> None:
         """From here on only the program has that end."""

@@ -194,7 +194,8 @@ class _Live:
     def record_output(self, tracer: AttemptTracer) -> None:
         """Record what the process has written since the last attempt as logs of this one."""
         for output in self.program.outputs:
-            record_log(tracer, output.name, output.taken())
+            taken = output.taken()
+            record_log(tracer, output.name, taken.text(), taken.times)
 
     async def attempt(self, start: channel.Start, tracer: AttemptTracer) -> channel.Ended:
         """Run the agent once; when this is cancelled the agent is too, and has time to clean up."""

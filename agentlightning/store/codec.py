@@ -33,7 +33,7 @@ _LARGEST_SEQUENCE_ID: Final = 2**53
 _DEEPEST: Final = 200  # levels of nesting; the decoders of another process may have less room than this one
 _INT32: Final = "i"
 _FLOAT32: Final = "f"
-_SIZE: Final = 4  # bytes of either
+ID_SIZE: Final = 4  # bytes of a token id, and of a logprob
 
 
 class Tokens(NamedTuple):
@@ -72,7 +72,11 @@ class SpanColumns(NamedTuple):
     token_ids: bytes | None
     logprobs: bytes | None
     choices: str | None
+    base: str | None = None  # see `prompts`
+    repeated: str | None = None
 
+
+SPAN_COLUMNS: Final = ", ".join(SpanColumns._fields)
 
 _encoder: Final = msgspec.json.Encoder()
 _msgpack: Final = msgspec.msgpack.Encoder()
@@ -150,8 +154,11 @@ def _check(value: Any, where: str, depth: int = 0) -> None:
 # --- spans -------------------------------------------------------------------------------------------------------
 
 
-def span_columns(span: Span) -> SpanColumns:
-    """The columns of a span. InvalidError names an attribute that is not finite or an id that is not usable."""
+def span_columns(
+    span: Span, prompt_ids: bytes | None = None, base: str | None = None, repeated: str | None = None
+) -> SpanColumns:
+    """The columns of a span; `prompt_ids` stand in place of those of its tokens, if given. InvalidError names an
+    attribute that is not finite or an id that is not usable."""
     check_id(span.span_id, "span_id")
     if not 0 <= span.sequence_id <= _LARGEST_SEQUENCE_ID:
         raise InvalidError(
@@ -162,7 +169,7 @@ def span_columns(span: Span) -> SpanColumns:
             f"span {span.span_id} runs from {span.start_time} to {span.end_time}; these, and how long it is, must be "
             "finite"
         )
-    tokens = (None, None, None, None) if span.tokens is None else token_columns(span.tokens)
+    tokens = (None, None, None, None) if span.tokens is None else token_columns(span.tokens, prompt_ids)
     place = f"of span {span.name!r} ({span.span_id})"
     return SpanColumns(
         span.span_id,
@@ -179,6 +186,8 @@ def span_columns(span: Span) -> SpanColumns:
         _parts_json(span.links, f"{place}, links") if span.links else None,
         _attributes_json(span.resource, f"{place}, resource") if span.resource else None,
         *tokens,
+        base,
+        repeated,
     )
 
 
@@ -205,9 +214,8 @@ def larger(spans: Sequence[Span], limit: int) -> bool:
     return size > limit
 
 
-def span_from_columns(rollout_id: str, attempt_id: str, columns: Sequence[Any]) -> Span:
-    """The span of a row."""
-    row = SpanColumns(*columns)
+def span_from_columns(rollout_id: str, attempt_id: str, row: SpanColumns) -> Span:
+    """The span of a row that has no base."""
     tokens = None
     if row.prompt_token_ids is not None and row.token_ids is not None and row.logprobs is not None and row.choices:
         tokens = tokens_from_columns(Tokens(row.prompt_token_ids, row.token_ids, row.logprobs, row.choices))
@@ -272,14 +280,15 @@ def _check_attributes(attributes: Attributes, place: str) -> None:
 # --- tokens ------------------------------------------------------------------------------------------------------
 
 
-def token_columns(tokens: TokenCapture) -> Tokens:
+def token_columns(tokens: TokenCapture, prompt_ids: bytes | None = None) -> Tokens:
     """Binary columns of a capture. InvalidError if an id is not an int32."""
     ids, logprobs, choices = b"", b"", list[_Choice]()
     for one in tokens.choices:
         ids += _pack(_INT32, one.token_ids)
         logprobs += _pack(_FLOAT32, one.logprobs)
         choices.append(_Choice(len(one.token_ids), len(one.logprobs), one.finish_reason, one.versions))
-    return Tokens(_pack(_INT32, tokens.prompt_token_ids), ids, logprobs, to_json(choices, "the choices of a call"))
+    prompt = packed_ids(tokens.prompt_token_ids) if prompt_ids is None else prompt_ids
+    return Tokens(prompt, ids, logprobs, to_json(choices, "the choices of a call"))
 
 
 class Numbers(Sequence[Any]):
@@ -293,7 +302,7 @@ class Numbers(Sequence[Any]):
     def __init__(self, kind: str, data: bytes) -> None:
         self._numbers = memoryview(data).cast(kind)  # type: ignore[call-overload]  # "i" or "f"
         shape = (len(self._numbers),)
-        self.__array_interface__ = {"version": 3, "shape": shape, "typestr": f"<{kind}{_SIZE}", "data": data}
+        self.__array_interface__ = {"version": 3, "shape": shape, "typestr": f"<{kind}{ID_SIZE}", "data": data}
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -329,7 +338,7 @@ def tokens_from_columns(columns: Tokens) -> TokenCapture:
     choices: list[SampledChoice] = []
     token, logprob = 0, 0  # bytes
     for choice in _choices.decode(columns.choices):
-        end, logprob_end = token + _SIZE * choice.tokens, logprob + _SIZE * choice.logprobs
+        end, logprob_end = token + ID_SIZE * choice.tokens, logprob + ID_SIZE * choice.logprobs
         choices.append(
             SampledChoice(
                 token_ids=cast("tuple[int, ...]", Numbers(_INT32, columns.token_ids[token:end])),
@@ -341,6 +350,11 @@ def tokens_from_columns(columns: Tokens) -> TokenCapture:
         token, logprob = end, logprob_end
     prompt = cast("tuple[int, ...]", Numbers(_INT32, columns.prompt_token_ids))
     return TokenCapture(prompt_token_ids=prompt, choices=tuple(choices))
+
+
+def packed_ids(token_ids: Iterable[int]) -> bytes:
+    """Token ids as a column holds them."""
+    return _pack(_INT32, token_ids)
 
 
 def _pack(kind: str, values: Iterable[float]) -> bytes:

@@ -291,14 +291,17 @@ class Readers:
         await asyncio.gather(*(thread.close() for thread in self._threads))
 
 
-def take_rows(rows: Iterator[Any], most_bytes: float) -> tuple[list[Any], bool]:
-    """The first rows, up to so many bytes of text and binary but at least one; whether these are all."""
+def take_rows(
+    rows: Iterator[Any], most_bytes: float, further: Callable[[Any], int] = lambda row: 0
+) -> tuple[list[Any], bool]:
+    """The first rows, up to so many bytes of text and binary, and `further` ones that a row stands for, but at least
+    one; whether these are all."""
     taken: list[Any] = []
     size = 0
     with contextlib.closing(rows):  # pyright: ignore[reportArgumentType] - both databases' can be closed
         for row in rows:
             taken.append(row)
-            size += sum(len(value) for value in row if isinstance(value, str | bytes))
+            size += further(row) + sum(len(value) for value in row if isinstance(value, str | bytes))
             if size >= most_bytes:
                 return taken, False
     return taken, True

@@ -98,7 +98,8 @@ class ManyStores(LightningStore):
             runs: list[Run] = await store.perform(call)
             for run in runs:
                 name = _name(key) if len(runs) == 1 else f"{_name(key)} {run.kind} {run.run_id[-6:]}"
-                found.setdefault(run.run_id, msgspec.structs.replace(run, manifest={**run.manifest, "name": name}))
+                known = {"name": name} | ({"directory": str(Path(key).parent)} if key.endswith("store.sqlite") else {})
+                found.setdefault(run.run_id, msgspec.structs.replace(run, manifest=run.manifest | known))
                 self._remember("run_id", run.run_id, store)
         return list(found.values())
 
@@ -167,12 +168,16 @@ class ManyStores(LightningStore):
     async def _keep_looking(self) -> None:
         while self._queues:
             await asyncio.sleep(_LOOK_SECONDS)
-            if await self._look():
-                for queue in self._queues:
-                    queue.put_nowait(None)
+            await self._look()
+            if self._others:  # which announce nothing here
+                self._announce()
 
-    async def _look(self) -> bool:
-        """Open what is new, close what is gone or another file now; whether anything may have been written since."""
+    def _announce(self) -> None:
+        for queue in self._queues:
+            queue.put_nowait(None)
+
+    async def _look(self) -> None:
+        """Open what is new, close what is gone or another file now, and announce it if anything was written since."""
         async with self._one_look:
             stamps = await asyncio.to_thread(lambda: dict(_stamped(self._folders)))
             before = {path: file.stamp for path, file in self._files.items()}
@@ -191,7 +196,8 @@ class ManyStores(LightningStore):
                     self.problems.pop(path, None)
                 except AgentLightningError as error:
                     self.problems[path] = str(error)
-            return bool(self._others) or before != {path: file.stamp for path, file in self._files.items()}
+            if before != {path: file.stamp for path, file in self._files.items()}:
+                self._announce()
 
 
 class _Stamp(NamedTuple):

@@ -10,23 +10,27 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from agentlightning.errors import InvalidError
-from agentlightning.store import codec, query
+from agentlightning.store import query
+from agentlightning.store.codec import SpanColumns
 from agentlightning.store.database import Dialect, take_rows
+from agentlightning.store.prompts import WholePrompts, repeated_counts
 from agentlightning.store.query import Column, Fields, Query
 from agentlightning.store.rollouts import MOST_BYTES, check_page
-from agentlightning.store.spans import SPAN_COLUMNS
 from agentlightning.store.tables import ROLLOUTS
 from agentlightning.store.transaction import Transaction
 from agentlightning.types import Filter, Order, RolloutPage, SpanPage
 
 _ROLLOUT: Final = ", ".join(f"rollouts.{name}" for name in ROLLOUTS.fields)
-_SPAN: Final = "attempts.rollout_id, attempts.attempt_id, " + ", ".join(f"spans.{n}" for n in SPAN_COLUMNS.split(", "))
+_SPAN: Final = ", ".join(
+    ["attempts.rollout_id", "attempts.attempt_id", "spans.attempt", *(f"spans.{name}" for name in SpanColumns._fields)]
+)
+_REPEATED: Final = 2 + len(SpanColumns._fields)  # its place among them
 _MOST_ORDERS: Final = 8
 _SIGNATURE: Final = 16  # bytes
 
@@ -37,9 +41,16 @@ def page_rollouts(tx: Transaction, **asked: Any) -> RolloutPage:
 
 
 def page_spans(tx: Transaction, **asked: Any) -> SpanPage:
-    rows, total, next_cursor = _page(tx, query.SPANS, _SPAN, **asked)
-    items = tuple(codec.span_from_columns(row[0], row[1], row[2:]) for row in rows)
+    rows, total, next_cursor = _page(tx, query.SPANS, _SPAN, further=_repeated, **asked)
+    prompts = WholePrompts.stored(tx.connection)
+    items = tuple(prompts.span(row[0], row[1], row[2], SpanColumns._make(row[3:])) for row in rows)
     return SpanPage(items=items, total=total, next_cursor=next_cursor)
+
+
+def _repeated(row: Sequence[Any]) -> int:
+    """How much of its base the span of a row repeats."""
+    counts = row[_REPEATED]
+    return sum(repeated_counts(counts).values()) if counts else 0
 
 
 def _page(
@@ -52,9 +63,10 @@ def _page(
     offset: int,
     cursor: str | None,
     with_total: bool,
+    further: Callable[[Any], int] = lambda row: 0,
 ) -> tuple[list[Any], int | None, str | None]:
     """These columns of the rows of a page, the count of all that match where it is asked for, and the cursor of what
-    comes after them. InvalidError names what cannot be asked or sorted by."""
+    comes after them. A row stands for `further` bytes. InvalidError names what cannot be asked or sorted by."""
     check_page(limit, offset)
     matching = Query(where, of, tx.connection)
     total = matching.count() if with_total else None
@@ -66,7 +78,7 @@ def _page(
     selected = ", ".join((columns, *(f"{key.sql} AS {name}" for key, name in zip(keys, names, strict=True))))
     most = None if limit is None else limit + 1
     found = matching.rows(selected, f"{rest} ORDER BY {by}", parameters, skip=offset, most=most)
-    taken, whole = take_rows(found, MOST_BYTES)
+    taken, whole = take_rows(found, MOST_BYTES, further)
     rows = [row[: -len(keys)] for row in taken[:limit]]
     if not rows or (whole and len(taken) == len(rows)):
         return rows, total, None

@@ -52,6 +52,9 @@ FROM pg_locks JOIN pg_stat_activity USING (pid)
 WHERE locktype = 'advisory' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
 AND classid = %s::oid AND objid = hashtext(COALESCE(current_schema(), ''))::oid AND objsubid = 2 AND granted
 """
+_NUMBER: Final = """
+INSERT INTO meta (name, value) VALUES ('layout', ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value
+"""
 _MARK: Final = """
 INSERT INTO meta (name, value) SELECT 'last commit', %s WHERE pg_current_xact_id_if_assigned() IS NOT NULL
 ON CONFLICT (name) DO UPDATE SET value = excluded.value
@@ -250,18 +253,30 @@ def open_owner(url: str, synchronous: Synchronous) -> PostgresConnection:
     with _opening(url, writing=synchronous) as connection:
         connection.take(_TAKE_SECONDS)
         connection.execute("BEGIN")
-        if not _is_laid_out(connection):
-            _lay_out(connection)
+        layout = _layout(connection)
+        if layout is None:
+            schema.create(connection)
+        if layout is None or schema.bring_up(connection, layout):
+            connection.execute(_NUMBER, (str(schema.VERSION).encode(),))
         connection.execute("SELECT pg_current_xact_id()")  # so that there is a mark in any case
         connection.commit()
     return connection
 
 
+def is_owned(url: str, connection: PostgresConnection) -> bool:
+    """Whether a process has the store open for writing."""
+    return connection.execute("SELECT 1" + _HOLDERS.replace("%s", "?"), (_LOCK,)).fetchone() is not None
+
+
 def open_reader(url: str) -> PostgresConnection:
     """A connection that reads a store, whoever owns it. ConfigError if there is none, or one of another layout."""
     with _opening(url) as connection:
-        if not _is_laid_out(connection):
+        layout = _layout(connection)
+        if layout is None:
             raise ConfigError("the database holds no store of this release")
+        connection.execute("BEGIN READ WRITE")
+        schema.read_as_new(connection, layout)
+        connection.commit()
     return connection
 
 
@@ -286,26 +301,22 @@ def _opening(url: str, writing: Synchronous | None = None) -> Generator[Postgres
         raise
 
 
-def _is_laid_out(connection: PostgresConnection) -> bool:
-    """Whether there is a store in the database, or nothing; ConfigError if it holds something else."""
+def _layout(connection: PostgresConnection) -> int | None:
+    """The layout of the store in the database, None of an empty one; ConfigError if it holds something else."""
     tables = {
         name for (name,) in connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = current_schema()")
     }
     if not tables:
-        return False
+        return None
     if not {"meta", "rollouts", "spans"} <= tables:
         raise ConfigError(
             f"the database holds tables that are not a store's ({', '.join(sorted(tables)[:5])} …); it was left "
             "as it is. Give the store a database, or a schema (?options=-csearch_path%3Dname), of its own"
         )
     row = connection.execute("SELECT value FROM meta WHERE name = 'layout'").fetchone()
-    schema.check_version(-1 if row is None else int(bytes(row[0])), "the database")
-    return True
-
-
-def _lay_out(connection: PostgresConnection) -> None:
-    schema.create(connection)
-    connection.execute("INSERT INTO meta (name, value) VALUES ('layout', ?)", (str(schema.VERSION).encode(),))
+    layout = -1 if row is None else int(bytes(row[0]))
+    schema.check_version(layout, "the database")
+    return layout
 
 
 def open_store(url: str, synchronous: Synchronous, read_seconds: float) -> Opened:

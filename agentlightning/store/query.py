@@ -21,6 +21,7 @@ import msgspec
 
 from agentlightning.errors import InvalidError, nearest
 from agentlightning.store.database import Connection, Dialect
+from agentlightning.store.prompts import REPEATED, WholePrompts
 from agentlightning.types import And, Filter, Not, Or
 
 Kind: TypeAlias = Literal["text", "number", "boolean", "null"]
@@ -40,6 +41,7 @@ _TAKES: Final[Mapping[str, Sequence[Kind]]] = {
 _DEEPEST: Final = 10
 _MOST_CONDITIONS: Final = 200
 _UNLIMITED: Final = 1 << 62  # where a database wants a number
+_PROMPTS: Final = frozenset(f"attributes.{name}" for name in REPEATED)
 _TAG: Final = "tag"  # each text in the list `metadata["tags"]`
 
 
@@ -248,6 +250,10 @@ class Query:
         self._paths = [name for name in names if name not in of.columns]
         self._named = [name for name in names if name in of.columns]
         self._read = [*(of.columns[name].sql for name in self._named), of.document_column] if self._paths else []
+        self._prompts = None
+        if not _PROMPTS.isdisjoint(self._paths):
+            self._prompts = WholePrompts.stored(connection)
+            self._read[:0] = ["spans.attempt", "spans.span_id", "spans.base"]
 
     def count(self) -> int:
         """How many there are."""
@@ -320,17 +326,23 @@ class Query:
         op, value = asked.op, asked.value
         if (op == "exists" and value is False) or (op == "eq" and value is None):
             return "TRUE"
+        found = f"{FIND[self._connection.dialect]}({self._of.document_column}, ?) > 0"
+        if asked.field in _PROMPTS:
+            found += " OR spans.base IS NOT NULL"  # whose text is elsewhere in part
         if op != "in" and isinstance(value, str) and op not in _COMPARED:
             self._parameters.append(_in_json(value))
         else:
             key = "tags" if asked.field == _TAG else str(asked.field).rpartition(".")[2]
             self._parameters.append(f'{_in_json(key)}":')
-        return f"({FIND[self._connection.dialect]}({self._of.document_column}, ?) > 0)"
+        return f"({found})"
 
     # --- in Python ---
 
     def _matches(self, row: Sequence[Any]) -> bool:
         document = msgspec.json.decode(row[-1])
+        if self._prompts is not None:
+            attempt, span_id, base, *row = row
+            document |= self._prompts.texts(attempt, span_id) if base is not None else {}
         values = {name: _candidates(document, name) for name in self._paths}
         for name, value in zip(self._named, row[:-1], strict=True):
             values[name] = [bool(value) if self._of.columns[name].kind == "boolean" else value]

@@ -16,6 +16,7 @@ from agentlightning.store import codec, lifecycle, query
 from agentlightning.store.attempts import cancel_rollout, insert_attempt
 from agentlightning.store.database import Connection
 from agentlightning.store.outcomes import note_error
+from agentlightning.store.prompts import Prepared
 from agentlightning.store.query import Query
 from agentlightning.store.rollouts import ACTIVE, TERMINAL, find_rollout
 from agentlightning.store.spans import add_spans
@@ -107,14 +108,17 @@ def _remove(connection: Connection, rollout_id: str, group_id: str | None) -> De
 # --- bringing in -------------------------------------------------------------------------------------------------
 
 
-def import_rollout(tx: Transaction, rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> bool:
+def import_rollout(
+    tx: Transaction, rollout: Rollout, attempts: Sequence[Attempt], prepared: Sequence[Prepared]
+) -> bool:
     """Store a terminal rollout as it was elsewhere, with its attempts and spans; False if it is stored already. The
     database refuses an attempt, or a place in a group, that is another rollout's here."""
+    spans = [one.span for one in prepared if one.span is not None]
+    prepared = [one for one in prepared if one.span is not None]
     attempts = sorted(attempts, key=lambda attempt: attempt.sequence_id)
     _check_whole(rollout, attempts, spans)
-    columns = [codec.span_columns(span) for span in spans]
     if rollout.rollout_id == UNATTRIBUTED:
-        add_spans(tx, spans, columns)  # beside those of this store's own
+        add_spans(tx, spans, prepared)  # beside those of this store's own
         return True
     if find_rollout(tx.connection, rollout.rollout_id) is not None:
         return False
@@ -122,7 +126,7 @@ def import_rollout(tx: Transaction, rollout: Rollout, attempts: Sequence[Attempt
     for attempt in attempts:
         insert_attempt(tx.connection, attempt, attempt.start_time, attempt.start_time)
         note_error(tx.connection, attempt.rollout_id, attempt.sequence_id, attempt.metadata.get("reason"))
-    add_spans(tx, spans, columns)
+    add_spans(tx, spans, prepared)
     tx.changes.touched.append(rollout.rollout_id)
     tx.changes.finished.append(rollout.rollout_id)
     if rollout.group_id is not None:
@@ -166,6 +170,10 @@ _RULES: Final[Mapping[str, str]] = {
     ),
     "spans of an attempt that is not stored": (
         "SELECT span_id FROM spans s WHERE NOT EXISTS (SELECT 1 FROM attempts a WHERE a.number = s.attempt)"
+    ),
+    "calls that go on from one that is not stored": (
+        "SELECT span_id FROM spans s WHERE base IS NOT NULL AND NOT EXISTS "
+        "(SELECT 1 FROM spans b WHERE b.attempt = s.attempt AND b.span_id = s.base)"
     ),
     "rollouts that do not have as many attempts as they count": (
         "SELECT rollout_id FROM rollouts r WHERE attempts <> "

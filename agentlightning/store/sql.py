@@ -36,8 +36,9 @@ from agentlightning.store import (
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.database import Connection, DatabaseThread, Opened, Readers
+from agentlightning.store.prompts import Prepared, Prompts
 from agentlightning.store.redaction import Redact, redaction, text_without_secrets
-from agentlightning.store.spans import Prepared, add_spans, prepare
+from agentlightning.store.spans import add_spans
 from agentlightning.store.sqlite import Synchronous
 from agentlightning.store.transaction import Changes, Transaction
 from agentlightning.store.waiting import Alarm, Subscribers, Waiters, woken_within
@@ -110,6 +111,7 @@ class SqlStore(LightningStore):
         self._lease_seconds = lease_seconds
         self._redact = redact
         self._stored = stored
+        self._prompts = Prompts()
         self._queued: Waiters[None] = Waiters()  # for rollouts
         self._finished: Waiters[None] = Waiters()
         self._complete: Waiters[None] = Waiters()  # for groups
@@ -363,23 +365,27 @@ class SqlStore(LightningStore):
         return await self._store_spans(spans, _as_it_is)
 
     async def _store_spans(self, spans: Sequence[Span], redact: Redact | None = None) -> list[int]:
-        kept, columns = await self._prepared(spans, redact or self._redact)
-        numbers = await self._write(lambda tx: add_spans(tx, spans, columns))
+        prepared = await self._prepared(spans, self._prompts, redact or self._redact)
+        numbers = await self._write(lambda tx: add_spans(tx, spans, prepared))
+        for one in prepared:
+            if one.span is not None and one.prompt is not None and one.prompt.attempt is not None:
+                self._prompts.remember(one.span, one.prompt)
         if self._stored is not None:
-            written = zip(kept, numbers, strict=True)
-            self._stored([msgspec.structs.replace(span, sequence_id=n) for span, n in written if span is not None])
+            written = zip(prepared, numbers, strict=True)
+            self._stored([msgspec.structs.replace(one.span, sequence_id=n) for one, n in written if one.span])
         return numbers
 
-    async def _prepared(self, given: Sequence[Span], redact: Redact) -> Prepared:
+    async def _prepared(self, given: Sequence[Span], prompts: Prompts, redact: Redact) -> list[Prepared]:
         """What takes more than a moment is done in a thread."""
-        if codec.larger(given, codec.LARGE):
-            return await asyncio.to_thread(prepare, given, redact)
-        return prepare(given, redact)
+
+        def prepare() -> list[Prepared]:
+            return prompts.prepare([redact(span) for span in given])
+
+        return await asyncio.to_thread(prepare) if codec.larger(given, codec.LARGE) else prepare()
 
     async def _import_rollout(self, rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> bool:
-        kept, _ = await self._prepared(spans, self._redact)
-        redacted = [span for span in kept if span is not None]
-        return await self._write(lambda tx: retention.import_rollout(tx, rollout, attempts, redacted))
+        prepared = await self._prepared(spans, Prompts(), self._redact)
+        return await self._write(lambda tx: retention.import_rollout(tx, rollout, attempts, prepared))
 
     async def _get_latest_attempt(self, rollout_id: str) -> Attempt | None:
         """The gateway asks before every call of an agent: what nobody has touched since is known."""

@@ -24,6 +24,7 @@ Synchronous: TypeAlias = Literal["FULL", "NORMAL"]
 
 _BEGIN: Final = "BEGIN IMMEDIATE"
 _PATIENCE: Final = 600_000  # milliseconds; only a file that is written anew keeps others waiting
+_CLAIM_SECONDS: Final = 0.25
 _TRIES: Final = 1200  # to empty the log, in a minute
 _STEPS: Final = 1000  # of SQLite's machine between two looks at the clock: some 20 µs
 
@@ -111,7 +112,8 @@ def own(path: Path) -> sqlite3.Connection:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         claim.touch()
-        connection = sqlite3.connect(claim, isolation_level=None, check_same_thread=False, timeout=0)
+        # `is_owned` holds it for a moment.
+        connection = sqlite3.connect(claim, isolation_level=None, check_same_thread=False, timeout=_CLAIM_SECONDS)
     except OSError as error:
         raise _unusable(path, error) from None
     try:
@@ -124,6 +126,17 @@ def own(path: Path) -> sqlite3.Connection:
             ) from None
         raise _unusable(path, error) from None
     return connection
+
+
+def is_owned(address: str, connection: SqliteConnection) -> bool:
+    """Whether a process has the store open for writing."""
+    claim = Path(f"{os.path.realpath(address)}-owner")
+    try:
+        with contextlib.closing(sqlite3.connect(f"{claim.as_uri()}?mode=ro", uri=True, timeout=0)) as asking:
+            asking.execute("SELECT 1 FROM sqlite_master").fetchall()
+    except sqlite3.Error as error:
+        return error.sqlite_errorcode == sqlite3.SQLITE_BUSY
+    return False
 
 
 def prepare_file(path: Path) -> None:
@@ -142,6 +155,10 @@ def prepare_file(path: Path) -> None:
         else:
             with contextlib.closing(_open(str(path))) as connection:
                 connection.execute("PRAGMA journal_mode = WAL")  # which a copy is not
+                connection.execute(_BEGIN)
+                if schema.bring_up(connection, _layout(connection)):
+                    connection.execute(f"PRAGMA user_version = {schema.VERSION}")
+                connection.execute("COMMIT")
     except OSError as error:
         raise _unusable(path, error) from None
     except sqlite3.DatabaseError as error:
@@ -156,6 +173,10 @@ def _lay_out(connection: SqliteConnection) -> None:
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version = {schema.VERSION}")
     connection.execute("COMMIT")
+
+
+def _layout(connection: SqliteConnection) -> int:
+    return connection.execute("PRAGMA user_version").fetchone()[0]
 
 
 def _open(address: str, *, uri: bool = False) -> SqliteConnection:
@@ -229,6 +250,7 @@ def open_reader(address: str) -> SqliteConnection:
     path = check_file(Path(address), reading=True)
     # A connection that may write puts the log away if it is the last to close.
     connection = connect(path, "FULL", read_only=not os.access(path, os.W_OK))
+    schema.read_as_new(connection, _layout(connection))
     connection.execute("PRAGMA query_only = ON")
     return connection
 

@@ -51,6 +51,8 @@ _NAMES: Final[dict[Kind, tuple[str, ...]]] = {
 _ARGUMENTS: Final = ("gen_ai.tool.call.arguments", "input.value", "traceloop.entity.input", semconv.OPERATION_INPUT)
 _RESULTS: Final = ("gen_ai.tool.call.result", "output.value", "traceloop.entity.output", semconv.OPERATION_OUTPUT)
 _METHOD: Final = re.compile(r"\.(?:run|__call__|acall|forward|aforward)$")  # smolagents and DSPy name spans by it
+_ARRAY: Final = re.compile(r"\s*\[\s*")
+_decoder: Final = json.JSONDecoder()
 _PRIVATE: Final = re.compile(r"\._[a-z]")
 _DSPY: Final = "openinference.instrumentation.dspy"
 # Modules of DSPy's own; those that name an agent are the program's.
@@ -177,6 +179,15 @@ def json_of(text: str | None) -> Any:
         pass
     try:
         return json.loads(text)  # slower, and takes the NaN that Python writes
+    except (ValueError, RecursionError):
+        return None
+
+
+def first_item(array: str) -> Any:
+    """The first item of a JSON array; what follows it is not read. None where there is none."""
+    begin = _ARRAY.match(array)
+    try:
+        return _decoder.raw_decode(array, begin.end())[0] if begin else None
     except (ValueError, RecursionError):
         return None
 

@@ -6,6 +6,7 @@ This module knows texts and the attempt that the running code belongs to. It doe
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Final, Literal, TypeAlias
@@ -26,6 +27,7 @@ class Excerpt:
         self._head = bytearray()
         self._tail = bytearray()
         self._written = 0
+        self.times: tuple[float | None, float | None] = (None, None)  # of the first and the last write
 
     @property
     def left_out(self) -> int:
@@ -33,6 +35,9 @@ class Excerpt:
         return self._written - len(self._head) - min(len(self._tail), self._half)
 
     def write(self, data: bytes) -> None:
+        if data:
+            now = time.time()
+            self.times = (self.times[0] or now, now)
         self._written += len(data)
         room = self._half - len(self._head)
         if room > 0:
@@ -51,11 +56,14 @@ class Excerpt:
         return self._head.decode(errors="replace") + gap + tail.decode(errors="replace")
 
 
-def record_log(tracer: AttemptTracer, stream: LogStream, text: str) -> None:
-    """Record what the attempt wrote to `stream`, if it is anything, as one span. Half surrogates, which UTF-8 cannot
-    hold, become `?`."""
+def record_log(
+    tracer: AttemptTracer, stream: LogStream, text: str, times: tuple[float | None, float | None] = (None, None)
+) -> None:
+    """Record what the attempt wrote to `stream`, if it is anything, as one span from its first write to its last. Half
+    surrogates, which UTF-8 cannot hold, become `?`."""
     if text:
-        tracer.record(LOG, {LOG_STREAM: stream, LOG_TEXT: text.encode(errors="replace").decode()})
+        said = text.encode(errors="replace").decode()
+        tracer.record(LOG, {LOG_STREAM: stream, LOG_TEXT: said}, start_time=times[0], end_time=times[1])
 
 
 class AttemptLogs(logging.Handler):
@@ -85,7 +93,7 @@ class AttemptLogs(logging.Handler):
             yield
         finally:
             del self._excerpts[tracer]
-            record_log(tracer, "log", excerpt.text())
+            record_log(tracer, "log", excerpt.text(), excerpt.times)
 
     def emit(self, record: logging.LogRecord) -> None:
         last_resort = logging.lastResort

@@ -363,8 +363,7 @@ def _asked_ids(span: Span) -> list[str]:
 
 def _first_message(call: Span, name: str) -> dict[str, Any]:
     """Of a gateway call: the first message that it was sent, or that of its first choice."""
-    messages = dialects.items(dialects.json_of(dialects.text_of(call, name)))
-    return dialects.mapping(messages[0]) if messages else {}
+    return dialects.mapping(dialects.first_item(dialects.text_of(call, name) or ""))
 
 
 def _same_model(span: Span, call: Span) -> bool:

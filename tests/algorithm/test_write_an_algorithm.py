@@ -63,9 +63,22 @@ def test_its_loss_is_simple_policy_optimisation(written: Path) -> None:
     spo = load_reference(f"{written}/spo.py:spo")
     loss = agl.GRPO(loss=spo, old="proximal").make_loss()
     ratio, advantages = torch.tensor([1.0, 1.4, 0.5]), torch.tensor([1.0, 2.0, -1.0])
-    value, clipped = policy_loss(ratio.log(), torch.zeros(3), advantages, torch.zeros(3, dtype=torch.int64), loss)
+    value, clipped, _ = policy_loss(ratio.log(), torch.zeros(3), advantages, torch.zeros(3, dtype=torch.int64), loss)
     torch.testing.assert_close(value, torch.tensor([-1.0, -2.8 + 0.8, 0.5 + 0.625]))
     assert not clipped.any()
+
+
+def test_its_correction_leaves_out_what_has_moved(written: Path) -> None:
+    named = {"name": f"{written}/near.py:near", "most": 0.05}
+    algorithm = make_algorithm({"name": "grpo", "correction": named})
+    behaviour, proximal = torch.tensor([0.5, 0.5, 0.1]).log(), torch.tensor([0.54, 0.56, 0.2]).log()
+    transitions = torch.zeros(3, dtype=torch.int64)
+    _, kept, _ = algorithm.corrections.of(behaviour, proximal, proximal, transitions=transitions)
+    assert kept.tolist() == [True, False, False]
+    settings = SETTINGS | {"name": "grpo", "correction": [named, "truncate"], "old": "proximal", "minibatches": 2}
+    result = trainer(written, algorithm=make_algorithm(settings)).fit(agents.vowels, TASKS)
+    assert result.metrics[-1].values["masked"] < 1e-2  # the engine is the learner's own
+    assert result.metrics[-1].values["weight_max"] == pytest.approx(1, abs=1e-2)
 
 
 def test_what_the_page_says_is_refused_is_refused(written: Path) -> None:

@@ -16,6 +16,7 @@ from tests.golden import INPUTS, MASK, OUTPUTS, sampled
 GALLERY = Path(__file__).parents[2] / "examples" / "gallery"
 sys.path.insert(0, str(GALLERY))
 import baselines  # noqa: E402
+import corrections  # noqa: E402
 import losses  # noqa: E402
 
 TRANSITIONS = torch.from_numpy(np.nonzero(MASK)[0])
@@ -57,7 +58,15 @@ def test_a_baseline_gives_the_advantages_of_the_oracle(name: str, oracle: str) -
     np.testing.assert_allclose(getattr(baselines, name)(returns), expected, atol=1e-5)
 
 
+def test_a_double_sided_mask_follows_the_present_weights() -> None:
+    behaviour, present = torch.zeros(4), torch.tensor([0.79, 0.81, 1.27, 1.29]).log()
+    weights, kept = corrections.double_sided(behaviour, behaviour, present, torch.zeros(4, dtype=torch.int64))
+    assert weights.tolist() == [1.0] * 4
+    assert kept.tolist() == [False, True, True, False]
+
+
 def test_an_algorithm_takes_each() -> None:
+    agl.GRPO(loss="importance_sampling", correction=corrections.double_sided)
     for name in ("sapo", "gmpo", "dppo_tv", "dppo_kl"):
         agl.GRPO(loss=getattr(losses, name))
     for name in ("opo", "maxrl"):

@@ -64,6 +64,12 @@ async def test_a_store_that_comes_is_found_and_listeners_are_told_and_one_that_g
             while len(await many.query_runs()) < 2:
                 assert await queue.get() is None
         await two.close()
+        while not queue.empty():
+            queue.get_nowait()
+        await (await filled(tmp_path / "three" / "store.sqlite", "three", 1)).close()
+        assert len(await many.query_runs()) == 3  # who asks finds it, and everybody is told
+        assert queue.get_nowait() is None
+        shutil.rmtree(tmp_path / "three")
         for file in (tmp_path / "two").iterdir():
             file.unlink()
         async with asyncio.timeout(20):

@@ -214,6 +214,8 @@ class Loop:
         self._learning = False
         measured = {name: over_steps(steps) for name, steps in history.items()}
         for name, metrics in measured.items():
+            if metrics.get("masked") == 1:
+                progress.note(f"step {step} trained nothing of {name!r}: the correction left out every token")
             self._alarms.check_mismatch(step, metrics, job.policies.learners[name].mismatch_tolerance)
         return job.policies.named(measured)
 

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
 from agentlightning.algorithm.evaluation import SUPERVISED
+from agentlightning.data.aggregation import AGGREGATIONS
 from agentlightning.data.call_filter import CallFilter
 from agentlightning.data.credit_table import RewardedGroup
-from agentlightning.data.references import is_reference, load_reference
+from agentlightning.data.references import load_reference, read_function
 from agentlightning.data.rewards import PLAIN, RewardSpec
-from agentlightning.data.sequences import Aggregation, CreditedTransition, Level
+from agentlightning.data.sequences import CreditedTransition, Level, weighed
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, check_settings
 from agentlightning.learner.base import Critic
-from agentlightning.learner.losses import KLEstimator, Loss, Old
+from agentlightning.learner.corrections import Corrections
+from agentlightning.learner.losses import LOSSES, KLEstimator, Loss, Old
 from agentlightning.types import RolloutConfig
 
 _LEAST: Final[dict[str, float]] = {
@@ -59,9 +61,12 @@ class RLSettings(metaclass=_Tried):
     A step samples `tasks_per_step` tasks, runs each `group_size` times, and makes `minibatches` optimiser steps,
     `epochs` times over.
     `reference` keeps a copy of the starting weights; straying from it costs `kl_coefficient` (0.04 by default).
-    `reward` says what R is made of, `loss` how an advantage becomes a loss: a name of `learner/losses.py`, or a
-    function (or `file.py:function`) as `Loss` describes it; `old` is what its importance ratio is against, and
-    `truncation` bounds the correction that `old="proximal"` makes besides (`Loss`).
+    `reward` says what R is made of, `loss` how an advantage becomes a loss (`learner/losses.py`), `aggregation` how
+    much each token counts (`data/aggregation.py`), and `correction` which tokens weigh less, or are left out, because
+    other weights or another engine sampled them (`learner/corrections.py`). Each is a name there, a function (or
+    `file.py:function`), or {name: one of these, option: value}. `old` is what the loss's importance ratio is against.
+    `token_weights` is such a function too, of the calls of a rollout: for each call, the weights of its tokens, prompt
+    included (`CreditedTransition`).
     `unrewarded` says what a rollout without a reward counts for: left out of its group, or a stated reward.
     `agents` are the names of the agents to train, as in `"writer|rewriter"`; without it all are. Which of their calls
     train is said by `keep`, `train_truncated`, `max_prompt_length` and `max_response_length` (`CallFilter`).
@@ -86,14 +91,15 @@ class RLSettings(metaclass=_Tried):
     clip_low: float | None = None
     clip_high: float | None = None
     dual_clip: float | None = None
-    aggregation: Aggregation = "rollout-mean"
+    aggregation: Any = "rollout-mean"
     constant_length: int | None = None
+    token_weights: Any = None
     reference: bool = False
     kl_coefficient: float | None = None
     kl_estimator: KLEstimator = "k3"
     entropy_coefficient: float = 0.0
     old: Old = "behaviour"
-    truncation: float | None = None
+    correction: Any = None
     temperature: float = 1.0
     val_temperature: float = 1.0
     max_tokens: int | None = None
@@ -149,8 +155,15 @@ class RLSettings(metaclass=_Tried):
                     f"loss 'policy_gradient' is right for the weights that sampled, and {self.minibatches} minibatches "
                     f"in {self.epochs} epochs move them; give 1 of each, or loss='importance_sampling'"
                 )
-        named = isinstance(self.loss, str) and is_reference(self.loss)
-        self.loss_function: Any = load_reference(self.loss) if named else self.loss
+        self.loss_function = _named_or_read("loss", self.loss, LOSSES)
+        self.weigh_tokens = None
+        if self.token_weights is not None:
+            self.weigh_tokens = read_function("token_weights", self.token_weights, {})
+            _try_weights(self.weigh_tokens)
+        self.aggregation_function = _named_or_read("aggregation", self.aggregation, AGGREGATIONS)
+        self.corrections = Corrections.read(self.correction, self.old)
+        if self.correction and self.imitates:
+            raise ConfigError(f"{self.name} imitates whatever weights sampled: leave correction out")
         self.make_loss()  # refuses settings out of range now, rather than after the first rollouts
 
     def call_filter(self, *models: str) -> CallFilter:
@@ -261,7 +274,25 @@ class RLSettings(metaclass=_Tried):
         """The loss of the batch of a step, from 1."""
         own = {name: getattr(self, name) for name in Loss.__dataclass_fields__ if hasattr(self, name)}
         own["kl_coefficient"] = self.kl_coefficient if self.kl_coefficient is not None else 0.04 * self.reference
-        return Loss(kind=self.loss_function, **own)
+        return Loss(kind=self.loss_function, **own | {"aggregation": self.aggregation_function})
+
+
+def _try_weights(function: Callable[..., Any]) -> None:
+    """ConfigError unless it weighs the tokens of two calls that no agent made."""
+    calls = RewardedGroup.trial(0.0).transitions[0]
+    try:
+        weighed([CreditedTransition(one, np.zeros(len(one.response_ids), np.float32)) for one in calls], function)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"token_weights fails on the two calls of a rollout, made to try it: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _named_or_read(what: str, given: Any, known: Mapping[str, Callable[..., Any]]) -> Any:
+    """A name of the table as it is, else the function that is meant."""
+    return given if isinstance(given, str) and given in known else read_function(what, given, known)
 
 
 def _is_float_each(values: Any, count: int) -> bool:
