@@ -116,7 +116,7 @@ class Serving:
         return Found(route, ids, rest)
 
     async def answer(self, found: Found, exchange: Exchange) -> None:
-        """Answer a request. Every failure becomes an error of the protocol's shape, and is noted if no call was begun."""
+        """Every failure becomes an error of the protocol's shape, and is noted if no call was begun."""
         try:
             await found.route.handler(found.route.endpoint, exchange)
         except Exception as error:  # noqa: BLE001 - the agent gets an answer whatever happens
