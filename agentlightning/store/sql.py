@@ -1,8 +1,8 @@
 """The store in a SQL database: SQLite in a file or in memory, or PostgreSQL.
 
-One thread writes, in groups that share a commit; others read; the event loop is never blocked. Callers that wait are
-woken after the commit they wait for. This module knows who waits and when clocks run out; rows are the business of
-`rollouts`, `attempts`, `spans` and `records`, and what may follow what that of `lifecycle`.
+One thread writes, in groups that share a commit; others read; the event loop is never blocked. Waiting callers are
+woken after the commit. This module handles waiting and clocks; rows are in `rollouts`, `attempts`, `spans` and
+`records`, the state machine in `lifecycle`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ _SEARCHES: Final = {"page_rollouts", "page_spans", "statistics"}  # may have to 
 
 
 class SqlStore(LightningStore):
-    """A durable store for this process and, through its server, for others. Made by `open`, ended by `close`."""
+    """A durable store for this process and, through its server, for others. Create it with `open`, end it with
+    `close`."""
 
     def __init__(
         self,
@@ -155,13 +156,12 @@ class SqlStore(LightningStore):
         stored: Callable[[Sequence[Span]], None] | None = None,
         read_seconds: float = READ_SECONDS,
     ) -> SqlStore:
-        """Open the store in the file `address`, creating it where there is none; one in memory for `":memory:"`; or the
-        one in the PostgreSQL database of a `postgresql://` URL.
+        """Open the store at `address`: a file, created if missing; `":memory:"`; or a `postgresql://` URL.
 
         `synchronous="FULL"` survives a power cut, `"NORMAL"` only the death of the process. Attempts that were active
-        when the store was closed get `lease_seconds` of grace. `redact` sees every span before it is written; make it
-        with `redaction`. `stored` gets, in the event loop, the spans that this process adds, perhaps twice. A query
-        longer than `read_seconds` is an InvalidError. ConfigError if the file or database is no store, is damaged, in
+        when the store closed get `lease_seconds` of grace. `redact` gets every span before it is written; make it with
+        `redaction`. `stored` gets the spans that this process adds, in the event loop, perhaps twice. A query longer
+        than `read_seconds` is an InvalidError. ConfigError if the file or database is not a store, is damaged, is in
         use by another process, or cannot be written; UnavailableError if the database cannot be reached."""
         if synchronous not in ("FULL", "NORMAL"):
             raise ConfigError(f"synchronous is {synchronous!r}; it must be 'FULL' or 'NORMAL'")
@@ -185,11 +185,11 @@ class SqlStore(LightningStore):
 
     @property
     def address(self) -> str:
-        """The path, `:memory:` or the URL that it was opened by."""
+        """The path, `:memory:` or URL that it was opened with."""
         return self._address
 
     async def close(self) -> None:
-        """Finish what was handed over and close the database; whoever waits gets an UnavailableError."""
+        """Finish pending writes and close the database. Waiting callers get an UnavailableError."""
         if self._watchdog is not None:
             self._watchdog.cancel()
             await asyncio.wait([self._watchdog])
@@ -215,7 +215,7 @@ class SqlStore(LightningStore):
         return await self._read(lambda tx: read(tx, **asked), "search" if name in _SEARCHES else "reader")
 
     def events(self) -> AbstractContextManager[asyncio.Queue[Changes | None]]:
-        """What commits change, as it happens; None where some were missed. For a `with` statement."""
+        """The changes of commits, as they happen; None if some were missed. For a `with` statement."""
         return self._subscribers.subscribe()
 
     # --- transactions ---
@@ -228,7 +228,7 @@ class SqlStore(LightningStore):
         return readers.submit(lambda connection: operation(self._view(connection)), seconds=limit)
 
     async def _look_up(self, operation: Callable[[Transaction], T], rows: int = 1) -> T:
-        """Read rows by their ids: a few at once, without a thread."""
+        """Read rows by id: a few at once, without a thread."""
         connection = self._opened.at_hand
         if connection is not None and not self._closed and rows <= _FEW:
             try:
@@ -257,7 +257,7 @@ class SqlStore(LightningStore):
         return changes
 
     def _announce(self, changes: Changes) -> None:
-        """Forget what was changed, and wake whoever waits for what has happened."""
+        """Drop cached values that changed, and wake callers that wait for the change."""
         self._announced += 1
         if changes.keys:
             self._keys = {}
@@ -283,7 +283,7 @@ class SqlStore(LightningStore):
     # --- the watchdog ---
 
     async def expire_overdue(self) -> int:
-        """End the attempts whose clock has run out and return how many did; the store does this by itself, on time."""
+        """End the attempts whose time has run out, and return how many. The store does this itself, on time."""
         async with self._clocks:
             return await self._write(attempts.expire)
 
@@ -376,7 +376,7 @@ class SqlStore(LightningStore):
         return numbers
 
     async def _prepared(self, given: Sequence[Span], prompts: Prompts, redact: Redact) -> list[Prepared]:
-        """What takes more than a moment is done in a thread."""
+        """Longer preparations run in a thread."""
 
         def prepare() -> list[Prepared]:
             return prompts.prepare([redact(span) for span in given])
@@ -388,7 +388,7 @@ class SqlStore(LightningStore):
         return await self._write(lambda tx: retention.import_rollout(tx, rollout, attempts, prepared))
 
     async def _get_latest_attempt(self, rollout_id: str) -> Attempt | None:
-        """The gateway asks before every call of an agent: what nobody has touched since is known."""
+        """Cached, since the gateway asks before every call of an agent."""
         found = None if self._closed else self._latest.get(rollout_id)
         if found is None:
             announced = self._announced
@@ -454,7 +454,7 @@ class SqlStore(LightningStore):
         return deleted
 
     async def _scrub(self) -> None:
-        """Leave no trace of what was removed. Nobody is heard while a file is written anew, and no clock runs."""
+        """Leave no trace of deleted rows. While a file is rewritten, calls wait and clocks stand still."""
         began, anew = self._clock(), self._opened.writing.dialect == "sqlite"
         try:
             async with self._clocks if anew else contextlib.nullcontext():
@@ -473,7 +473,7 @@ class SqlStore(LightningStore):
 
 
 def database_of(address: str | Path) -> ModuleType:
-    """`store.sqlite` or `store.postgres`, whichever opens such an address; ConfigError if none does."""
+    """`store.sqlite` or `store.postgres`, by the address. ConfigError for any other."""
     if str(address).startswith(("postgresql://", "postgres://")):
         return imported("agentlightning.store.postgres", "a store in PostgreSQL", "agent-lightning-next[postgres]")
     if "://" in str(address):  # a path would lose a slash, and become a directory of that name
@@ -484,7 +484,7 @@ def database_of(address: str | Path) -> ModuleType:
 
 
 def _secret_of(opened: Opened) -> bytes:
-    """What attempts' keys are signed with. Asks the database, and so blocks."""
+    """The secret that signs the keys of attempts. Blocks."""
     (secret,) = opened.writing.execute("SELECT value FROM meta WHERE name = 'secret'").fetchone()
     return bytes(secret)
 
@@ -494,13 +494,13 @@ def _as_it_is(span: Span) -> Span:
 
 
 def _steady(now: float) -> Callable[[], float]:
-    """A clock that starts at `now` and then only follows the passing of time, however the machine's clock is set."""
+    """A clock that starts at `now` and then counts elapsed time, however the machine's clock is set."""
     begin = time.monotonic()
     return lambda: now + (time.monotonic() - begin)
 
 
 def _give_up(timeout: float | None) -> float:
-    """When to stop waiting, by the monotonic clock."""
+    """When to stop waiting, on the monotonic clock."""
     if timeout is None:
         return math.inf
     if math.isnan(timeout):
