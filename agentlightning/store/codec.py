@@ -190,6 +190,10 @@ def span_columns(
     )
 
 
+LARGE: Final = 256_000
+"""Characters and parts of spans, which take some milliseconds to search and to encode."""
+
+
 def larger(spans: Sequence[Span], limit: int) -> bool:
     """Whether spans have more than about this many characters and parts; stops counting there."""
     size = 0
