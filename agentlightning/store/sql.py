@@ -62,7 +62,6 @@ LEASE_SECONDS: Final = 30.0
 READ_SECONDS: Final = 10.0
 _RETRY_SECONDS: Final = 1.0
 _FEW: Final = 8  # rows
-_LARGE: Final = 256_000  # characters and parts of spans; they take some milliseconds
 _KNOWN: Final = 10_000  # attempts
 _REMOVE_SECRETS: Final = redaction("full")
 _log: Final = logging.getLogger(__name__)
@@ -361,8 +360,12 @@ class SqlStore(LightningStore):
                 if groups or not await woken_within(waiter, give_up - time.monotonic()):
                     return groups
 
-    async def _store_spans(self, spans: Sequence[Span]) -> list[int]:
-        prepared = await self._prepared(spans, self._prompts)
+    async def store_redacted(self, spans: Sequence[Span]) -> list[int]:
+        """`store_spans` of spans that another process of this server has redacted."""
+        return await self._store_spans(spans, _as_it_is)
+
+    async def _store_spans(self, spans: Sequence[Span], redact: Redact | None = None) -> list[int]:
+        prepared = await self._prepared(spans, self._prompts, redact or self._redact)
         numbers = await self._write(lambda tx: add_spans(tx, spans, prepared))
         for one in prepared:
             if one.span is not None and one.prompt is not None and one.prompt.attempt is not None:
@@ -372,14 +375,16 @@ class SqlStore(LightningStore):
             self._stored([msgspec.structs.replace(one.span, sequence_id=n) for one, n in written if one.span])
         return numbers
 
-    async def _prepared(self, given: Sequence[Span], prompts: Prompts) -> list[Prepared]:
+    async def _prepared(self, given: Sequence[Span], prompts: Prompts, redact: Redact) -> list[Prepared]:
         """Longer preparations run in a thread."""
-        if codec.larger(given, _LARGE):
-            return await asyncio.to_thread(lambda: prompts.prepare([self._redact(span) for span in given]))
-        return prompts.prepare([self._redact(span) for span in given])
+
+        def prepare() -> list[Prepared]:
+            return prompts.prepare([redact(span) for span in given])
+
+        return await asyncio.to_thread(prepare) if codec.larger(given, codec.LARGE) else prepare()
 
     async def _import_rollout(self, rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> bool:
-        prepared = await self._prepared(spans, Prompts())
+        prepared = await self._prepared(spans, Prompts(), self._redact)
         return await self._write(lambda tx: retention.import_rollout(tx, rollout, attempts, prepared))
 
     async def _get_latest_attempt(self, rollout_id: str) -> Attempt | None:
@@ -482,6 +487,10 @@ def _secret_of(opened: Opened) -> bytes:
     """The secret that signs the keys of attempts. Blocks."""
     (secret,) = opened.writing.execute("SELECT value FROM meta WHERE name = 'secret'").fetchone()
     return bytes(secret)
+
+
+def _as_it_is(span: Span) -> Span:
+    return span
 
 
 def _steady(now: float) -> Callable[[], float]:
