@@ -1,4 +1,4 @@
-"""`agl ui`: the page of all runs below some folders, before, while and after they run."""
+"""`agl ui`: the page of all runs below folders, before, while and after they run."""
 
 from __future__ import annotations
 
