@@ -40,6 +40,7 @@ from agentlightning.types import (
     Mode,
     NamedResources,
     Order,
+    Outcome,
     ResourcesUpdate,
     Rollout,
     RolloutConfig,
@@ -176,6 +177,10 @@ class LightningStore(abc.ABC):
         """One page of the rollouts that match `where`, sorted by `order` and then as enqueued; the page's
         `next_cursor` asks for the one after it. A page has at most 16 MiB, and from a server 1,000 rows, so that it may
         end before the `limit`. Counting the `total` costs a scan of all that match."""
+
+    @call("POST /rollouts/outcomes", "read")
+    async def query_outcomes(self, rollout_ids: Sequence[str]) -> list[Outcome]:
+        """The outcomes of those rollouts that are stored, in any order."""
 
     @call("GET /rollouts/{rollout_id}", "read")
     async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None: ...

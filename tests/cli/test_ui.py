@@ -64,7 +64,7 @@ def served(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     command = [sys.executable, "-m", "agentlightning.cli.main", "ui", "--port", "0"]
     with subprocess.Popen(command, cwd=tmp_path, env=os.environ, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        assert process.stderr.readline() == "2 runs below .; new ones appear by themselves\n"
+        assert process.stderr.readline() == "2 runs in .; new ones appear by themselves\n"
         found = re.fullmatch(r"dashboard: (\S+)\n", process.stderr.readline())
         assert found is not None
         yield found[1], process
