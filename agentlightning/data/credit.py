@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from agentlightning.data.references import mark_of
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError
 
@@ -80,9 +81,7 @@ def _marked(**properties: Any) -> Callable[[F], F]:
 
 def property_of(function: Callable[..., Any], name: str) -> Any:
     """What `@returns` or `@baseline` says of a function, also of a `functools.partial` of it; None without a mark."""
-    while isinstance(function, partial):
-        function = function.func
-    return getattr(function, "properties", {}).get(name)
+    return mark_of(function, "properties", {}).get(name)
 
 
 # --- returns -----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ per batch only. The table follows from what `@returns` and `@baseline` say of a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -26,6 +26,7 @@ from agentlightning.data.sequences import CreditedTransition
 from agentlightning.data.tool_calls import ToolStatus
 from agentlightning.data.transitions import FloatArray, Transition
 from agentlightning.errors import ConfigError
+from agentlightning.types import Rollout
 
 CreditFunction: TypeAlias = Callable[..., Any]
 
@@ -49,15 +50,18 @@ BASELINES: Final[dict[str, CreditFunction]] = {
 
 @dataclass(frozen=True)
 class RewardedGroup:
-    """The rollouts of one task that count: the transitions of each, in call order, and the reward of each."""
+    """The rollouts of one task that count: of each its transitions, in call order, its reward, the `terms` that add up
+    to that, by name, and the record of it, whose `input` is the task."""
 
     transitions: Sequence[Sequence[Transition]]
     rewards: Sequence[float]
+    terms: Sequence[Mapping[str, float]] = ()
+    rollouts: Sequence[Rollout] = ()
 
     def of_model(self, model: str) -> RewardedGroup:
         """The calls of one model alone."""
         own = [[call for call in transitions if call.model == model] for transitions in self.transitions]
-        return RewardedGroup(own, self.rewards)
+        return replace(self, transitions=own)
 
     @classmethod
     def trial(cls, *rewards: float) -> RewardedGroup:
