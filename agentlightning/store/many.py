@@ -268,7 +268,7 @@ class _SortKey:
 def _cursors(cursor: str | None, stores: Mapping[str, LightningStore]) -> dict[str, str | None]:
     """Where each store's rows go on."""
     if cursor is None:
-        return dict.fromkeys(stores)
+        return dict[str, str | None].fromkeys(stores)
     try:
         begun = msgspec.json.decode(cursor, type=dict[str, str | None])
     except msgspec.DecodeError:
