@@ -268,7 +268,8 @@ class _SortKey:
 def _cursors(cursor: str | None, stores: Mapping[str, LightningStore]) -> dict[str, str | None]:
     """Where each store's rows go on."""
     if cursor is None:
-        return dict[str, str | None].fromkeys(stores)
+        everywhere: dict[str, str | None] = dict.fromkeys(stores)
+        return everywhere
     try:
         begun = msgspec.json.decode(cursor, type=dict[str, str | None])
     except msgspec.DecodeError:
