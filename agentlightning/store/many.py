@@ -1,7 +1,7 @@
-"""Many stores as one, for reading: files below some folders, beside whatever writes them, and servers.
+"""Many stores as one, for reading: files below folders, while others write them, and servers.
 
-A call that names a rollout, run, group or resources goes to the store that has it; pages are sorted over all stores,
-and other lists are those of all stores, one after the other, the one found last first.
+A call about a rollout, run, group or resources goes to the store that has it. Pages are sorted over all stores; other
+lists are those of all stores, the newest found first.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _IDS: Final = ("rollout_id", "run_id", "group_id", "resources_id")
 
 
 class ManyStores(LightningStore):
-    """The stores below `folders`, or files themselves, found anew as they come and go, and `others` by name. Made by
-    `open`; a call that would change something is a ConflictError. A store that cannot be read is left out: see
-    `problems`, by path."""
+    """The stores in `folders`, which may be files, as they come and go, and `others` by name. Create it with `open`. A
+    call that would change something is a ConflictError. A store that cannot be read is left out; `problems` has the
+    reason, by path."""
 
     def __init__(self, folders: Sequence[Path], others: Mapping[str, LightningStore]) -> None:
         self._folders = [folder.resolve() for folder in folders]
@@ -64,8 +64,8 @@ class ManyStores(LightningStore):
 
     @contextlib.contextmanager
     def events(self) -> Generator[asyncio.Queue[Changes | None]]:
-        """None whenever something was written to one of the files; for a `with` statement. Other processes' files
-        announce nothing: they are looked at as long as somebody listens."""
+        """None whenever a file was written to; for a `with` statement. Files of other processes are checked as long as
+        somebody listens."""
         queue: asyncio.Queue[Changes | None] = asyncio.Queue()
         self._queues.add(queue)
         if self._looking is None or self._looking.done():
@@ -94,7 +94,7 @@ class ManyStores(LightningStore):
         return next((one for one in answers if one is not None), None)
 
     async def _runs(self, call: Call) -> list[Run]:
-        """Each run once, also where a store was copied, called by its store."""
+        """Each run once, also if a store was copied, with its store's name."""
         await self._look()
         found: dict[str, Run] = {}
         for key, store in self._all().items():
@@ -107,12 +107,12 @@ class ManyStores(LightningStore):
         return list(found.values())
 
     def address_of(self, rollout_id: str) -> str | None:
-        """The file that has a rollout which was asked for before; None where that is no file."""
+        """The file with a rollout that was asked for before; None if it is not in a file."""
         home = self._homes.get(("rollout_id", rollout_id))
         return next((str(path) for path, file in self._files.items() if file.store is home), None)
 
     def _all(self) -> dict[str, LightningStore]:
-        """By path or name, the file found last first: what is written meanwhile changes nothing of their order."""
+        """All stores by path or name, the newest found first. Writes do not change this order."""
         return {**{str(path): file.store for path, file in reversed(self._files.items())}, **self._others}
 
     def _remember(self, field: str, value: str, store: LightningStore) -> None:
@@ -121,7 +121,7 @@ class ManyStores(LightningStore):
             self._homes.popitem(last=False)
 
     async def _of_one(self, call: Call, field: str, value: str) -> Any:
-        """The answer of the store that knows what the call is about: the first whose answer is not nothing."""
+        """The answer of the store that has it: the first that is not None."""
         home = self._homes.get((field, value))
         answer: Any = None
         for store in [home] if home is not None else self._all().values():
@@ -213,7 +213,7 @@ class ManyStores(LightningStore):
             queue.put_nowait(None)
 
     async def _look(self) -> None:
-        """Open what is new, close what is gone or another file now, and announce it if anything was written since."""
+        """Open new files, close those that are gone or replaced, and announce writes."""
         async with self._one_look:
             stamps = await asyncio.to_thread(lambda: dict(_stamped(self._folders)))
             before = {path: file.stamp for path, file in self._files.items()}
@@ -265,11 +265,10 @@ class _SortKey:
         return self.value > other.value if self.order.descending else self.value < other.value
 
 
-def _cursors(cursor: str | None, stores: Mapping[str, LightningStore]) -> dict[str, str | None]:
+def _cursors(cursor: str | None, stores: Mapping[str, LightningStore]) -> Mapping[str, str | None]:
     """Where each store's rows go on."""
     if cursor is None:
-        everywhere: dict[str, str | None] = dict.fromkeys(stores)
-        return everywhere
+        return dict.fromkeys(stores)
     try:
         begun = msgspec.json.decode(cursor, type=dict[str, str | None])
     except msgspec.DecodeError:
@@ -280,7 +279,7 @@ def _cursors(cursor: str | None, stores: Mapping[str, LightningStore]) -> dict[s
 
 
 class _Stamp(NamedTuple):
-    """Which file it is, and when it or its log was written to last, with their size."""
+    """Identity of a file, and size and time of the last write of it and its log."""
 
     inode: int
     written: float
@@ -294,7 +293,7 @@ class _File:
 
 
 def _name(key: str) -> str:
-    """`runs/quickstart/store.sqlite` is called `quickstart`, `work.sqlite` is called `work`."""
+    """`runs/quickstart/store.sqlite` is `quickstart`, `work.sqlite` is `work`."""
     path = Path(key)
     return path.parent.name if path.name == "store.sqlite" else path.stem if path.suffix == ".sqlite" else key
 
@@ -319,7 +318,7 @@ def _stamped(tops: Sequence[Path]) -> Generator[tuple[Path, _Stamp]]:
 
 
 def _ids_in(where: Filter | None) -> list[tuple[str, str]]:
-    """The rollouts, or else the run or group, of which alone a filter lets something through."""
+    """The rollouts, run or group that a filter selects."""
     parts: Sequence[Filter] = () if where is None else where.of if where.op == "and" else (where,)
     found: list[tuple[str, str]] = []
     for part in parts:
