@@ -107,6 +107,7 @@ def test_runs_are_compared_failures_explained_and_a_new_run_appears(
         page.go_back()
         page.get_by_role("link", name="large").click()
         page.locator(".causes a").first.click()
+        expect(page.get_by_text("LookupError: no such city").first).to_be_visible()
         process.send_signal(signal.SIGTERM)
         expect(page.get_by_role("alert").filter(has_text="has stopped")).to_be_visible(timeout=15_000)
         expect(page.get_by_text("LookupError: no such city").first).to_be_visible()
