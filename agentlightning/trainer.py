@@ -1,7 +1,6 @@
-"""The trainer wires the rooms together: store, engine, gateway, HTTP server, runner and algorithm, in one process.
+"""The trainer connects store, engine, gateway, HTTP server, runner and algorithm in one process.
 
-Given a `server`, it is one of three processes instead: store and gateway live there, runners elsewhere, and this
-process brings the engine, the learner and the algorithm.
+With a `server`, store and gateway run there and runners elsewhere; this process has engine, learner and algorithm.
 """
 
 from __future__ import annotations
@@ -64,8 +63,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FitResult:
-    """What `Trainer.fit` reached. `checkpoint`, the last weights, and `best_checkpoint`, those with the highest reward,
-    load with `AutoModelForCausalLM.from_pretrained`."""
+    """The result of `Trainer.fit`. `checkpoint` is the directory of the last weights, `best_checkpoint` that of the
+    weights with the highest held-out reward; `AutoModelForCausalLM.from_pretrained` loads both."""
 
     run_id: str
     directory: Path
@@ -81,44 +80,46 @@ class Trainer:
     """Trains or evaluates an agent.
 
     Args:
-        model: what is trained: a directory, a Hugging Face id (`hf:ORG/NAME@REVISION` for one revision), a loaded
-            `Policy`, or `file.py:function` that makes one from the seed; or several of these by name, each of which
-            learns from its own calls. None evaluates an endpoint given in `initial_resources`. A `Policy` is trained in
-            place: the next fit goes on from there.
-        models: frozen ones beside it by name, as `{"judge": {"endpoint": "https://…/v1", "frozen": True}}`: calls go
-            through the gateway, are recorded and sampled as the agent asks (see `FrozenModel`).
-        model_name: what agents call a single one by; trainers that share a server each need one of their own.
-        algorithm: `GRPO(…)` by default; `Baseline()` only evaluates.
+        model: the model to train: a directory, a Hugging Face id (`hf:ORG/NAME@REVISION` for one revision), a loaded
+            `Policy`, or `file.py:function` that makes one from the seed. A mapping trains several by name, each from
+            its own calls. A `Policy` is trained in place: the next fit continues from it. None evaluates an endpoint
+            of `initial_resources`.
+        models: frozen models by name, `{"judge": {"endpoint": "https://…/v1", "frozen": True}}` (see `FrozenModel`).
+        model_name: the name that agents call `model` by. Trainers that share a server need different names.
+        algorithm: default `GRPO()`; `Baseline()` only evaluates.
         sampler: what samples from the model: `embedded`, the engine in this process, or servers that load its weights,
             `{"vllm": "http://host:8000/v1"}` or `{"sglang": "http://host:30000/v1"}` (see `SamplerPlace`).
-        learner: what trains it: `torch`, in this process; `{"fsdp": N}`, in N processes of this machine; or a server
-            that samples too: `tinker`, the hosted service, `{"tinker": URL}` (`TinkerLearning`), `{"verl": URL}`.
-        optimizer: learning rate, schedule, micro-batches and the like.
-        lora: train an adapter of this size instead of the weights.
-        dtype: of the weights: float32, or bfloat16, of which the optimiser keeps float32 copies.
-        n_runners: how many rollouts run at once in this process (`n_workers` is the same); default 64, or in processes
-            one per core; 0 leaves them to `agl runner` processes, which ask at the `port` here, or at the `server`.
-        isolation: `"process"` runs it in processes (see `Runner`), `"auto"` if the agent takes no `llm` or `resources`
-        run_dir: the directory of this run; by default a new one below `runs/`.
-        store: path of the SQLite file (default: in the run's directory), or an open store.
-        server: URL of an `agl server` to work with.
-        api_key: that server's key; without one, the admin key of this process's own server, else a random one.
-        port: port of this process's server, 0 for any free one.
-        seed: the source of all randomness.
-        time_limit: seconds after which training ends, closing evaluation included.
-        initial_resources: more resources for the agent; models are added by their names, and the first one trained as
-            `llm`.
-        hooks: code that runs around every rollout.
-        tracer: `auto` collects what OpenTelemetry's SDK traces in the agent where it is installed; `light` does not.
-        trackers: `"tensorboard"`, `"wandb"`, `"mlflow"`, `{"name": "wandb", "project": "x"}`, a `Tracker` of your own.
-        progress: what shows progress; by default a display on stderr, with False nothing.
-        adapter: what a function decorated by `agl.algo` gets as `adapter`, as in Agent Lightning 0.3.
-        max_sequence_length: prompt and answer together, in tokens; default the model's own, at most 4096.
-        device: where the model is loaded to: `cuda` where there is one, else `cpu`, unless it says `mps` or another.
-        threads: torch threads; default 1 for models below 10M parameters, where more only slow it down.
-        deterministic: the same seed gives the same weights, to the last bit, through kill and resume, if the agent does
-            the same with the same answers. Slower: sequences are sampled one by one.
-        run_file: written to the run's directory, as `run.yaml`, for `agl train` to repeat the run by."""
+        learner: what trains the model: `torch` in this process; `{"fsdp": N}` in N processes of this machine; or a
+            server that also samples: `tinker` (the hosted service), `{"tinker": URL}` (see `TinkerLearning`) or
+            `{"verl": URL}`.
+        optimizer: learning rate, schedule, micro-batches.
+        lora: train an adapter with these settings instead of the weights.
+        dtype: of the weights: float32, or bfloat16 with float32 copies in the optimiser.
+        n_runners: how many rollouts run at once in this process (`n_workers` is the same). Default: 64, or with
+            processes one per core. With 0, `agl runner` processes run them, from this process's `port` or the `server`.
+        isolation: `"process"` runs agents in processes of their own (see `Runner`); `"auto"` does so for agents that
+            take neither `llm` nor `resources`.
+        run_dir: the directory of this run; default: a new one below `runs/`.
+        store: path of the SQLite file (default: in `run_dir`), or an open store.
+        server: URL of an `agl server` that has store and gateway.
+        api_key: that server's key. Without a `server`: the admin key of this process's server; default: a random one.
+        port: port of this process's server; 0 is any free port.
+        seed: seeds everything random.
+        time_limit: seconds after which training stops, with its last evaluation.
+        initial_resources: more resources for the agent. Models are added by name, the first trained one also as `llm`.
+        hooks: called before and after every rollout (see `Hook`).
+        tracer: `auto` records what OpenTelemetry's SDK traces in the agent, if it is installed; `light` does not.
+        trackers: `"tensorboard"`, `"wandb"`, `"mlflow"`, `{"name": "wandb", "project": "x"}`, or your own `Tracker`.
+        progress: shows progress. Default: a display on stderr; False shows nothing.
+        adapter: the `adapter` of functions decorated with `agl.algo`, as in Agent Lightning 0.3.
+        max_sequence_length: tokens of prompt and answer together; default: the model's limit, at most 4096.
+        device: where the model is loaded; default `cuda` if there is a GPU, else `cpu`.
+        threads: threads of torch; default 1 for models below 10M parameters, which more threads slow down.
+        deterministic: the same seed gives bitwise the same weights, also after a kill and `resume`, if the agent is
+            deterministic too. Slower: sequences are sampled one by one.
+        run_file: text that is written to `run_dir` as `run.yaml`, so that `agl train` can repeat the run.
+
+    ConfigError for settings that are wrong or do not go together."""
 
     def __init__(
         self,

@@ -42,9 +42,19 @@ class Upstream(NamedTuple):
     tokenizer: str | None = None
 
     async def open(self) -> HttpBackend | SglangBackend:
-        """The server, whose `url` may lack its `/v1`; SGLang says which tokenizer it has. ConfigError if nobody answers
-        there, a hosted API would need a key, or the tokenizer cannot be read."""
-        from agentlightning.gateway.backends.factory import make_backend, with_version
+        """The server, as `resolved` has it. ConfigError as there, and if the tokenizer cannot be read."""
+        from agentlightning.gateway.backends.factory import make_backend
+
+        found = await self.resolved()
+        assert found.kind is not None
+        return await asyncio.to_thread(
+            make_backend, found.url, kind=found.kind, api_key=found.key, tokenizer=found.tokenizer
+        )
+
+    async def resolved(self) -> Upstream:
+        """The same with its kind, its key and the `/v1` that its `url` may lack; SGLang says which tokenizer it has.
+        ConfigError if nobody answers there, or a hosted API would need a key."""
+        from agentlightning.gateway.backends.factory import with_version
 
         hosted = _kind_by_host(self.url)
         kind = self.kind or hosted or await _kind_by_asking(self.url)
@@ -54,7 +64,7 @@ class Upstream(NamedTuple):
         url, tokenizer = with_version(self.url, kind), self.tokenizer
         if tokenizer is None and kind == "sglang":
             tokenizer = await _tokenizer(url, key)
-        return await asyncio.to_thread(make_backend, url, kind=kind, api_key=key, tokenizer=tokenizer)
+        return Upstream(url, kind, key, tokenizer)
 
 
 def with_backend(

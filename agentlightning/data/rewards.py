@@ -138,17 +138,17 @@ def ancestors(span: Span, above: Mapping[str, str | None]) -> list[str]:
 
 
 class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a rollout's R is made of in training: `base`, plus each term that has a weight. Evaluation measures `base`.
+    """What R is made of in training: `base`, plus the terms that have a weight. Evaluation measures `base`.
 
-    `base` is the `final` reward, or its `sum` with all intermediate ones. The terms read the calls that train:
+    `base` is the `final` reward, or its `sum` with all intermediate rewards. The terms read the calls that train:
     - `tool_success` · mean status (+1 or −1) of their tool calls, 0 without any;
-    - `format_bonus` if all of the last answer matches `answer_format` (a regular expression; `.` is any character);
+    - `format_bonus` if all of the last answer matches the regular expression `answer_format` (`.` is any character);
     - −`length_penalty` · sampled tokens / 1000;
     - `overlong_penalty` · DAPO's soft punishment (arXiv:2503.14476) of the longest answer: 0 up to `overlong_length` −
       `overlong_buffer` tokens, then falling to −1 at `overlong_length` tokens.
 
-    `failed_tool` is a regular expression that is found in what failed tools answer, instead of the words of
-    `tracing/tool_failures.py`: what the status of a tool is, here, in evaluation and in `returns`."""
+    `failed_tool` is a regular expression found in the results of failed tools, instead of the words of
+    `tracing/tool_failures.py`. It sets the status of tools here, in evaluation and in `returns`."""
 
     base: Literal["final", "sum"] = "final"
     tool_success: float = 0.0

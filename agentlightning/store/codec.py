@@ -191,6 +191,10 @@ def span_columns(
     )
 
 
+LARGE: Final = 256_000
+"""Characters and parts of spans, which take some milliseconds to search and to encode."""
+
+
 def larger(spans: Sequence[Span], limit: int) -> bool:
     """Whether spans hold more than about so many characters and parts; counted no further than that."""
     size = 0
