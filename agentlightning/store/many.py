@@ -1,7 +1,7 @@
-"""Many stores as one, for reading: files below some folders, beside whatever writes them, and servers.
+"""Many stores as one, for reading: files below folders, while others write them, and servers.
 
-A call that names a rollout, run, group or resources goes to the store that has it; lists are those of all stores, one
-after the other, the one found last first.
+A call about a rollout, run, group or resources goes to the store that has it. Lists are those of all stores, the newest
+found first.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _IDS: Final = ("rollout_id", "run_id", "group_id", "resources_id")
 
 
 class ManyStores(LightningStore):
-    """The stores below `folders`, found anew as they come and go, and `others` by name. Made by `open`; a call that
-    would change something is a ConflictError. A store that cannot be read is left out: see `problems`, by path."""
+    """The stores below `folders`, as they come and go, and `others` by name. Create it with `open`. A call that would
+    change something is a ConflictError. A store that cannot be read is left out; `problems` has the reason, by path."""
 
     def __init__(self, folders: Sequence[Path], others: Mapping[str, LightningStore]) -> None:
         self._folders = [folder.resolve() for folder in folders]
@@ -61,8 +61,8 @@ class ManyStores(LightningStore):
 
     @contextlib.contextmanager
     def events(self) -> Generator[asyncio.Queue[Changes | None]]:
-        """None whenever something was written to one of the files; for a `with` statement. Other processes' files
-        announce nothing: they are looked at as long as somebody listens."""
+        """None whenever a file was written to; for a `with` statement. Files of other processes are checked as long as
+        somebody listens."""
         queue: asyncio.Queue[Changes | None] = asyncio.Queue()
         self._queues.add(queue)
         if self._looking is None or self._looking.done():
@@ -91,7 +91,7 @@ class ManyStores(LightningStore):
         return next((one for one in answers if one is not None), None)
 
     async def _runs(self, call: Call) -> list[Run]:
-        """Each run once, also where a store was copied, called by its store."""
+        """Each run once, also if a store was copied, with its store's name."""
         await self._look()
         found: dict[str, Run] = {}
         for key, store in self._all().items():
@@ -104,12 +104,12 @@ class ManyStores(LightningStore):
         return list(found.values())
 
     def address_of(self, rollout_id: str) -> str | None:
-        """The file that has a rollout which was asked for before; None where that is no file."""
+        """The file with a rollout that was asked for before; None if it is not in a file."""
         home = self._homes.get(("rollout_id", rollout_id))
         return next((str(path) for path, file in self._files.items() if file.store is home), None)
 
     def _all(self) -> dict[str, LightningStore]:
-        """By path or name, the file found last first: what is written meanwhile changes nothing of their order."""
+        """All stores by path or name, the newest found first. Writes do not change this order."""
         return {**{str(path): file.store for path, file in reversed(self._files.items())}, **self._others}
 
     def _remember(self, field: str, value: str, store: LightningStore) -> None:
@@ -118,7 +118,7 @@ class ManyStores(LightningStore):
             self._homes.popitem(last=False)
 
     async def _of_one(self, call: Call, field: str, value: str) -> Any:
-        """The answer of the store that knows what the call is about: the first whose answer is not nothing."""
+        """The answer of the store that has it: the first that is not None."""
         home = self._homes.get((field, value))
         answer: Any = None
         for store in [home] if home is not None else self._all().values():
@@ -134,8 +134,8 @@ class ManyStores(LightningStore):
         return answer
 
     async def _page(self, call: Call, asked: dict[str, Any]) -> Any:
-        """A page: of the store that has the run or rollouts asked for, else of one store after the other. The cursor
-        names the store that goes on."""
+        """A page of the store with the requested run or rollouts, or else of one store after another. The cursor names
+        the next store."""
         stores = self._all()
         named = _ids_in(asked["where"])
         home = next((self._homes[one] for one in named if one in self._homes), None)
@@ -177,7 +177,7 @@ class ManyStores(LightningStore):
             queue.put_nowait(None)
 
     async def _look(self) -> None:
-        """Open what is new, close what is gone or another file now, and announce it if anything was written since."""
+        """Open new files, close those that are gone or replaced, and announce writes."""
         async with self._one_look:
             stamps = await asyncio.to_thread(lambda: dict(_stamped(self._folders)))
             before = {path: file.stamp for path, file in self._files.items()}
@@ -201,7 +201,7 @@ class ManyStores(LightningStore):
 
 
 class _Stamp(NamedTuple):
-    """Which file it is, and when it or its log was written to last, with their size."""
+    """Identity of a file, and size and time of the last write of it and its log."""
 
     inode: int
     written: float
@@ -215,7 +215,7 @@ class _File:
 
 
 def _name(key: str) -> str:
-    """`runs/quickstart/store.sqlite` is called `quickstart`, `work.sqlite` is called `work`."""
+    """`runs/quickstart/store.sqlite` is `quickstart`, `work.sqlite` is `work`."""
     path = Path(key)
     return path.parent.name if path.name == "store.sqlite" else path.stem if path.suffix == ".sqlite" else key
 
@@ -234,7 +234,7 @@ def _stamped(folders: Sequence[Path]) -> Generator[tuple[Path, _Stamp]]:
 
 
 def _ids_in(where: Filter | None) -> list[tuple[str, str]]:
-    """The rollouts, or else the run or group, of which alone a filter lets something through."""
+    """The rollouts, run or group that a filter selects."""
     parts: Sequence[Filter] = () if where is None else where.of if where.op == "and" else (where,)
     found: list[tuple[str, str]] = []
     for part in parts:

@@ -1,7 +1,6 @@
-"""What a rollout came to, kept in its own row so that rollouts can be searched by it: its reward, and what went wrong.
+"""The reward and the error of a rollout in its row, so that rollouts can be searched by them.
 
-Both are those of the latest attempt, and made from what is stored with it: spans that give a reward, the reason in its
-metadata. This module knows rows; what rewards are for is none of its business.
+Both are the latest attempt's, from its stored spans and metadata.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _RETURNED: Final = 1e11
 def note_reward(
     connection: Connection, rollout_id: str, sequence_id: int, attributes: Mapping[str, Any], start_time: float
 ) -> None:
-    """Take note of a span of the attempt of this number that gives a final reward; of any other span, nothing."""
+    """Note the final reward in a span of this attempt, if it has one."""
     value = attributes.get(reward_value(0))
     if value is None or isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return
@@ -37,7 +36,7 @@ def note_reward(
 
 
 def note_error(connection: Connection, rollout_id: str, sequence_id: int, error: object) -> None:
-    """Take note of why the attempt of this number ended as it did, if that is a text."""
+    """Note why this attempt ended, if that is a text."""
     if isinstance(error, str):
         connection.execute(
             "UPDATE rollouts SET error = ? WHERE rollout_id = ? AND attempts = ?",
@@ -46,7 +45,7 @@ def note_error(connection: Connection, rollout_id: str, sequence_id: int, error:
 
 
 def recall(connection: Connection, rollout_id: str) -> None:
-    """Note once more what the rollout came to, from what is stored of the attempt that is its latest again."""
+    """Note reward and error again, from what is stored of the attempt that has become the latest again."""
     row = connection.execute(
         "SELECT a.number, a.sequence_id, a.status, a.metadata FROM attempts a JOIN rollouts r "
         "ON r.rollout_id = a.rollout_id AND r.attempts = a.sequence_id WHERE r.rollout_id = ?",
