@@ -19,7 +19,7 @@ from agentlightning.data.aggregation import AGGREGATIONS
 from agentlightning.data.call_filter import CallFilter
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.references import load_reference, read_function
-from agentlightning.data.rewards import PLAIN, RewardSpec
+from agentlightning.data.rewards import PLAIN, RELATIVE, RewardSpec
 from agentlightning.data.sequences import CreditedTransition, Level, weighed
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, check_settings
@@ -173,6 +173,9 @@ class RLSettings(metaclass=_Tried):
             raise ConfigError(f"unrewarded is {self.unrewarded}; give 'exclude', or a finite reward")
         if self.kl_coefficient and not self.reference:
             raise ConfigError("kl_coefficient pulls towards a reference policy; set reference=True to keep one")
+        for name in RELATIVE:
+            if getattr(self.reward, name) and self.group_size < 2:
+                raise ConfigError(f"{name} compares the rollouts of a task; set group_size to 2 or more")
         self.call_filter()
         if self.loss == "policy_gradient" and not self.imitates:
             if self.old == "behaviour" and self.max_staleness:
