@@ -6,16 +6,30 @@ Both are the latest attempt's, from its stored spans and metadata.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from agentlightning.semconv import REWARD_FINAL, REWARD_RETURNED, reward_value
 from agentlightning.store import codec
 from agentlightning.store.database import Connection
 from agentlightning.store.query import FIND
+from agentlightning.store.transaction import Transaction
+from agentlightning.types import Outcome
 
+_AT_ONCE: Final = 500  # ids in one query
 _RETURNED: Final = 1e11
 """Seconds by which a reward that was returned comes after every other one, as `tracing.rewards` has it."""
+
+
+def query_outcomes(tx: Transaction, rollout_ids: Sequence[str]) -> list[Outcome]:
+    found: list[Outcome] = []
+    for start in range(0, len(rollout_ids), _AT_ONCE):
+        some = rollout_ids[start : start + _AT_ONCE]
+        marks = ", ".join("?" * len(some))
+        asked = f"SELECT rollout_id, reward, error FROM rollouts WHERE rollout_id IN ({marks})"
+        rows = tx.connection.execute(asked, some).fetchall()
+        found += [Outcome(rollout_id=name, reward=reward, error=error) for name, reward, error in rows]
+    return found
 
 
 def note_reward(
