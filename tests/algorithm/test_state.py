@@ -1,4 +1,4 @@
-"""An algorithm of one's own picks tasks by what happened, measures that, and goes on after a kill as if there was none."""
+"""An algorithm of your own picks tasks by what happened, measures that, and keeps its state through a kill."""
 
 from __future__ import annotations
 
@@ -82,14 +82,24 @@ class Counts(agl.GRPO):
         self.kept = state
 
 
+class Forgetful(agl.GRPO):
+    def state(self) -> Any:
+        return 1
+
+
+class Picks(agl.GRPO):
+    def next_task(self, tasks: Sequence[Any], rng: random.Random) -> int:
+        return 0
+
+
 def test_what_cannot_be_restored_is_refused_when_the_algorithm_is_made() -> None:
     for kept in ((1, 2), {1: 2}, float("nan"), object(), {"a": {2, 3}}):
         with pytest.raises(ConfigError, match="JSON does not give back unchanged"):
             type("Odd", (Counts,), {"kept": kept})()
     with pytest.raises(ConfigError, match="defines state and not restore"):
-        type("Forgetful", (agl.GRPO,), {"state": lambda self: 1})()
+        Forgetful()
     with pytest.raises(ConfigError, match="leave them out"):
-        type("Both", (agl.GRPO,), {"next_task": lambda self, tasks, rng: 0})(difficulty=(0.1, 0.9))
+        Picks(difficulty=(0.1, 0.9))
 
 
 @pytest.mark.parametrize(
