@@ -1,10 +1,11 @@
 """From recorded spans to a training step: what each part costs.
 
-    python benchmarks/data.py [--part store,step] [--rounds 1]
+    python benchmarks/data.py [--part store,step,long] [--rounds 1]
                               [--rollouts 1000]
                               [--levels transition,trajectory,tree] [--step-rollouts 8]
 
 `store`: spans in SQLite → transitions → a packed batch, and the adapters of Agent Lightning 0.3 (`_store_to_batch.py`).
+`long`: one rollout of 100 calls (`_long_rollout.py`).
 `step`: a training step at each level (`_training_step.py`). A part that is left out keeps its results.
 """
 
@@ -31,7 +32,7 @@ def alone(*arguments: object) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", default="store,step")
+    parser.add_argument("--part", default="store,step,long")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--rollouts", type=int, default=1000)
     parser.add_argument("--levels", default="transition,trajectory,tree")
@@ -57,8 +58,8 @@ def main() -> None:
     RESULTS.parent.mkdir(exist_ok=True)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     parts = options.part.split(",")
-    if unknown := set(parts) - {"store", "step"}:
-        parser.error(f"--part is {', '.join(unknown)}; known: store, step")
+    if unknown := set(parts) - {"store", "step", "long"}:
+        parser.error(f"--part is {', '.join(unknown)}; known: store, step, long")
     if "store" in parts:
         results["store_to_batch"] = _store_to_batch.run(
             options.rollouts, options.rounds, lambda stage, path: alone("--one-stage", stage, path)
@@ -69,6 +70,10 @@ def main() -> None:
         names = ("--step-rollouts", "--micro-batch-tokens", "--rounds")
         given = [f"{name}={value}" for name, value in zip(names, step, strict=True)]
         results["training_step"] = _training_step.run(options.levels, lambda level: alone("--one-level", level, *given))
+    if "long" in parts:
+        import _long_rollout
+
+        results["long_rollout"] = _long_rollout.run()
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 

@@ -1,6 +1,6 @@
-"""The commands that keep a store healthy, `agl store delete`, `check` and `backup`, and `agl keys`.
+"""The commands `agl store delete`, `check` and `backup`, and `agl keys`.
 
-This module reads command lines and prints; what is done is the business of `agentlightning.store`.
+This module reads command lines and prints; `agentlightning.store` does the work.
 """
 
 from __future__ import annotations

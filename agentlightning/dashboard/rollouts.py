@@ -27,6 +27,7 @@ from agentlightning.tracing.rewards import (
     reward_attributes,
 )
 from agentlightning.tracing.steps import Step, read_steps
+from agentlightning.tracing.timeline import Timeline, timeline
 from agentlightning.tracing.tree import arranged, totals, traceback_of
 from agentlightning.types import Attempt, Attributes, Rollout, Span
 
@@ -92,7 +93,7 @@ def summed_up(rollout: Rollout, attempt: Attempt | None, spans: Sequence[Span]) 
 
 
 class StepView(msgspec.Struct, frozen=True, kw_only=True):
-    """A step in depth-first order, shown below the one at `parent`."""
+    """A step in depth-first order, shown below the one at `parent`. What was written to a stream is of kind `log`."""
 
     span_id: str
     parent: int | None
@@ -147,9 +148,9 @@ class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
     row: RolloutRow
     attempts: list[Attempt]
     shown: int | None
+    timeline: Timeline | None
     steps: list[StepView]
     conversations: list[ConversationView]
-    logs: list[dict[str, Any]]
     rewards: list[RewardView]
     traceback: str | None
 
@@ -164,20 +165,17 @@ def rollout_view(
     """`spans` are those of the attempt numbered `shown`."""
     rollout = row.rollout
     traced = trace_rollout(rollout, spans, calls=training.calls, reward=training.reward)
-    steps = read_steps(spans, training.reward.failed_tool)
+    steps = read_steps([span for span in spans if span.name != semconv.UNDELIVERED], training.reward.failed_tool)
     return RolloutView(
         row=row,
         attempts=list(attempts),
         shown=shown,
-        steps=list(_in_depth([step for step in steps if step.span.name not in _NOT_STEPS], spans)),
+        timeline=timeline(attempts[shown - 1], steps, time.time()) if shown else None,
+        steps=list(_in_depth(steps, spans)),
         conversations=_conversations(steps, spans, traced.left_out),
-        logs=[_log(span.attributes, span.start_time) for span in spans if span.name == semconv.LOG],
         rewards=[_reward(span) for span in spans if is_reward_span(span) or COMMENT in span.attributes],
         traceback=traceback_of(spans),
     )
-
-
-_NOT_STEPS: Final = (semconv.LOG, semconv.UNDELIVERED)
 
 
 def _in_depth(steps: Sequence[Step], spans: Sequence[Span]) -> Iterator[StepView]:
@@ -194,12 +192,16 @@ def _in_depth(steps: Sequence[Step], spans: Sequence[Span]) -> Iterator[StepView
         number += 1
 
 
+_KINDS: Final = {semconv.EXCEPTION: "error", semconv.LOG: "log"}
+_NAMES: Final = {"error": semconv.EXCEPTION_TYPE, "log": semconv.LOG_STREAM}
+
+
 def _step(step: Step, parent: int | None, depth: int) -> StepView:
     span = step.span
     call = (step.call or span) if step.kind == "call" else None
     counts = token_counts(call.attributes) if call else None
     rewards = get_rewards_from_span(span)
-    kind = "reward" if rewards else "error" if span.name == semconv.EXCEPTION else step.kind
+    kind = "reward" if rewards else _KINDS.get(span.name, step.kind)
     raised = [event.attributes for event in span.events if event.name == "exception"]
     said = next((attributes.get(semconv.EXCEPTION_MESSAGE) for attributes in [*raised, span.attributes]), None)
     problem = span.status.description or (None if said is None else str(said))
@@ -208,14 +210,14 @@ def _step(step: Step, parent: int | None, depth: int) -> StepView:
         parent=parent,
         depth=depth,
         kind=kind,
-        name=rewards[0].name if rewards else step.name,
+        name=rewards[0].name if rewards else str(span.attributes.get(_NAMES.get(kind, ""), step.name)),
         agent=step.agent,
         start_time=span.start_time,
         end_time=span.end_time,
         failed=step.failed or kind == "error",
         problem=problem if step.failed or kind == "error" else None,
         arguments=step.arguments,
-        result=step.result,
+        result=str(span.attributes.get(semconv.LOG_TEXT, "")) if kind == "log" else step.result,
         tokens_read=counts[0] if counts else None,
         tokens_written=counts[1] if counts else None,
         finish_reason=next(iter(finish_reasons(call.attributes)), None) if call else None,
@@ -256,11 +258,6 @@ def _conversations(steps: Sequence[Step], spans: Sequence[Span], left_out: Any) 
             known, tools = len(call.messages) + 1, call.tools
         found.append(ConversationView(agent=agents.get(chain[0].span.span_id), calls=calls))
     return found
-
-
-def _log(attributes: Attributes, time: float) -> dict[str, Any]:
-    text, stream = attributes.get(semconv.LOG_TEXT, ""), attributes.get(semconv.LOG_STREAM)
-    return {"stream": stream, "text": text, "time": time}
 
 
 def _reward(span: Span) -> RewardView:

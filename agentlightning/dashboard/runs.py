@@ -6,35 +6,41 @@ Knows runs, metrics and resources. The names of metrics are those of `algorithm.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeVar, cast
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar, cast
 
 import msgspec
 import numpy as np
 
 from agentlightning.dashboard.failures import failed
 from agentlightning.data.continuity import SUGGESTIONS
+from agentlightning.display import resume_command
 from agentlightning.errors import NotFoundError
 from agentlightning.store.base import LightningStore
 from agentlightning.tracing.dialects import mapping
-from agentlightning.types import Metrics, Run, RunStatus
+from agentlightning.types import Condition, Metrics, Order, Run, RunStatus
 
 T = TypeVar("T")
 _SPARKLINE: Final = 40
+_QUIET: Final = 900.0  # seconds without a step or a new rollout, after which a running run may have died
 _UNSHARED: Final = ("time_limit", "threads", "n_runners", "device")  # of a config, what changes no result
 
 
 class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     """A run in a list, called `name` by its folder where that is known. Runs of one `family` differ in their seed
     alone; `last` is the newest value of each metric, `models` what its policies are called at the gateway, `failed`
-    how many rollouts have failed, `settings` what it was started with, by dotted keys."""
+    how many rollouts have failed, `settings` what it was started with, by dotted keys. `lost` says why a run
+    that has not ended may not be running any more, and how to go on."""
 
     run_id: str
     name: str | None
     failed: int
     settings: dict[str, str]
     kind: str
-    status: RunStatus
+    status: RunStatus | Literal["stopped"]
+    lost: str | None
     start_time: float
     end_time: float | None
     policy_version: int
@@ -98,7 +104,26 @@ async def find_run(store: LightningStore, run_id: str) -> Run:
     return run
 
 
-def row_of(run: Run, measured: Sequence[Metrics], failed: int) -> RunRow:
+async def last_sign(store: LightningStore, run: Run, measured: Sequence[Metrics]) -> float:
+    """When the run was heard of last: its start, its newest step or its newest rollout."""
+    newest = Order(field="number", descending=True)
+    page = await store.page_rollouts(Condition("run_id", "eq", run.run_id), [newest], limit=1)
+    times = [one.end_time or one.start_time for one in page.items]
+    return max([run.start_time, *times, *(one.time for one in measured[-1:])])
+
+
+def _lost(run: Run, heard: float) -> str | None:
+    quiet = time.time() - heard
+    if run.status != "stopped" and (run.status != "running" or quiet < _QUIET):
+        return None
+    directory = run.manifest.get("directory")
+    resume = resume_command(Path(directory) if directory else None, run.manifest)
+    if run.status == "stopped":
+        return f"It stopped unexpectedly: no process has its store open. Resume it with: {resume}"
+    return f"No step and no rollout for {quiet / 60:.0f} min. If its process has died, resume it with: {resume}"
+
+
+def row_of(run: Run, measured: Sequence[Metrics], failed: int, heard: float) -> RunRow:
     config, seed = mapping(run.manifest.get("config")), run.manifest.get("seed")
     total_steps = mapping(config.get("algorithm")).get("steps")
     rewards = [one.values["reward"] for one in measured if "reward" in one.values]
@@ -110,8 +135,9 @@ def row_of(run: Run, measured: Sequence[Metrics], failed: int) -> RunRow:
         settings=dict(_dotted(config, "")),
         kind=run.kind,
         status=run.status,
+        lost=_lost(run, heard),
         start_time=run.start_time,
-        end_time=run.end_time,
+        end_time=heard if run.status == "stopped" else run.end_time,
         policy_version=run.policy_version,
         seed=seed if isinstance(seed, int) else None,
         family=_family(run),

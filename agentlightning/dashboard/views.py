@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final, get_type_hints
 import msgspec
 
 from agentlightning.dashboard import credit, failures, progress, rollouts, runs, tokens
+from agentlightning.datasets.annotations import annotated
 from agentlightning.errors import InvalidError, NotFoundError
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
@@ -72,7 +73,8 @@ class ListRuns(View, frozen=True, kw_only=True):
         for run in sorted(await sources.store.query_runs(), key=lambda run: -run.start_time):
             measured = await sources.measured.by(sources.store, run)
             failed = await sources.measured.failed(sources.store, run)
-            rows.append(await asyncio.to_thread(runs.row_of, run, measured, failed))
+            heard = run.end_time or await runs.last_sign(sources.store, run, measured)
+            rows.append(await asyncio.to_thread(runs.row_of, run, measured, failed, heard))
         return rows
 
 
@@ -228,6 +230,23 @@ class ScoreRollout(View, frozen=True, kw_only=True):
         return await sources.row(rollout)
 
 
+class AnnotateRollout(View, frozen=True, kw_only=True):
+    """Change the parts that are given of what a person says of a rollout: a label, a note, the answer that would have
+    been right. An empty text removes a part."""
+
+    route = "POST /dashboard/rollouts/{rollout_id}/annotation"
+    scope = "trainer"
+    rollout_id: str
+    label: str | None = None
+    note: str | None = None
+    answer: str | None = None
+
+    async def read(self, sources: Sources) -> Rollout:
+        rollout = await sources.rollout(self.rollout_id)
+        changed = annotated(rollout, label=self.label, note=self.note, answer=self.answer)
+        return await sources.store.update_rollout(self.rollout_id, metadata=changed)
+
+
 VIEWS: Final[tuple[type[View], ...]] = (
     ListRuns,
     ShowFailures,
@@ -242,4 +261,5 @@ VIEWS: Final[tuple[type[View], ...]] = (
     ShowGroup,
     ShowTree,
     ScoreRollout,
+    AnnotateRollout,
 )

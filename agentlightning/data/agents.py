@@ -12,12 +12,13 @@ from typing import Final
 
 from agentlightning import semconv
 from agentlightning.errors import ConfigError
-from agentlightning.tracing.dialects import items, joined, json_of, mapping, text_of
+from agentlightning.tracing.dialects import first_item, items, joined, json_of, mapping, text_of
 from agentlightning.tracing.steps import Step
 from agentlightning.types import Span
 
 _ROLE: Final = re.compile(r"you are (?:the |an? )?([^.,;:!\n]+)", re.IGNORECASE)
 _PROMPT_KEYS: Final = ('"system"', '"instructions"')  # of a request of Anthropic's protocol, or of Responses
+_INSTRUCTING: Final = ("system", "developer")
 _DSPY_BEGINS: Final = "Your input fields are:"  # the prompts of all its modules
 _LONGEST_NAME: Final = 60
 _LONGEST_LINE: Final = 1000  # of which a name is read
@@ -99,7 +100,7 @@ def _system_prompt(call: Span) -> str:
     request = mapping(json_of(recorded)) if any(map(recorded.__contains__, _PROMPT_KEYS)) else {}
     if said := request.get("system") or request.get("instructions"):
         return joined(said)
-    for message in map(mapping, items(json_of(text_of(call, semconv.GEN_AI_INPUT_MESSAGES)))):
-        if message.get("role") in ("system", "developer"):
-            return joined(message.get("content"))
-    return ""
+    messages = text_of(call, semconv.GEN_AI_INPUT_MESSAGES) or ""
+    first = mapping(first_item(messages))
+    several = [first] if first.get("role") in _INSTRUCTING else map(mapping, items(json_of(messages)))
+    return next((joined(one.get("content")) for one in several if one.get("role") in _INSTRUCTING), "")

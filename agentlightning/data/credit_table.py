@@ -6,28 +6,29 @@
 | `air_dense` | yes | yes | yes: it holds each reward once |
 | `tree` | `none` only: it is a baseline itself | no | no |
 
+`gdpo` goes with `identical` alone: it compares the terms of R, not returns.
+
 `gae` is for algorithms that have a critic. Every row goes with every loss; `policy_gradient` with one optimiser step
 per batch only. The table follows from what `@returns` and `@baseline` say of a function, your own included.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from agentlightning.data import credit as formulas
 from agentlightning.data.credit import Float64Array, Returns, property_of
-from agentlightning.data.references import is_reference, load_reference
+from agentlightning.data.references import find_function, function_name
 from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.sequences import CreditedTransition
 from agentlightning.data.tool_calls import ToolStatus
 from agentlightning.data.transitions import FloatArray, Transition
-from agentlightning.errors import ConfigError, nearest
+from agentlightning.errors import ConfigError
+from agentlightning.types import Rollout
 
 CreditFunction: TypeAlias = Callable[..., Any]
 
@@ -43,6 +44,8 @@ BASELINES: Final[dict[str, CreditFunction]] = {
     "grpo": formulas.grpo,
     "dr_grpo": formulas.dr_grpo,
     "rloo": formulas.rloo,
+    "gigpo": formulas.gigpo,
+    "gdpo": formulas.gdpo,
     "reinforce++": formulas.reinforce_plus_plus,
     "reinforce++_baseline": formulas.reinforce_plus_plus_baseline,
     "gae": formulas.gae,
@@ -51,15 +54,23 @@ BASELINES: Final[dict[str, CreditFunction]] = {
 
 @dataclass(frozen=True)
 class RewardedGroup:
-    """The rollouts of one task that count: the transitions of each, in call order, and the reward of each."""
+    """The rollouts of one task that count: of each its transitions, in call order, its reward, the `terms` that add up
+    to that, by name, and the record of it, whose `input` is the task."""
 
     transitions: Sequence[Sequence[Transition]]
     rewards: Sequence[float]
+    terms: Sequence[Mapping[str, float]] = ()
+    rollouts: Sequence[Rollout] = ()
+
+    @property
+    def task(self) -> Any:
+        """What the agent was given; None in a group that no agent made."""
+        return self.rollouts[0].input if self.rollouts else None
 
     def of_model(self, model: str) -> RewardedGroup:
         """The calls of one model alone."""
         own = [[call for call in transitions if call.model == model] for transitions in self.transitions]
-        return RewardedGroup(own, self.rewards)
+        return replace(self, transitions=own)
 
     @classmethod
     def trial(cls, *rewards: float) -> RewardedGroup:
@@ -86,6 +97,7 @@ class Credit:
     returns_options: Mapping[str, Any]
     baseline_options: Mapping[str, Any]
     equal_rewards: bool = False
+    reward: RewardSpec = PLAIN
 
     @property
     def compares_group(self) -> bool:
@@ -120,6 +132,9 @@ class Credit:
             groups=np.repeat(np.arange(len(groups)), [len(group.rewards) for group in groups]),
             rewards=np.array([reward for group in groups for reward in group.rewards], np.float64),
             equal_rewards=self.equal_rewards,
+            calls=transitions,
+            terms=(terms := _terms(groups)),
+            weights={name: self.reward.weight_of(name) for name in terms},
         )
         if property_of(self.baseline, "values"):
             said = np.zeros(tokens.sum()) if values is None else np.concatenate(values, dtype=np.float64)
@@ -160,9 +175,9 @@ def make_credit(
     """The credit that these names, references (`file.py:function`) or functions mean, where R is made as `reward` says
     and groups of `equal_rewards` count or not, with or without a critic. ConfigError, with the reason, where one is
     unknown, has no such option, or does not go with the others."""
-    first = _function("returns", returns, returns_options, RETURNS)
-    second = _function("baseline", baseline, baseline_options, BASELINES)
-    credit = Credit(first, second, dict(returns_options), dict(baseline_options), equal_rewards)
+    first = find_function("returns", returns, RETURNS, returns_options)
+    second = find_function("baseline", baseline, BASELINES, baseline_options)
+    credit = Credit(first, second, dict(returns_options), dict(baseline_options), equal_rewards, reward)
     if property_of(second, "values") and not critic:
         raise ConfigError(
             f"baseline {_name(second)!r} needs the values of a critic: take algorithm ppo (agl.PPO), which trains one, "
@@ -172,6 +187,11 @@ def make_credit(
         raise ConfigError(
             f"returns {_name(first)!r} subtracts what other rollouts got, and a second baseline would take it away "
             "again; give baseline='none'"
+        )
+    if property_of(second, "terms") and first is not formulas.identical:
+        raise ConfigError(
+            f"baseline {_name(second)!r} compares the terms of R and not returns {_name(first)!r}, which would change "
+            "nothing; give returns='identical'"
         )
     if baseline_options.get("across_calls") and property_of(first, "repeats_reward"):
         raise ConfigError(
@@ -200,24 +220,11 @@ def make_credit(
     return credit
 
 
-def _function(
-    what: str, given: str | CreditFunction, options: Mapping[str, Any], known: Mapping[str, CreditFunction]
-) -> CreditFunction:
-    function = given
-    if isinstance(given, str):
-        if given not in known and not is_reference(given):
-            raise ConfigError(f"{what} {given!r} is unknown; {nearest(given, known)}, or file.py:function")
-        function = known[given] if given in known else load_reference(given)
-    if not callable(function):
-        raise ConfigError(f"{what} is {given!r}; give one of {', '.join(known)}, or a function")
-    parameters = inspect.signature(function).parameters.values()
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        names = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY or one.default is not one.empty]
-        for name in options:
-            if name not in names:
-                takes = nearest(name, names) if names else "it has none"
-                raise ConfigError(f"{what} {_name(function)!r} has no option {name!r}; {takes}")
-    return function
+def _terms(groups: Sequence[RewardedGroup]) -> dict[str, Float64Array]:
+    """The terms of R of each rollout, float64[R] by name; 0 where it lacks one."""
+    terms = [one for of in groups for one in of.terms or [{"final": reward} for reward in of.rewards]]
+    names = {name: None for one in terms for name in one}
+    return {name: np.array([one.get(name, 0.0) for one in terms], np.float64) for name in names}
 
 
 def _check(function: CreditFunction, values: Float64Array, count: int, of: str) -> Float64Array:
@@ -227,7 +234,4 @@ def _check(function: CreditFunction, values: Float64Array, count: int, of: str) 
 
 
 def _name(function: CreditFunction) -> str:
-    known = {**RETURNS, **BASELINES}
-    if isinstance(function, functools.partial):
-        return _name(function.func)
-    return next((name for name, one in known.items() if one is function), getattr(function, "__name__", repr(function)))
+    return function_name(function, {**RETURNS, **BASELINES})

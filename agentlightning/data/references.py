@@ -5,12 +5,15 @@ This module knows nothing about what the object is for.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import inspect
 import sys
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from agentlightning.errors import ConfigError, nearest
 
@@ -38,6 +41,51 @@ def load_reference(reference: str) -> Any:
             raise ConfigError(f"{module_name} has no attribute {attribute!r}; {nearest(attribute, public)}")
         found = getattr(found, attribute)
     return found
+
+
+def find_function(
+    what: str, given: Any, known: Mapping[str, Callable[..., Any]], options: Iterable[str] = ()
+) -> Callable[..., Any]:
+    """The function that `given` is, or names: one of `known`, or a reference. ConfigError, which calls it `what`, where
+    it is none, or has no such options."""
+    function = given
+    if isinstance(given, str):
+        if given not in known and not is_reference(given):
+            raise ConfigError(f"{what} {given!r} is unknown; {nearest(given, known)}, or file.py:function")
+        function = known[given] if given in known else load_reference(given)
+    if not callable(function):
+        raise ConfigError(f"{what} is {given!r}; give one of {', '.join(known)}, or a function")
+    parameters = inspect.signature(function).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        names = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY or one.default is not one.empty]
+        for name in options:
+            if name not in names:
+                takes = nearest(name, names) if names else "it has none"
+                raise ConfigError(f"{what} {function_name(function, known)!r} has no option {name!r}; {takes}")
+    return function
+
+
+def read_function(what: str, given: Any, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """As `find_function`; `given` may also be {name: …, option: value}, with options of the function."""
+    if not isinstance(given, Mapping):
+        return find_function(what, given, known)
+    options = dict(cast("Mapping[str, Any]", given))
+    function = find_function(what, options.pop("name", None), known, options)
+    return functools.partial(function, **options)
+
+
+def mark_of(function: Any, name: str, default: Any = None) -> Any:
+    """What a decorator has noted of a function under this name, also of a `functools.partial` of it."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, name, default)
+
+
+def function_name(function: Callable[..., Any], known: Mapping[str, Callable[..., Any]]) -> str:
+    """What messages call a function: its name in `known`, or its own."""
+    if isinstance(function, functools.partial):
+        return function_name(function.func, known)
+    return next((name for name, one in known.items() if one is function), getattr(function, "__name__", repr(function)))
 
 
 def _load_file(path: Path) -> ModuleType:

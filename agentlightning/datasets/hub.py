@@ -1,7 +1,7 @@
-"""`hf:` names: models and files of datasets on the Hugging Face hub, fetched and pushed by `huggingface_hub`.
+"""`hf:` names: models and dataset files on the Hugging Face hub, through `huggingface_hub`.
 
-`hf:ORG/NAME` is a model; `hf:ORG/NAME/FILE` a file of a dataset; `hf:ORG/NAME@REVISION…` either at a revision.
-The hub's own variables hold: HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE.
+`hf:ORG/NAME` is a model, `hf:ORG/NAME/FILE` a file of a dataset, `hf:ORG/NAME@REVISION…` either at a revision. The
+hub's variables apply: HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class HubName(NamedTuple):
-    """What an `hf:` name names; without a `file` it is a whole repository."""
+    """The parts of an `hf:` name; without a `file`, a whole repository."""
 
     repository: str
     revision: str | None
@@ -36,7 +36,7 @@ def is_hub_name(source: object) -> bool:
 
 
 def read_hub_name(source: str) -> HubName:
-    """ConfigError for what is no name."""
+    """Read an `hf:` name. ConfigError if it is malformed."""
     found = _NAME.fullmatch(source)
     if found is None:
         raise ConfigError(f"{source!r} names nothing on the hub; write hf:ORG/NAME for a model, hf:ORG/NAME/FILE.jsonl")
@@ -44,7 +44,7 @@ def read_hub_name(source: str) -> HubName:
 
 
 def fetched_model(source: T) -> T | str | Path:
-    """The id or the directory of the model that an `hf:` name names; anything else as it is."""
+    """The id or directory of the model of an `hf:` name; other names stay unchanged."""
     if not isinstance(source, str) or not is_hub_name(source):
         return source
     name = read_hub_name(source)
@@ -77,7 +77,7 @@ def reachable_model(repository: str) -> str | Path:
 
 
 def fetched_file(source: str) -> Path:
-    """The file of a dataset that an `hf:` name names, in the hub's cache here."""
+    """The dataset file of an `hf:` name, in the local cache."""
     name = read_hub_name(source)
     with _hub(source) as hub:
         if name.file is None:
@@ -87,8 +87,8 @@ def fetched_file(source: str) -> Path:
 
 
 def push(path: Path, target: str) -> str:
-    """Upload a checkpoint's directory to the model, or a file to the dataset, that an `hf:` name names; a repository
-    that does not exist is made, private. The address of the commit."""
+    """Upload a checkpoint's directory to a model, or a file to a dataset. A missing repository is created, private.
+    Returns the commit's address."""
     name = read_hub_name(target)
     kind = "dataset" if name.file is not None else "model"
     if path.is_dir() == (name.file is not None):
@@ -104,7 +104,7 @@ def push(path: Path, target: str) -> str:
 
 @contextlib.contextmanager
 def _hub(name: str) -> Generator[Any]:
-    """The hub's package, whose errors become ConfigErrors."""
+    """The hub's package; its errors become ConfigErrors."""
     hub = imported("huggingface_hub", name, "huggingface_hub")
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

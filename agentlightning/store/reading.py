@@ -1,6 +1,6 @@
-"""A store read while another process owns it: what a job is doing is looked at while it runs.
+"""Reads a store while another process owns it, such as a running job.
 
-Nothing is changed and nobody is kept out. Other processes' commits wake nobody here, so that waiting is looking again.
+Nothing is changed or locked. Commits of other processes wake nobody here, so waiting polls.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any, Final
 import msgspec
 
 from agentlightning.errors import ConflictError
-from agentlightning.store import rollouts
+from agentlightning.store import records, rollouts
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.database import Connection, DatabaseThread
 from agentlightning.store.sql import LEASE_SECONDS, READS, database_of
 from agentlightning.store.transaction import Transaction
+from agentlightning.types import Run
 
 _LOOK_AGAIN_SECONDS: Final = 0.5
 
@@ -31,25 +32,34 @@ _READS: Final[Mapping[str, Callable[..., Any]]] = {
 
 
 class StoreReader(LightningStore):
-    """The store in a file, or at a `postgresql://` URL, for reading. Made by `open`, ended by `close`; a call that
-    would change something is a ConflictError."""
+    """The store in a file, or at a `postgresql://` URL, for reading. Create it with `open`, end it with `close`. A call
+    that would change something is a ConflictError."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, address: str, connection: Connection) -> None:
+        self._address = address
         self._thread = DatabaseThread(connection, "agl-store-reader")
 
     @classmethod
     async def open(cls, address: Path | str) -> StoreReader:
         """ConfigError if there is no store, or it is damaged; UnavailableError if PostgreSQL cannot be reached."""
-        return cls(await asyncio.to_thread(database_of(address).open_reader, str(address)))
+        return cls(str(address), await asyncio.to_thread(database_of(address).open_reader, str(address)))
 
     async def close(self) -> None:
         await self._thread.close()
+
+    def _runs(self, connection: Connection) -> list[Run]:
+        owned = database_of(self._address).is_owned(self._address, connection)
+        runs = records.query_runs(Transaction(connection, time.time(), LEASE_SECONDS, b""))
+        gone = () if owned else [run for run in runs if run.status == "running"]
+        return [msgspec.structs.replace(run, status="stopped") if run in gone else run for run in runs]
 
     async def perform(self, call: Call) -> Any:
         read = _READS.get(call.method)
         if read is None:
             raise ConflictError(f"the store is open for reading, and {call.method} may change it")
         asked = msgspec.structs.asdict(call)
+        if call.method == "query_runs":
+            return await self._thread.submit(self._runs)
         give_up = time.monotonic() + asked.pop("timeout", 0.0)
         while True:
             answer: Any = await self._thread.submit(

@@ -119,7 +119,9 @@ CREATE TABLE spans (
     prompt_token_ids {bytes},
     token_ids {bytes},
     logprobs {bytes},
-    choices TEXT
+    choices TEXT,
+    base TEXT,
+    repeated TEXT
 );
 CREATE UNIQUE INDEX spans_by_attempt ON spans (attempt, span_id);
 CREATE TABLE resources (
@@ -152,21 +154,39 @@ CREATE TABLE api_keys (
 );
 """
 
-VERSION: Final = 6
+VERSION: Final = 7
 """The layout of these tables."""
+_BEFORE: Final = 6
+"""The layout that is brought to this one: there no span had a base."""
 
 
 def check_version(version: int, store: str) -> None:
-    """ConfigError if a store has another layout than these tables."""
-    if version != VERSION:
+    """ConfigError unless a store has these tables, or those of the layout before."""
+    if version not in (VERSION, _BEFORE):
         raise ConfigError(
             f"{store} has layout {version} and this release reads layout {VERSION}; it was left unchanged. Use the "
             "release that wrote it, or a new store"
         )
 
 
+def bring_up(connection: Connection, version: int) -> bool:
+    """Convert a store of the layout before, in the caller's transaction. Returns whether it had to."""
+    if version == _BEFORE:
+        for column in ("base", "repeated"):
+            connection.execute(f"ALTER TABLE spans ADD COLUMN {column} TEXT")
+    return version == _BEFORE
+
+
+def read_as_new(connection: Connection, version: int) -> None:
+    """Let a connection read a store of the layout before, without changing it."""
+    if version == _BEFORE:
+        spans = "main.spans" if connection.dialect == "sqlite" else "spans"
+        columns = "CAST(NULL AS TEXT) AS base, CAST(NULL AS TEXT) AS repeated"
+        connection.execute(f"CREATE TEMP VIEW spans AS SELECT *, {columns} FROM {spans}")
+
+
 def create(connection: Connection) -> None:
-    """Make the tables of a new store, within the caller's transaction."""
+    """Create the tables of a new store, in the caller's transaction."""
     for statement in _TABLES.format_map(_TYPES[connection.dialect]).split(";"):
         if statement.strip():
             connection.execute(statement)

@@ -6,39 +6,29 @@ This module does not know threads, event loops or HTTP, nor what a span means.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import Final
 
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError
 from agentlightning.semconv import CALL_ENDPOINT
 from agentlightning.store import codec, lifecycle
 from agentlightning.store.attempts import load_standing, load_with_sequence, save_standing
-from agentlightning.store.codec import SpanColumns
+from agentlightning.store.codec import SPAN_COLUMNS, SpanColumns
 from agentlightning.store.database import Connection
 from agentlightning.store.outcomes import note_reward
-from agentlightning.store.redaction import Redact
+from agentlightning.store.prompts import Prepared, WholePrompts
 from agentlightning.store.rollouts import require_rollout
 from agentlightning.store.transaction import Transaction
 from agentlightning.types import UNATTRIBUTED, Span
 
-Prepared: TypeAlias = tuple[list[Span | None], list[SpanColumns | None]]
-
 _LARGEST_GIVEN: Final = 2**52  # the store numbers on from it, and there is room for an import
-SPAN_COLUMNS: Final = ", ".join(SpanColumns._fields)
 _INSERT: Final = (
     f"INSERT INTO spans (attempt, {SPAN_COLUMNS}) VALUES (?{', ?' * len(SpanColumns._fields)}) "
     "ON CONFLICT (attempt, span_id) DO NOTHING"
 )
 
 
-def prepare(given: Sequence[Span], redact: Redact) -> Prepared:
-    """The spans as they may be written, and their columns; None for a span that is dropped."""
-    kept = [redact(span) for span in given]
-    return kept, [None if span is None else codec.span_columns(span) for span in kept]
-
-
-def add_spans(tx: Transaction, spans: Sequence[Span], columns: Sequence[SpanColumns | None]) -> list[int]:
-    """Store spans with the columns they were written into (None: dropped by the redaction), all or none; return the
-    sequence id each is stored under (0 for a dropped one)."""
+def add_spans(tx: Transaction, spans: Sequence[Span], prepared: Sequence[Prepared]) -> list[int]:
+    """Store prepared spans, all or none. Returns the sequence id of each; 0 for a dropped one."""
     by_attempt: dict[tuple[str, str], list[int]] = {}
     for index, span in enumerate(spans):
         by_attempt.setdefault((span.rollout_id, span.attempt_id), []).append(index)
@@ -48,15 +38,21 @@ def add_spans(tx: Transaction, spans: Sequence[Span], columns: Sequence[SpanColu
             _lay_out_unattributed(tx)
         number, before, highest = load_with_sequence(tx.connection, rollout_id, attempt_id)
         for index in indices:
-            row = columns[index]
+            one = prepared[index]
+            row = one.columns
             if row is None:
                 continue
+            if one.base is not None and one.span is not None and one.base.attempt != number:
+                row = codec.span_columns(one.span)  # what it goes on from is not stored here
             if row.sequence_id > _LARGEST_GIVEN:
                 raise InvalidError(
                     f"the sequence_id of span {row.span_id} is too large: give 1, 2 …, or 0 for the next"
                 )
             sequence_id = row.sequence_id or highest + 1
-            if tx.connection.execute(_INSERT, (number, row[0], sequence_id, *row[2:])).rowcount == 0:
+            inserted = tx.connection.execute(_INSERT, (number, row[0], sequence_id, *row[2:])).rowcount
+            if one.prompt is not None:
+                one.prompt.attempt = number if inserted else None
+            if not inserted:
                 stored[index] = _stored_before(tx.connection, number, row, spans[index])
                 continue
             highest = max(highest, sequence_id)
@@ -69,8 +65,8 @@ def add_spans(tx: Transaction, spans: Sequence[Span], columns: Sequence[SpanColu
 
 
 def _stored_before(connection: Connection, number: int, row: SpanColumns, span: Span) -> int:
-    """The sequence id of the span that has this id already. ConflictError for a call of the gateway whose place another
-    span has: it must not be lost."""
+    """The sequence id of the stored span with this id. ConflictError if another span has the place of a gateway's call,
+    which must not be lost."""
     sequence_id, start_time = connection.execute(
         "SELECT sequence_id, start_time FROM spans WHERE attempt = ? AND span_id = ?", (number, row.span_id)
     ).fetchone()
@@ -82,7 +78,7 @@ def _stored_before(connection: Connection, number: int, row: SpanColumns, span: 
 
 
 def _lay_out_unattributed(tx: Transaction) -> None:
-    """The rollout for spans that nobody could attribute: final from the beginning, so that nothing moves it."""
+    """The rollout for spans without an attempt. It has ended from the start, so that nothing changes it."""
     tx.connection.execute(
         "INSERT INTO rollouts (rollout_id, input, start_time, end_time, status, mode, config, metadata, attempts) "
         "VALUES (?, 'null', ?, ?, 'succeeded', 'val', '{}', '{}', 1) ON CONFLICT (rollout_id) DO NOTHING",
@@ -117,9 +113,10 @@ def query_spans(tx: Transaction, rollout_id: str, attempt_id: str | None) -> lis
         attempts = [attempt for attempt in attempts if attempt[1] == attempt_id]
         if not attempts:
             raise NotFoundError(f"there is no attempt {attempt_id!r} of a rollout {rollout_id!r}")
-    spans = [
-        codec.span_from_columns(rollout_id, name, row)
-        for number, name in attempts
-        for row in tx.connection.execute(f"SELECT {SPAN_COLUMNS} FROM spans WHERE attempt = ?", (number,))
-    ]
+    spans: list[Span] = []
+    for number, name in attempts:
+        found = tx.connection.execute(f"SELECT {SPAN_COLUMNS} FROM spans WHERE attempt = ?", (number,))
+        rows = {row.span_id: row for row in map(SpanColumns._make, found)}
+        prompts = WholePrompts(lambda _, span_id, rows=rows: rows[span_id])
+        spans += [prompts.span(rollout_id, name, number, row) for row in rows.values()]
     return sorted(spans, key=lambda span: (span.start_time, span.sequence_id))

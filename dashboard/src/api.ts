@@ -88,6 +88,11 @@ export interface ExplainedBreak {
   anew: string[] | null;
 }
 
+export interface Gap {
+  start_time: number;
+  end_time: number;
+}
+
 export interface Group {
   group_id: string;
   run_id: string | null;
@@ -239,9 +244,9 @@ export interface RolloutView {
   row: RolloutRow;
   attempts: Attempt[];
   shown: number | null;
+  timeline: Timeline | null;
   steps: StepView[];
   conversations: ConversationView[];
-  logs: Record<string, any>[];
   rewards: RewardView[];
   traceback: string | null;
 }
@@ -263,7 +268,7 @@ export interface Run {
   run_id: string;
   kind: string;
   start_time: number;
-  status: "cancelled" | "failed" | "running" | "succeeded";
+  status: "cancelled" | "failed" | "running" | "succeeded" | "stopped";
   end_time: number | null;
   policy_version: number;
   manifest: Record<string, any>;
@@ -275,7 +280,8 @@ export interface RunRow {
   failed: number;
   settings: Record<string, string>;
   kind: string;
-  status: "cancelled" | "failed" | "running" | "succeeded";
+  status: "cancelled" | "failed" | "running" | "succeeded" | "stopped";
+  lost: string | null;
   start_time: number;
   end_time: number | null;
   policy_version: number;
@@ -325,6 +331,7 @@ export interface Session {
   admin: boolean;
   scopes: ("admin" | "grader" | "read" | "trainer" | "worker")[];
   protected: boolean;
+  reading: boolean;
   version: string;
 }
 
@@ -355,6 +362,14 @@ export interface TaskPair {
   after: number;
   first_id: string;
   last_id: string;
+}
+
+export interface Timeline {
+  start: number;
+  end: number;
+  gaps: Gap[];
+  stood: string | null;
+  last_span: string | null;
 }
 
 export interface TokenCall {

@@ -15,6 +15,9 @@ export interface Line {
   /** Of several seeds, the lowest and highest at each x. */
   low?: (number | null)[];
   high?: (number | null)[];
+  /** Of one run, which it is and the step of each point. */
+  run_id?: string;
+  step?: number[];
 }
 
 interface Properties {
@@ -24,6 +27,8 @@ interface Properties {
   log: boolean;
   x: "step" | "time" | "rollouts" | "tokens" | "cost";
   height?: number;
+  /** Called with the point of a run that was clicked. */
+  open: (run_id: string, step: number) => void;
 }
 
 interface Pointed {
@@ -37,21 +42,25 @@ const SECONDS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 
 /** Charts on one page share the pointer's place. */
 const pointer = uPlot.sync("runs");
 
-export function Chart({ title, lines, smoothing, log, x, height = 150 }: Properties) {
+export function Chart({ title, lines, smoothing, log, x, height = 150, open }: Properties) {
   const holder = useRef<HTMLDivElement>(null);
   const [pointed, setPointed] = useState<Pointed>();
   const drawn = useRef<uPlot | undefined>(undefined);
   const look = theme.value;
   const { data, about } = prepared(lines, smoothing, log);
   const shape = JSON.stringify([about.map(({ kind, name, color }) => [kind, name, color]), log, x, look]);
-  const latest = useRef(about);
-  latest.current = about;
+  const latest = useRef({ about, lines, open });
+  latest.current = { about, lines, open };
   useEffect(() => {
     const place = holder.current;
     if (!place) return;
-    const told = (plot: uPlot) => setPointed(under(plot, latest.current));
-    const plot = new uPlot(options(place.clientWidth, height, latest.current, log, x, told), data, place);
+    const told = (plot: uPlot) => setPointed(under(plot, latest.current.about));
+    const plot = new uPlot(options(place.clientWidth, height, latest.current.about, log, x, told), data, place);
     drawn.current = plot;
+    plot.over.addEventListener("click", () => {
+      const { line, at } = nearest(plot, latest.current.lines) ?? {};
+      if (line?.run_id && at !== undefined) latest.current.open(line.run_id, line.step?.[at] ?? 0);
+    });
     pointer.sub(plot);
     const resized = new ResizeObserver(() => plot.setSize({ width: place.clientWidth, height }));
     resized.observe(place);
@@ -211,6 +220,19 @@ function under(plot: uPlot, about: Drawn[]): Pointed | undefined {
     return one.kind === "line" && typeof value === "number" ? [{ name: one.name, color: one.color, value }] : [];
   });
   return { x: plot.data[0][place] ?? 0, values };
+}
+
+/** The point that is nearest to the pointer, and its place in its line. */
+function nearest(plot: uPlot, lines: Line[]): { line: Line; at: number } | undefined {
+  const { left = 0, top = 0 } = plot.cursor;
+  const points = lines.flatMap((line) =>
+    line.y.flatMap((y, at) => {
+      const x = line.x[at];
+      if (y === null || x === undefined) return [];
+      return [{ line, at, far: Math.hypot(plot.valToPos(x, "x") - left, plot.valToPos(y, "y") - top) }];
+    }),
+  );
+  return points.reduce<(typeof points)[0] | undefined>((best, one) => (best && best.far <= one.far ? best : one), undefined);
 }
 
 /** 12345 → `12.3k`, 1234567 → `1.23M`. */

@@ -72,6 +72,8 @@ export function lines(name: string, rows: RunRow[], all: RunSeries[], axis: Axis
       color: shades.get(row.run_id) ?? "--accent",
       x: along(series, axis, prices),
       y,
+      run_id: row.run_id,
+      step: series.step,
     };
     return [{ row, series, line }];
   });

@@ -16,6 +16,7 @@ export function filterOf(query: URLSearchParams): Filter | undefined {
     ["run", "run_id"],
     ["group", "group_id"],
     ["tag", "tag"],
+    ["label", "metadata.annotation.label"],
   ] as const) {
     const value = query.get(name);
     if (value) parts.push({ op: "eq", field, value });
@@ -27,10 +28,18 @@ export function filterOf(query: URLSearchParams): Filter | undefined {
     const value = query.get(name);
     if (value && Number.isFinite(Number(value))) parts.push({ op, field: "reward", value: Number(value) });
   }
+  const step = query.get("step");
+  if (step && Number.isFinite(Number(step))) parts.push(ofStep(Number(step)));
   if (query.get("error") === "any") parts.push({ op: "exists", field: "error" });
   const text = query.get("q")?.trim();
   if (text) parts.push(searched(text));
   return parts.length > 1 ? { op: "and", of: parts } : parts[0];
+}
+
+/** What an evaluation after a step ran, and what training ran for it. */
+function ofStep(step: number): Filter {
+  const evaluated: Filter = { op: "eq", field: "metadata.step", value: step };
+  return { op: "or", of: [evaluated, { op: "contains", field: "metadata.sample", value: `train-${step}-` }] };
 }
 
 function searched(text: string): Filter {

@@ -4,10 +4,10 @@ import { useEffect, useRef, useState } from "preact/hooks";
 import { visible } from "./format";
 import type { Loaded } from "./request";
 
-/** `doubtful` success is not shown in green. */
+/** What is `doubtful` is shown as neither a success nor as going on. */
 export function Status({ value, doubtful }: { value: string; doubtful?: boolean }) {
   return (
-    <span class={`status ${doubtful && value === "succeeded" ? "doubtful" : value}`}>
+    <span class={`status ${doubtful && ["succeeded", "running"].includes(value) ? "doubtful" : value}`}>
       <i />
       {value}
     </span>

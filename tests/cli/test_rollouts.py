@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,10 @@ def test_a_failed_rollout_is_shown_with_its_traceback_and_where_it_stood(capsys:
     shown = capsys.readouterr().out
     assert "── traceback (" in shown and "ValueError: no seat [/] left" in shown and "Traceback (most" not in shown
     assert "\n  failed " in shown and "s after its start, 0.0 s after its last recorded step: tool book" in shown
+    assert run(["rollouts", "show", rollout_id, "--timeline"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.match(r"\+   0\.00 s    1\.00 s  ▓+·*  tool book$", lines[1]) and "! ValueError" in "".join(lines[2:4])
+    assert any("┤ failed " in line and "last recorded step: tool book" in line for line in lines)
     assert run(["rollouts", "show", rollout_id, "--logs"]) == 0
     assert "Traceback (most recent call last)" in capsys.readouterr().out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def test_runs_are_listed_with_what_they_reached(words: tuple[str, ...], capsys: 
     make_runs("one", "two")
     lines = told(capsys, *words).splitlines()
     [one] = [line for line in lines if line.strip().startswith("one")]
-    assert "running" in one and " 0.7 " in one and "▂▃" in one and one.rstrip().endswith("one-dir/store.sqlite")
+    assert "stopped" in one and " 0.7 " in one and "▂▃" in one and one.rstrip().endswith("one-dir/store.sqlite")
     assert any(line.strip().startswith("two") for line in lines)
 
 
@@ -46,6 +47,14 @@ def test_the_run_of_a_job_that_still_goes_on_is_listed(capsys: pytest.CaptureFix
     asyncio.run(work())
     listed = json.loads(capsys.readouterr().out)
     assert (listed["run"]["run_id"], listed["steps"], listed["metrics"]["reward"]) == ("mine", 10, 0.7)
+    assert listed["run"]["status"] == "running"
+
+
+def test_a_run_whose_process_died_is_shown_with_how_to_resume_it(capsys: pytest.CaptureFixture[str]) -> None:
+    make_runs("one")
+    assert "resume it with: " in (said := told(capsys, "runs", "show", "one")) and "resume=True" in said
+    Path("runs/one-dir/run.yaml").touch()
+    assert re.search(r"resume it with: \S*agl train --resume --run-dir runs/one-dir\n", told(capsys, "runs", "show"))
 
 
 def test_a_damaged_store_among_several_is_left_out_and_alone_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

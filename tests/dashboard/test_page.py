@@ -13,7 +13,7 @@ from agentlightning import semconv
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import EnqueueRolloutRequest, Metrics
 from tests.dashboard.test_routes import record
-from tests.dashboard.world import GROUP, HOSTILE, KEY, ROLLOUT, RUN, World, browser, fill, served
+from tests.dashboard.world import GROUP, HOSTILE, KEY, ROLLOUT, RUN, World, browser, fill, served, stuck
 from tests.node import installed
 
 pytestmark = pytest.mark.anyio
@@ -108,6 +108,30 @@ async def test_rollouts_are_sorted_by_a_column_and_the_url_keeps_it(world) -> No
 
 
 @pytest.mark.slow
+async def test_a_click_on_a_point_opens_the_rollouts_of_its_step(world) -> None:
+    run = await world.store.start_run("grpo", {"seed": 9}, run_id="run-steps")
+    for step in (1, 2):
+        await world.store.add_metrics(Metrics(run_id=run.run_id, step=step, time=1.0, values={"reward": step / 4}))
+    held_out = EnqueueRolloutRequest(input="held out", run_id=run.run_id, mode="val", metadata={"step": 1})
+    asked = [
+        EnqueueRolloutRequest(input=f"step {step}", run_id=run.run_id, metadata={"sample": f"train-{step}-0-0"})
+        for step in (1, 2, 11)
+    ]
+    for one in await world.store.enqueue_many_rollouts([held_out, *asked]):
+        await world.store.update_rollout(one.rollout_id, status="cancelled")
+    async with world.page() as page:
+        await world.show(page, "/runs/run-steps", "run-steps")
+        await (
+            page.get_by_role("img", name=re.compile(r"^reward\. ")).locator(".u-over").click(position={"x": 3, "y": 80})
+        )
+        await page.get_by_role("heading", name="Rollouts").wait_for()
+        await see(page, "1 rollout", "step 1")
+        assert "mode=train" in page.url
+        await page.get_by_label("Any mode").select_option("Any mode")
+        await see(page, "2 rollouts", "held out")
+
+
+@pytest.mark.slow
 async def test_a_rollout_is_seen_as_conversation_time_tokens_credit_and_as_it_is_stored(world) -> None:
     async with world.page() as page:
         await world.show(page, f"/rollouts/{ROLLOUT}", ROLLOUT)
@@ -128,6 +152,20 @@ async def test_a_rollout_is_seen_as_conversation_time_tokens_credit_and_as_it_is
         await page.get_by_role("link", name="Raw").click()
         await page.get_by_text("Spans, with their token ids").click()
         await see(page, '"prompt_token_ids"')
+
+
+@pytest.mark.slow
+async def test_a_timed_out_attempt_is_seen_on_one_axis_with_where_it_stood(world) -> None:
+    attempted = await stuck(world.store)
+    async with world.page() as page:
+        await world.show(page, f"/rollouts/{attempted.rollout_id}/timeline", attempted.rollout_id)
+        lines = page.locator(".steps > li")
+        await expect(lines).to_contain_text(["attempt 1", "tool search", "log stdout", "nothing recorded", "timeout"])
+        await see(page, "after its last recorded step: tool search")
+        bar = lines.nth(2).locator(".lane i")
+        assert (await bar.bounding_box())["width"] / (await lines.nth(1).locator(".lane").bounding_box())["width"] > 0.2
+        await page.get_by_role("link", name="Logs").click()
+        await see(page, "searching")
 
 
 @pytest.mark.slow
@@ -214,6 +252,32 @@ async def test_a_person_tags_scores_and_runs_a_rollout_again(world) -> None:
 
 
 @pytest.mark.slow
+async def test_a_person_annotates_a_rollout_and_one_who_only_reads_is_told_why_not(world) -> None:
+    attempted = await stuck(world.store)
+    place = f"/rollouts/{attempted.rollout_id}"
+    async with world.page() as page:
+        await world.show(page, place, attempted.rollout_id)
+        await page.get_by_role("button", name="Annotate").click()
+        await page.get_by_label("Label, such as good").fill("wrong")
+        await page.get_by_label("Note").fill("Searched for an hour")
+        await page.get_by_label("Corrected answer").fill("SK462")
+        await page.get_by_role("button", name="Save annotation").click()
+        await see(page, "Searched for an hour", "SK462")
+        await page.get_by_role("button", name="Annotate").click()
+        await page.get_by_label("Note").fill("")
+        await page.get_by_role("button", name="Save annotation").click()
+        await expect(page.get_by_text("Searched for an hour")).to_have_count(0)
+        await world.show(page, "/rollouts", "Rollouts")
+        await page.get_by_label("Label", exact=True).fill("wrong")
+        await see(page, "1 rollout", "Find me a flight")
+    issued = await world.store.issue_key(name="reader", scopes=["read"])
+    async with world.page(issued.api_key) as page:
+        await world.show(page, place, attempted.rollout_id)
+        await see(page, "Nothing can be changed or annotated here: your key lacks the scope trainer.", "SK462")
+        await expect(page.get_by_role("button", name="Annotate")).to_have_count(0)
+
+
+@pytest.mark.slow
 async def test_the_keyboard_reaches_everything(world) -> None:
     async with world.page() as page:
         await page.keyboard.press("g")
@@ -222,7 +286,7 @@ async def test_the_keyboard_reaches_everything(world) -> None:
         await page.get_by_role("link", name="My flight to Oslo").first.wait_for()
         await page.keyboard.press("/")
         await page.keyboard.type("Oslo")
-        await see(page, "8 rollouts")
+        await expect(page.get_by_text("8 rollouts", exact=True)).to_be_visible()
         await page.keyboard.press("Escape")
         for key in ("j", "j", "j", "k"):
             await page.keyboard.press(key)

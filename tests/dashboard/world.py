@@ -25,6 +25,8 @@ from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.sql import SqlStore
 from agentlightning.store.transfer import import_rollouts
+from agentlightning.tracing.context import AttemptTracer
+from agentlightning.tracing.logs import record_log
 from agentlightning.types import AttemptedRollout, Metrics, PromptTemplate, Run, Span, SpanStatus
 
 FLIGHTS = Path(__file__).parent / "flights"
@@ -45,7 +47,7 @@ class World:
         self.store, self.url, self.browser = store, url, browser
 
     @asynccontextmanager
-    async def page(self, **options: Any) -> AsyncIterator[Page]:
+    async def page(self, key: str = KEY, **options: Any) -> AsyncIterator[Page]:
         """A page in a session of its own, and an assertion that nothing failed in it."""
         context = await self.browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
         page = await context.new_page()
@@ -54,7 +56,7 @@ class World:
         page.on("pageerror", lambda error: failures.append(str(error)))
         page.on("console", lambda said: failures.append(said.text) if "Content Security Policy" in said.text else None)
         await page.goto(self.url)
-        await page.get_by_label("Key of this server").fill(KEY)
+        await page.get_by_label("Key of this server").fill(key)
         await page.get_by_role("button", name="Sign in").click()
         await page.get_by_role("heading", name="Runs", exact=True).wait_for()
         await page.get_by_text("live", exact=True).wait_for()
@@ -160,4 +162,17 @@ async def hostile(store: SqlStore) -> AttemptedRollout:
         ]
     )
     await store.update_attempt(rollout_id, attempt_id, status="failed", metadata={"reason": HOSTILE})
+    return attempted
+
+
+async def stuck(store: SqlStore) -> AttemptedRollout:
+    """A rollout that timed out long after its last step, the tool search."""
+    attempted = await store.start_rollout("Find me a flight")
+    tracer = AttemptTracer(attempted.rollout_id, attempted.attempt.attempt_id)
+    at = attempted.attempt.start_time - 60  # spans may begin before what the store calls the start
+    tool = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "search"}
+    tracer.record("execute_tool search", tool, start_time=at, end_time=at + 20)
+    record_log(tracer, "stdout", "searching", (at + 5, at + 6))
+    await store.add_many_spans(tracer.drain())
+    await store.update_attempt(attempted.rollout_id, attempted.attempt.attempt_id, status="timeout")
     return attempted

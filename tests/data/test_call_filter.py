@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import agentlightning as agl
 from agentlightning import semconv
@@ -19,13 +21,13 @@ from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.errors import ConfigError
 from agentlightning.gateway import backend, capture
 from agentlightning.gateway.backends import tokens
-from agentlightning.types import SampledChoice, TokenCapture
+from agentlightning.types import SampledChoice, Span, TokenCapture
 from tests.data.test_transitions import call, reward, rollout
 
 
 def sampled(index: int = 0, *, prompt: tuple[int, ...] = (1, 2), **choice: Any) -> Any:
-    given = {"token_ids": (7, 8), "logprobs": (-0.1, -0.2), "finish_reason": "stop", "versions": ((3, 2),)} | choice
-    tokens = TokenCapture(prompt_token_ids=prompt, choices=(SampledChoice(**given),))
+    fields = {"token_ids": (7, 8), "logprobs": (-0.1, -0.2), "finish_reason": "stop", "versions": ((3, 2),)} | choice
+    tokens = TokenCapture(prompt_token_ids=prompt, choices=(SampledChoice(**fields),))
     return msgspec.structs.replace(call(index), tokens=tokens)
 
 
@@ -164,3 +166,17 @@ def test_what_was_kept_and_sampled_by_whom_is_in_the_metrics() -> None:
     assert metrics["kept/cut off at max_tokens"] == 2
     assert metrics["policy_version_oldest"] == 3
     assert metrics["clock_skew_seconds"] == 0
+
+
+@given(st.lists(st.tuples(st.sampled_from("abi"), st.booleans()), min_size=1, max_size=8))
+def test_a_call_has_an_image_if_any_of_its_messages_has_one(turns: list[tuple[str, bool]]) -> None:
+    """Of conversations that go on, or begin anew: what an earlier call had is not looked at again."""
+    words: dict[str, Any] = {"i": [{"type": "image_url", "image_url": {"url": DATA}}], "a": "a", "b": 'an "image"'}
+    said: list[Any] = []
+    calls: list[Span] = []
+    wanted = 0
+    for index, (word, anew) in enumerate(turns):
+        said = [*([] if anew else said), {"role": "user", "content": words[word]}]
+        calls.append(call(index, **{semconv.GEN_AI_INPUT_MESSAGES: msgspec.json.encode(said).decode()}))
+        wanted += any(isinstance(one["content"], list) for one in said)
+    assert trace_rollout(rollout(), calls).excluded["has images"] == wanted

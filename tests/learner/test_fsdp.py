@@ -17,13 +17,16 @@ import torch
 from torch import Tensor
 
 from agentlightning.errors import ConfigError, TrainingError
-from agentlightning.learner.base import AdamW, DType, against_proximal
+from agentlightning.learner.base import AdamW, DType
+from agentlightning.learner.corrections import Corrections, corrected, prepare
 from agentlightning.learner.fsdp import FsdpLearner, Settings
 from agentlightning.learner.losses import Loss
 from agentlightning.learner.policy import Policy, empty_policy, load_policy, open_policy, saved_weights
 from agentlightning.learner.tiny import make_tokenizer
 from agentlightning.learner.torch import TorchLearner
 from tests import agents
+from tests.learner.test_objective import by_level, from_tasks, per_rollout
+from tests.learner.test_observations import sequences as observing
 from tests.learner.test_servers import wait_until_gone
 from tests.learner.test_torch import batch
 from tests.learner.vllm_standin import standin
@@ -96,11 +99,26 @@ def test_two_processes_compute_what_one_does(two: FsdpLearner, model: Path, tmp_
 @pytest.mark.slow
 def test_old_log_probabilities_and_losses_of_your_own_are_those_of_one(two: FsdpLearner, model: Path) -> None:
     one, loss = one_process(model), replace(LOSS, kind=own_loss, clip_high=None, old="proximal")
-    (ours, told), (theirs, expected) = (against_proximal(learner, batch(), loss, 0) for learner in (two, one))
+    given = ["truncate", {"name": "bound", "statistic": "k2", "high": 8.0}]
+    corrections = Corrections.read(given, "proximal")
+    (first, told), (second, expected) = (prepare(learner, batch(), loss.temperature, 0) for learner in (two, one))
     same(told, expected)
+    (ours, masked), (theirs, also) = (corrected(some, corrections, "proximal") for some in (first, second))
+    same(masked, also)
+    assert masked["masked"] > 0
     np.testing.assert_allclose(ours[0].advantages, theirs[0].advantages, atol=1e-5)
     same(two.step(ours, loss), one.step(theirs, loss))
     assert two.token_bytes is not None and two.mismatch_tolerance == one.mismatch_tolerance
+
+
+@pytest.mark.slow
+def test_observations_aggregations_and_losses_that_see_tasks_are_those_of_one(two: FsdpLearner, model: Path) -> None:
+    one = one_process(model)
+    loss = Loss(by_level, aggregation=per_rollout, temperature=0.8)
+    for level in ("trajectory", "tree"):
+        (ours, theirs) = (learner.step(from_tasks(observing(level, 5)), loss, 0) for learner in (two, one))
+        same(ours, theirs)
+        assert {"loss/level", "observation_loss"} <= {*ours}
 
 
 @pytest.mark.slow

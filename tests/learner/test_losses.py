@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 
-from agentlightning.data.sequences import Aggregation, TrainingSequence, aggregation_weights
+from agentlightning.data.aggregation import aggregation_weights
+from agentlightning.data.sequences import TrainingSequence
 from agentlightning.errors import ConfigError
 from agentlightning.learner import losses
-from agentlightning.learner.base import against_proximal
 from agentlightning.learner.losses import Loss, LossKind
 from tests.golden import INPUTS, MASK, OUTPUTS, sampled
-from tests.learner.test_torch import batch, gradient, learner, relative, tokenizer
-
-__all__ = ["tokenizer"]
 
 ROWS = torch.from_numpy(np.nonzero(MASK)[0])  # the transition of each sampled token: one per golden row
 
@@ -45,8 +41,8 @@ def check(key: str, loss: Loss, old_shift: float = 0.0) -> None:
     """The value of `loss` on the golden inputs and its gradient are those stored under `key`."""
     logprobs = sampled(INPUTS["log_prob"]).requires_grad_()
     old, advantages = sampled(INPUTS["old_log_prob"]) + old_shift, sampled(INPUTS["advantages"])
-    per_token, _ = losses.policy_loss(logprobs, old, advantages, ROWS, loss)
-    weights = np.concatenate(aggregation_weights(golden_sequences(), loss.aggregation, loss.constant_length or 0))
+    per_token, *_ = losses.policy_loss(logprobs, old, advantages, ROWS, loss)
+    weights = np.concatenate(aggregation_weights(golden_sequences(), loss.aggregation, loss.constant_length))
     total = (per_token * torch.from_numpy(weights)).sum()
     total.backward()
     assert float(total.detach()) == pytest.approx(OUTPUTS[f"{key}.loss"], abs=1e-5)
@@ -65,7 +61,7 @@ CLIP = {"clip_low": 0.2, "clip_high": 0.28}
         ("seq-mean-token-sum", "constant", 1),
     ],
 )
-def test_clip_loss_and_gradient_equal_verl(verl_name: str, aggregation: Aggregation, constant: int | None) -> None:
+def test_clip_loss_and_gradient_equal_verl(verl_name: str, aggregation: str, constant: int | None) -> None:
     loss = Loss(**CLIP, dual_clip=3.0, aggregation=aggregation, constant_length=constant)
     check(f"verl.ppo_clip[.2,.28]dual3.{verl_name}", loss)
 
@@ -85,7 +81,7 @@ def test_dual_clip_bounds_the_loss_where_the_ratio_explodes(key: str) -> None:
         ("verl.cispo", "cispo", "token-mean"),
     ],
 )
-def test_gspo_and_cispo_equal_the_frameworks(key: str, kind: LossKind, aggregation: Aggregation) -> None:
+def test_gspo_and_cispo_equal_the_frameworks(key: str, kind: LossKind, aggregation: str) -> None:
     check(key, Loss(kind, **CLIP, aggregation=aggregation))
 
 
@@ -97,7 +93,7 @@ def test_policy_gradient_equals_verl() -> None:
 def test_on_the_weights_that_sampled_every_loss_has_the_gradient_of_the_plain_one(kind: LossKind) -> None:
     old, advantages = sampled(INPUTS["old_log_prob"]), sampled(INPUTS["advantages"])
     logprobs = old.clone().requires_grad_()
-    value, _ = losses.policy_loss(logprobs, old, advantages, ROWS, Loss(kind))
+    value, *_ = losses.policy_loss(logprobs, old, advantages, ROWS, Loss(kind))
     value.sum().backward()
     torch.testing.assert_close(logprobs.grad, -advantages)
 
@@ -156,8 +152,6 @@ def test_one_that_is_marked_takes_clips_as_ours_do() -> None:
         ({"kind": "cispo", "dual_clip": 3.0}, "dual_clip is set, but the loss is cispo"),
         ({"clip_low": 0.0}, "clip range"),
         ({"aggregation": "constant"}, "needs constant_length"),
-        ({"truncation": 2.0}, "old='proximal'"),
-        ({"old": "proximal", "truncation": 0.0}, "must be above 0"),
         ({"kind": lambda logprobs, old: logprobs}, "fails on five tokens: TypeError"),
         ({"kind": lambda logprobs, old, advantages, _: (logprobs * advantages).mean()}, "a finite loss of each"),
         ({"kind": lambda logprobs, old, advantages, _: logprobs.detach()}, "a gradient through logprobs"),
@@ -172,84 +166,13 @@ def test_what_cannot_be_meant_is_refused(settings: dict[str, Any], why: str) -> 
 
 @pytest.mark.parametrize("kind", get_args(LossKind))
 def test_a_positive_weight_of_a_token_is_a_factor_of_its_advantage(kind: LossKind) -> None:
-    """What lets `against_proximal` fold the weights into the advantages."""
+    """What lets `corrected` fold the weights into the advantages."""
     random = torch.Generator().manual_seed(0)
     logprobs, old = (-3 * torch.rand(40, generator=random) for _ in range(2))
     advantages, weights = torch.randn(40, generator=random), 2 * torch.rand(40, generator=random)
     transitions = torch.arange(40) // 8
     loss = Loss(kind=kind, dual_clip=3.0 if kind == "ppo_clip" else None)
-    plain, clipped = losses.policy_loss(logprobs, old, advantages, transitions, loss)
-    weighted, clipped_too = losses.policy_loss(logprobs, old, weights * advantages, transitions, loss)
+    plain, clipped, _ = losses.policy_loss(logprobs, old, advantages, transitions, loss)
+    weighted, clipped_too, _ = losses.policy_loss(logprobs, old, weights * advantages, transitions, loss)
     torch.testing.assert_close(weighted, weights * plain)
     assert torch.equal(clipped, clipped_too)
-
-
-def test_the_proximal_policy_is_that_of_the_start_of_the_step(tokenizer: Any) -> None:
-    one = learner(tokenizer, learning_rate=1e-2)
-    loss = Loss(old="proximal", truncation=1.5, temperature=0.8)
-    sequences = near(one, batch())
-    prepared, _ = against_proximal(one, sequences, loss, None)
-    proximal = one.logprobs(sequences, 0.8)
-    seen: list[float] = []
-    for before, after, logprobs in zip(sequences, prepared, proximal, strict=True):
-        np.testing.assert_allclose(after.logprobs, logprobs, atol=1e-6)
-        weights = np.minimum(np.exp(logprobs.numpy() - before.logprobs), 1.5)
-        np.testing.assert_allclose(after.advantages, before.advantages * weights, rtol=1e-5)
-        seen += weights.tolist()
-    assert max(seen) == pytest.approx(1.5) and min(seen) < 0.9
-    assert one.step(prepared, loss)["max_ratio_error"] < 1e-5  # of the first optimiser step
-    assert one.step(prepared, loss)["max_ratio_error"] > 1e-3  # of the next
-
-
-def test_at_the_start_of_a_step_both_weigh_alike_where_nothing_is_cut(tokenizer: Any) -> None:
-    ratio, weight = Loss(kind="importance_sampling"), Loss(kind="importance_sampling", old="proximal", truncation=1e9)
-    one, other = (learner(tokenizer, max_grad_norm=1e9) for _ in range(2))
-    sequences = near(one, batch())
-    prepared, _ = against_proximal(one, sequences, weight, None)
-    assert relative(gradient(one, prepared, weight), gradient(other, sequences, ratio)) < 1e-5
-
-
-def test_the_gradient_of_clip_and_weight_is_verls() -> None:
-    logprobs, old, behaviour, advantages = (
-        sampled(INPUTS[name]) for name in ("log_prob", "old_log_prob", "rollout_log_prob", "advantages")
-    )
-    weights = (old - behaviour).exp().clamp(max=2.0)
-    torch.testing.assert_close(weights, sampled(OUTPUTS["verl.tis.token.2.0"]), atol=1e-5, rtol=1e-4)
-    logprobs.requires_grad_()
-    value = losses.ppo_clip(logprobs, old, weights * advantages, torch.zeros(0), 0.2, 0.28, 3.0).mean()
-    torch.autograd.backward(value)
-    assert float(value) == pytest.approx(OUTPUTS["verl.ppo_clip+tis2.loss"], abs=1e-5)
-    expected = sampled(OUTPUTS["verl.ppo_clip+tis2.grad"])
-    torch.testing.assert_close(logprobs.grad, expected, atol=1e-5, rtol=1e-3)
-
-
-@pytest.mark.parametrize("old", ["behaviour", "proximal"])
-def test_engine_and_learner_are_compared_on_tokens_of_the_present_weights(tokenizer: Any, old: Any) -> None:
-    one, loss = learner(tokenizer), Loss(old=old)
-    exact = [replace(s, logprobs=p.numpy()) for s, p in zip(batch(), one.logprobs(batch()), strict=True)]
-    stale = [replace(s, logprobs=s.logprobs - 1, versions=s.versions + 6) for s in exact]
-    off = replace(exact[0], logprobs=exact[0].logprobs - np.eye(len(exact[0].positions), dtype=np.float32)[0] * 0.1)
-
-    def told(sequences: list[TrainingSequence], version: int | None) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        if old == "proximal":
-            sequences, metrics = against_proximal(one, sequences, loss, version)
-        metrics |= one.step(sequences, loss, version)
-        return {name: value for name, value in metrics.items() if name.startswith("inference_")}
-
-    one.optimizer = torch.optim.SGD(one.model.parameters(), lr=0.0)
-    assert told([*exact, *stale], 0)["inference_mismatch"] < 1e-5
-    apart = told([off, *exact[1:], *stale], 0)
-    assert apart["inference_mismatch"] == pytest.approx(np.expm1(0.1), rel=1e-3)
-    tokens = sum(len(sequence.positions) for sequence in exact)
-    assert apart["inference_kl"] == pytest.approx((np.expm1(0.1) - 0.1) / tokens, rel=1e-3)
-    assert told(exact, 3) == told(exact, None) == {}
-
-
-def near(one: Any, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
-    """The same, sampled by weights not far from the learner's."""
-    random = np.random.default_rng(1)
-    return [
-        replace(s, logprobs=(p.numpy() + random.normal(0, 0.5, len(s.positions))).astype(np.float32))
-        for s, p in zip(sequences, one.logprobs(sequences, 0.8), strict=True)
-    ]

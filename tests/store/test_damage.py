@@ -132,7 +132,7 @@ def number_postgres(url: str, layout: int) -> None:
         connection.execute("UPDATE meta SET value = %s WHERE name = 'layout'", (b"%d" % layout,))
 
 
-@pytest.mark.parametrize("layout", [schema.VERSION - 1, schema.VERSION + 1])
+@pytest.mark.parametrize("layout", [schema.VERSION - 2, schema.VERSION + 1])
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])
 async def test_a_store_of_another_layout_is_refused_and_left_as_it_is(request, tmp_path, kind, layout):
     address = tmp_path / "store.db" if kind == "sqlite" else request.getfixturevalue("postgres_database")

@@ -6,6 +6,7 @@ import asyncio
 import sqlite3
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -74,3 +75,60 @@ async def test_what_is_no_store_is_refused_and_left_alone(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match="not an Agent Lightning store"):
         await StoreReader.open(tmp_path / "other.db")
     assert (tmp_path / "other.db").read_bytes() == before
+
+
+TRAINS = """
+import asyncio, sys
+from agentlightning.store.sql import SqlStore
+async def work():
+    store = await SqlStore.open(sys.argv[1])
+    await store.update_run((await store.start_run("grpo", {}, run_id="ended")).run_id, "succeeded")
+    await store.start_run("grpo", {}, run_id="open")
+    print("training", flush=True)
+    await asyncio.sleep(600)
+asyncio.run(work())
+"""
+
+
+@pytest.mark.parametrize("database", ["sqlite", "postgres"])
+async def test_a_run_whose_process_was_killed_is_stopped_until_it_is_resumed(
+    database: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    sqlite = database == "sqlite"
+    address = str(tmp_path / "store.sqlite") if sqlite else request.getfixturevalue("postgres_database")
+
+    async def statuses() -> dict[str, str]:
+        return {run.run_id: run.status for run in await reader.query_runs()}
+
+    program = [sys.executable, "-c", TRAINS, address]
+    trainer = await asyncio.create_subprocess_exec(*program, stdout=subprocess.PIPE)
+    assert trainer.stdout is not None and await trainer.stdout.readline() == b"training\n"
+    reader = await StoreReader.open(address)
+    assert await statuses() == {"ended": "succeeded", "open": "running"}
+    trainer.kill()
+    await trainer.wait()
+    async with asyncio.timeout(30):
+        while (await statuses())["open"] == "running":  # PostgreSQL hears of it a moment later
+            await asyncio.to_thread(time.sleep, 0.05)
+    assert await statuses() == {"ended": "succeeded", "open": "stopped"}
+    resumed = await SqlStore.open(address)
+    assert await statuses() == {"ended": "succeeded", "open": "running"}
+    await resumed.close()
+    await reader.close()
+
+
+async def test_asking_who_has_a_store_keeps_nobody_from_taking_it(tmp_path: Path) -> None:
+    await (await SqlStore.open(tmp_path / "store.sqlite")).close()
+    reader = await StoreReader.open(tmp_path / "store.sqlite")
+    done = asyncio.Event()
+
+    async def ask() -> None:
+        while not done.is_set():
+            await reader.query_runs()
+
+    asking = [asyncio.create_task(ask()) for _ in range(4)]
+    for _ in range(50):
+        await (await SqlStore.open(tmp_path / "store.sqlite")).close()
+    done.set()
+    await asyncio.gather(*asking)
+    await reader.close()

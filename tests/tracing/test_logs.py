@@ -123,3 +123,17 @@ async def test_a_runner_keeps_what_its_agents_log_apart() -> None:
             assert str(log.attributes[LOG_TEXT]).endswith(f"INFO travel: the task is {task}\n")
         assert root.handlers == []
     await store.close()
+
+
+def test_a_log_lasts_from_its_first_write_to_its_last() -> None:
+    excerpt = Excerpt()
+    assert excerpt.times == (None, None)
+    excerpt.write(b"")
+    excerpt.write(b"one\n")
+    first = excerpt.times[0]
+    excerpt.write(b"two\n")
+    with recording() as tracer:
+        record_log(tracer, "stdout", excerpt.text(), excerpt.times)
+        (span,) = tracer.get_last_trace()
+    assert first is not None and (span.start_time, span.end_time) == excerpt.times
+    assert span.start_time == first <= span.end_time

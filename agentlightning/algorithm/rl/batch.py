@@ -6,7 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias, cast
+from typing import Final, TypeAlias, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -14,8 +14,10 @@ import numpy as np
 from agentlightning.algorithm.rl.metrics import credit_metrics
 from agentlightning.algorithm.rl.settings import RLSettings
 from agentlightning.data.credit_table import RewardedGroup
-from agentlightning.data.sequences import CreditedTransition, Level, TrainingSequence, build_sequences
+from agentlightning.data.sequences import CreditedTransition, Level, Origin, TrainingSequence, build_sequences, weighed
 from agentlightning.data.transitions import FloatArray
+
+T = TypeVar("T")
 
 Sequences: TypeAlias = Sequence[TrainingSequence]
 # What a critic says each sampled token is worth, one float32[N] per sequence (`Learner.values`).
@@ -52,11 +54,17 @@ def make_batches(
     for model, values in critics.items():
         own = enough if len(critics) == 1 else [group.of_model(model) for group in enough]
         credited = algorithm.credited(own, None if values is None else values_of(own, algorithm.level, values))
-        useful = [group for group in credited if any(item.trains for calls in group for item in calls)]
-        sequences = [made for group in useful for calls in group for made in build_sequences(calls, algorithm.level)]
+        useful = [any(item.trains for calls in group for item in calls) for group in credited]
+        sequences = [
+            sequence if trains else sequence.only(np.zeros(len(sequence.positions), bool))
+            for number, (group, rollouts, trains) in enumerate(zip(own, credited, useful, strict=True))
+            for index, calls in enumerate(rollouts)
+            for sequence in _sequences(algorithm, calls, _origin(group, number, index))
+            if trains or sequence.observed is not None
+        ]
         metrics = {
             "groups_too_few_rewarded": float(len(groups) - len(enough)),
-            "groups_without_variance": float(len(credited) - len(useful)),
+            "groups_without_variance": float(len(credited) - sum(useful)),
             "sequences": float(len(sequences)),
             **algorithm.measured,
             **credit_metrics(credited),
@@ -68,9 +76,26 @@ def make_batches(
     return batches
 
 
-def minibatches(
-    sequences: Sequence[TrainingSequence], count: int, seed: int, step: int, epoch: int = 0
-) -> list[list[TrainingSequence]]:
+def _sequences(algorithm: RLSettings, calls: Sequence[CreditedTransition], origin: Origin) -> list[TrainingSequence]:
+    if algorithm.weigh_tokens is not None and calls:
+        calls = weighed(calls, algorithm.weigh_tokens)
+    return build_sequences(calls, algorithm.level, origin)
+
+
+def _origin(group: RewardedGroup, number: int, index: int) -> Origin:
+    """Where the sequences of a rollout of the group are from."""
+    rollout = group.rollouts[index] if group.rollouts else None
+    return Origin(
+        number,
+        group.rewards,
+        None if rollout is None else rollout.input,
+        {} if rollout is None else rollout.metadata,
+        group.rewards[index],
+        group.terms[index] if group.terms else {},
+    )
+
+
+def minibatches(sequences: Sequence[T], count: int, seed: int, step: int, epoch: int = 0) -> list[list[T]]:
     """The sequences of a step in `count` parts (fewer where there are fewer), shuffled by seed, step and epoch."""
     order = list(sequences)
     random.Random(f"{seed}/minibatches/{step}{f'/{epoch}' if epoch else ''}").shuffle(order)

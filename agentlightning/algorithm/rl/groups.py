@@ -24,7 +24,7 @@ from agentlightning.algorithm.rl.settings import RLSettings
 from agentlightning.data.continuity import continuity
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.recordings import rewarded_group
-from agentlightning.data.transitions import TracedRollout, trace_rollout
+from agentlightning.data.transitions import TracedRollout, compare_costs, trace_rollout
 from agentlightning.errors import ConflictError
 from agentlightning.store.base import LightningStore
 from agentlightning.types import EnqueueRolloutRequest, Rollout, RolloutStatus
@@ -93,7 +93,7 @@ async def trace_group(
         one = await asyncio.to_thread(trace_rollout, rollouts[name], spans, calls=calls, reward=algorithm.reward)
         found = await asyncio.to_thread(continuity, one.transitions, spans)
         traced.append(replace(one, breaks=found.breaks))
-    return traced
+    return compare_costs(traced, algorithm.reward)
 
 
 class Groups:

@@ -17,6 +17,8 @@ _EXTREMES: Final[dict[str, Callable[[list[float]], float]]] = {
     "ratio_min": min,
     "ratio_max": max,
     "max_ratio_error": max,
+    "weight_min": min,
+    "weight_max": max,
 }
 
 
@@ -90,6 +92,8 @@ def over_steps(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
             totals[name] = sum(values)
         else:
             totals[name] = _EXTREMES.get(name, _mean)(values)
+    if "tokens_computed" not in totals:  # corrections left every token out
+        return totals
     return totals | {"tree_savings": totals["tokens_saved"] / (totals["tokens_saved"] + totals["tokens_computed"])}
 
 

@@ -21,7 +21,8 @@ from agentlightning.algorithm.rl.batch import Sequences, Values, minibatches
 from agentlightning.algorithm.rl.metrics import Usage
 from agentlightning.algorithm.rl.settings import RLSettings
 from agentlightning.errors import TrainingError, docs_page
-from agentlightning.learner.base import Learner, Sampler, Weights, WeightsForm, against_proximal
+from agentlightning.learner.base import Learner, Sampler, Weights, WeightsForm
+from agentlightning.learner.corrections import corrected, prepare
 
 _EXPORTS_KEPT: Final[dict[str, int]] = {"adapter": 16}  # of each policy, else 3; a server may read one again
 
@@ -150,10 +151,22 @@ def optimiser_steps(
     Blocks."""
     if not batch:
         return
-    loss, measured = algorithm.make_loss(step), dict[str, float]()
-    if loss.old == "proximal":
-        batch, measured = against_proximal(learner, batch, loss, version)
+    loss, corrections, count = algorithm.make_loss(step), algorithm.corrections, algorithm.minibatches
+    if loss.old == "behaviour" and not corrections:
+        for epoch in range(algorithm.epochs):
+            for part in minibatches(batch, count, seed, step, epoch):
+                yield learner.step(part, loss, version)
+                version = None  # the weights have another by now
+        return
+    prepared, measured = prepare(learner, batch, loss.temperature, version)
+    moved = False
     for epoch in range(algorithm.epochs):
-        for part in minibatches(batch, algorithm.minibatches, seed, step, epoch):
-            yield learner.step(part, loss, version) | measured
-            version, measured = None, {}  # the weights have another by now
+        for some in minibatches(prepared, count, seed, step, epoch):
+            present = None
+            if moved and corrections.ask_present:
+                of_part = learner.logprobs([one.sequence for one in some], loss.temperature)
+                present = [one.numpy() for one in of_part]
+            part, masked = corrected(some, corrections, loss.old, present)
+            moved |= bool(part)
+            yield (learner.step(part, loss) if part else {}) | masked | measured
+            measured = {}

@@ -145,8 +145,8 @@ class Loop:
 
     def _earned(self, groups: Sequence[CompleteGroup]) -> list[bool]:
         """Whether a rollout of each group has a reward above 0, terms that were added to the agent's own aside."""
-        base = self.job.algorithm.reward.base
-        return [any(one.reward_terms.get(base, 0.0) > 0 for one in of.rollouts) for of in groups if of.rollouts]
+        given = self.job.algorithm.reward.given_part
+        return [any(given(one.reward_terms) > 0 for one in of.rollouts) for of in groups if of.rollouts]
 
     def _how_to_replay(self, step: int) -> str:
         directory = self.job.context.directory
@@ -214,6 +214,8 @@ class Loop:
         self._learning = False
         measured = {name: over_steps(steps) for name, steps in history.items()}
         for name, metrics in measured.items():
+            if metrics.get("masked") == 1:
+                progress.note(f"step {step} trained nothing of {name!r}: the correction left out every token")
             self._alarms.check_mismatch(step, metrics, job.policies.learners[name].mismatch_tolerance)
         return job.policies.named(measured)
 

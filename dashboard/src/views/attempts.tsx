@@ -48,15 +48,16 @@ function OneAttempt({ attempt, rolloutId, shown }: { attempt: Attempt; rolloutId
 }
 
 export function Logs({ view }: { view: RolloutView }) {
-  if (view.logs.length === 0) return <Empty>The attempt wrote nothing to its streams, or they were not kept.</Empty>;
+  const logs = view.steps.filter((step) => step.kind === "log");
+  if (logs.length === 0) return <Empty>The attempt wrote nothing to its streams, or they were not kept.</Empty>;
   return (
     <>
-      {view.logs.map((log, index) => (
-        <section key={index}>
+      {logs.map((log) => (
+        <section key={log.span_id}>
           <h2>
-            {log.stream} <span class="muted">{time(log.time)}</span>
+            {log.name} <span class="muted">{time(log.start_time)}</span>
           </h2>
-          <Code text={log.text} label={log.stream} />
+          <Code text={log.result ?? ""} label={log.name} />
         </section>
       ))}
     </>

@@ -6,7 +6,7 @@ import { AXES, type Axis, lines, type Prices, SECTIONS } from "../compare";
 import { plural } from "../format";
 import { Choice, Empty, Failed, Waiting } from "../parts";
 import { type Loaded, request, useLoaded } from "../request";
-import { ask, place } from "../route";
+import { ask, go, href, place } from "../route";
 
 /** The charts of some runs, and how they are drawn, which the URL keeps. */
 export function Charts({ rows }: { rows: RunRow[] }) {
@@ -80,6 +80,7 @@ export function Charts({ rows }: { rows: RunRow[] }) {
                 smoothing={smoothing}
                 log={log}
                 x={axis}
+                open={openStep(name)}
               />
             ))}
           </div>
@@ -87,6 +88,12 @@ export function Charts({ rows }: { rows: RunRow[] }) {
       ))}
     </div>
   );
+}
+
+/** Goes to the rollouts that a step's point of this metric comes from. */
+export function openStep(name: string): (run: string, step: number) => void {
+  const mode = name.startsWith("val_") ? "val" : "train";
+  return (run, step) => go(href(["rollouts"], { run, step: String(step), mode }));
 }
 
 function PriceFields({ prices }: { prices: Prices }) {

@@ -6,6 +6,7 @@ import { Bar, Empty, Facts, Waiting } from "../parts";
 import { query, useGet } from "../request";
 import { href } from "../route";
 import { SERIES } from "../theme";
+import { openStep } from "./charts";
 import { OfRun } from "./pick_run";
 
 const COUNTS: [key: string, title: string, meaning: string, of?: "rollouts" | "calls"][] = [
@@ -43,10 +44,20 @@ function OneRun({ runId }: { runId: string }) {
               <Chart
                 key={name}
                 title={`${name}, share per step`}
-                lines={[{ name, color: SERIES[index % SERIES.length] ?? "--accent", x: read.step, y: shares }]}
+                lines={[
+                  {
+                    name,
+                    color: SERIES[index % SERIES.length] ?? "--accent",
+                    x: read.step,
+                    y: shares,
+                    run_id: runId,
+                    step: read.step,
+                  },
+                ]}
                 smoothing={0}
                 log={false}
                 x="step"
+                open={openStep(name)}
               />
             ))}
           </div>

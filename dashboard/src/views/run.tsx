@@ -48,7 +48,7 @@ export function RunDetails({ run }: { run: RunRow }) {
 /** What is off with this run, and what to do about it. */
 function Advice({ run }: { run: RunRow }) {
   const last = run.last;
-  const advice: string[] = [];
+  const advice: string[] = run.lost ? [run.lost] : [];
   const groups = Math.round((last["rollouts"] ?? 0) / Number(run.settings["algorithm.group_size"] || Infinity));
   const alike = last["groups_without_variance"] ?? 0;
   if (groups > 0 && alike > groups / 2) {

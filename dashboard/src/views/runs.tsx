@@ -8,12 +8,16 @@ import { ask, href, place } from "../route";
 import { type Column, Table } from "../table";
 import { Charts } from "./charts";
 import { RunDetails } from "./run";
+import { useEvery } from "./workers";
 
+const INTERVAL = 10000; // milliseconds
 const COMPARED = 6; // runs that are drawn unless others are chosen
 
 export function Runs() {
   const [, one] = place.value.path;
   const runs = useGet<RunRow[]>("dashboard/runs", (happened) => ["reset", "metrics"].includes(happened.kind));
+  // That a process has died is no event of the store.
+  useEvery(INTERVAL, () => runs.data?.some((row) => row.status === "running") && runs.reload());
   return (
     <Waiting loaded={runs}>
       {(rows) => {
@@ -124,7 +128,7 @@ function columnsOf(chosen: string[], shades: Map<string, string>, toggle: (id: s
         </label>
       ),
     },
-    { name: "Status", width: "104px", cell: (row) => <Status value={row.status} doubtful={row.failed > 0} /> },
+    { name: "Status", width: "104px", cell: (row) => <RunStatus row={row} /> },
     { name: "Failed", width: "64px", align: "end", cell: (row) => (row.failed ? <Failed row={row} /> : "") },
     { name: "Step", width: "80px", align: "end", cell: (row) => progress(row) },
     { name: "Reward", width: "70px", align: "end", cell: (row) => number(row.last["reward"]) },
@@ -134,6 +138,14 @@ function columnsOf(chosen: string[], shades: Map<string, string>, toggle: (id: s
     { name: "Took", width: "72px", align: "end", cell: (row) => duration(took(row)) },
     { name: "Started", width: "92px", align: "end", cell: (row) => ago(row.start_time) },
   ];
+}
+
+function RunStatus({ row }: { row: RunRow }) {
+  return (
+    <span title={row.lost ?? undefined}>
+      <Status value={row.status} doubtful={row.status === "running" ? row.lost !== null : row.failed > 0} />
+    </span>
+  );
 }
 
 /** How many rollouts have failed; the link leads to them. */

@@ -1,11 +1,12 @@
-// What happened when: the spans of an attempt as a tree whose bars lie on one time line.
+// What happened when: the spans of an attempt as a tree whose bars lie on one axis, from the attempt's start to its end.
+import { Fragment } from "preact";
 import { useState } from "preact/hooks";
-import type { StepView } from "../api";
+import type { Gap, RolloutView, StepView } from "../api";
 import { duration, number, signed, visible } from "../format";
 import { useKeys } from "../keys";
-import { Code, Empty, Facts } from "../parts";
+import { Code, Empty, Facts, Tag } from "../parts";
 
-export function Timeline({ steps }: { steps: StepView[] }) {
+export function Timeline({ view: { steps, timeline, attempts, shown: number } }: { view: RolloutView }) {
   const [folded, setFolded] = useState<ReadonlySet<string>>(new Set());
   const [chosen, setChosen] = useState<string>();
   const shown = steps.filter((step) => !isFolded(step, steps, folded));
@@ -17,9 +18,31 @@ export function Timeline({ steps }: { steps: StepView[] }) {
     document.getElementById(`step-${next.span_id}`)?.focus();
   };
   useKeys({ j: () => move(1), k: () => move(-1) });
-  if (steps.length === 0) return <Empty>No spans were recorded.</Empty>;
-  const start = steps.reduce((least, step) => Math.min(least, step.start_time), Infinity);
-  const whole = steps.reduce((most, step) => Math.max(most, step.end_time), start) - start || 1;
+  if (timeline === null) return <Empty>No worker has taken it yet.</Empty>;
+  const { start, gaps, stood, last_span } = timeline;
+  const whole = timeline.end - start || 1;
+  const bar = (part: Gap) => ({
+    left: `${((part.start_time - start) / whole) * 100}%`,
+    width: `${((part.end_time - part.start_time) / whole) * 100}%`,
+  });
+  const gapsBefore = (step: StepView | undefined) =>
+    gaps
+      .filter((gap) => shown.find((one) => one.start_time >= gap.end_time) === step)
+      .map((gap) => (
+        <li class="step gap" key={gap.start_time}>
+          <span class="what">
+            <i class="leaf" />
+            <span class="kind">nothing recorded</span>
+          </span>
+          <span class="lane" aria-hidden="true">
+            <b style={bar(gap)} />
+          </span>
+          <span class="took">{duration(gap.end_time - gap.start_time)}</span>
+        </li>
+      ));
+  const attempt = attempts[(number ?? 0) - 1];
+  const status = attempt?.status ?? "";
+  const cut = ((attempt?.end_time ?? timeline.end) - start) / whole;
   const places = new Map(steps.map((step, place) => [step, place]));
   const parents = new Set(steps.map((step) => step.parent).filter((parent) => parent !== null));
   const picked = steps.find((step) => step.span_id === chosen);
@@ -30,7 +53,7 @@ export function Timeline({ steps }: { steps: StepView[] }) {
   };
   return (
     <div class={`timeline ${picked ? "with-detail" : ""}`}>
-      <ol class="steps">
+      <ol class={`steps ${stood ? "cut" : ""}`} style={{ "--cut": `${cut * 100}%` }}>
         <li class="scale" aria-hidden="true">
           <span />
           <span class="ticks">
@@ -39,8 +62,23 @@ export function Timeline({ steps }: { steps: StepView[] }) {
             ))}
           </span>
         </li>
+        <li class={`step whole ${status}`}>
+          <span class="what">
+            <i class="leaf" />
+            <span class="kind">attempt {number}</span>
+          </span>
+          <span class="lane" aria-hidden="true">
+            <i style={{ left: "0", width: "100%" }} />
+            {gaps.map((gap) => (
+              <b style={bar(gap)} key={gap.start_time} />
+            ))}
+          </span>
+          <span class="took">{duration(timeline.end - start)}</span>
+        </li>
         {shown.map((step) => (
-          <li class={`step ${step.kind} ${step.failed ? "failed" : ""}`} key={step.span_id}>
+          <Fragment key={step.span_id}>
+          {gapsBefore(step)}
+          <li class={`step ${step.kind} ${step.failed ? "failed" : ""}`}>
             <span class="what" style={{ paddingLeft: `${step.depth * 14}px` }}>
               {parents.has(places.get(step) ?? -1) ? (
                 <button
@@ -64,20 +102,19 @@ export function Timeline({ steps }: { steps: StepView[] }) {
               >
                 <span class="kind">{step.kind}</span> {visible(step.name)}
               </button>
+              {step.span_id === last_span && <Tag>last</Tag>}
             </span>
             <span class="lane" aria-hidden="true">
-              <i
-                style={{
-                  left: `${((step.start_time - start) / whole) * 100}%`,
-                  width: `${((step.end_time - step.start_time) / whole) * 100}%`,
-                }}
-              />
+              <i style={bar(step)} />
             </span>
             <span class="took">
               {step.kind === "reward" ? signed(step.reward) : duration(step.end_time - step.start_time)}
             </span>
           </li>
+          </Fragment>
         ))}
+        {gapsBefore(undefined)}
+        {stood && <li class={`stood ${status}`}>{visible(stood)}</li>}
       </ol>
       {picked && <Detail step={picked} start={start} />}
     </div>

@@ -1,0 +1,258 @@
+"""Corrections for an engine that computes differently from the learner, and for stale rollouts: which sampled tokens
+weigh less, and which are left out.
+
+A correction is a function of the log-probabilities of the sampled tokens, float[N] each: those of what sampled them
+(`behaviour`), of the weights at the start of the step (`proximal`) and of the present ones (`present`), and of the
+number of each token's transition, int64[N]. It gives the weight of each token, float[N], and whether it is kept,
+bool[N]. A weight is a factor of the token's advantage. A token that is not kept leaves the batch: no loss, mean or
+denominator counts it. Imports no torch: algorithms read corrections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, cast, get_args
+
+import numpy as np
+
+from agentlightning.data.aggregation import Tokens
+from agentlightning.data.references import function_name, mark_of, read_function
+from agentlightning.data.sequences import TrainingSequence
+from agentlightning.data.transitions import FloatArray
+from agentlightning.errors import ConfigError
+from agentlightning.learner.losses import KLEstimator, Old, kl, over_transitions
+from agentlightning.learner.objective import Totals
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from agentlightning.learner.base import Learner
+
+CorrectionFunction: TypeAlias = "Callable[..., tuple[Tensor, Tensor]]"
+Level: TypeAlias = Literal["token", "sequence", "geometric"]
+Over: TypeAlias = Literal["token", "sum", "mean", "max"]
+
+_OVER: Final[dict[Level, Over]] = {"token": "token", "sequence": "sum", "geometric": "mean"}
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def correction(*, weighs: bool = True, present: bool = True) -> Callable[[F], F]:
+    """Says of a function whether its weights are ever other than 1, and whether it asks for the present
+    log-probabilities, which cost a forward pass for each optimiser step after the first. Both are taken to be so of a
+    function without this mark."""
+
+    def mark(function: F) -> F:
+        vars(function).update(weighs=weighs, present=present)
+        return function
+
+    return mark
+
+
+@correction(present=False)
+def truncate(
+    behaviour: Tensor,
+    proximal: Tensor,
+    present: Tensor,
+    transitions: Tensor,
+    *,
+    level: Level = "token",
+    cap: float = 2.0,
+) -> tuple[Tensor, Tensor]:
+    """min(ρ, `cap`), all kept: truncated importance sampling (arXiv:2110.00641; AReaL, arXiv:2505.24298). ρ is
+    exp(proximal − behaviour) of the token, its product over the `sequence`, which is a transition, or its `geometric`
+    mean there."""
+    if not cap > 0:
+        raise ConfigError(f"truncate: cap is {cap}; it must be above 0")
+    weights = _ratio(behaviour, proximal, transitions, level).clamp(max=cap)
+    return weights, weights >= 0
+
+
+@correction(present=False)
+def mask(
+    behaviour: Tensor,
+    proximal: Tensor,
+    present: Tensor,
+    transitions: Tensor,
+    *,
+    level: Level = "token",
+    low: float = 0.5,
+    high: float = 5.0,
+) -> tuple[Tensor, Tensor]:
+    """ρ, kept where it is between `low` and `high`: masked importance sampling, by default that of IcePop
+    (arXiv:2510.18855). ρ and `level` are those of `truncate`."""
+    if not 0 <= low <= 1 <= high:
+        raise ConfigError(f"mask: low is {low} and high {high}; low must lie in [0, 1] and high be at least 1")
+    ratio = _ratio(behaviour, proximal, transitions, level)
+    return ratio, (ratio >= low) & (ratio <= high)
+
+
+@correction(weighs=False, present=False)
+def bound(
+    behaviour: Tensor,
+    proximal: Tensor,
+    present: Tensor,
+    transitions: Tensor,
+    *,
+    statistic: KLEstimator = "k3",
+    over: Over = "token",
+    low: float | None = None,
+    high: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """1, kept where an estimate of KL(behaviour ‖ proximal) is between `low` and `high`, in nats: that of the token, or
+    its sum, mean or max `over` the transition. With d = behaviour − proximal the `statistic` k1 is d, k2 d²/2 and k3
+    exp(−d) − 1 + d."""
+    if low is None and high is None:
+        raise ConfigError("bound leaves nothing out without low or high: give high=0.1, for example")
+    if statistic not in get_args(KLEstimator):
+        raise ConfigError(f"bound: statistic is {statistic!r}; known: {', '.join(get_args(KLEstimator))}")
+    if over not in get_args(Over):
+        raise ConfigError(f"bound: over is {over!r}; known: {', '.join(get_args(Over))}")
+    found = over_transitions(kl(behaviour, proximal, statistic), transitions, over)
+    kept = found.isfinite()
+    if low is not None:
+        kept &= found >= low
+    if high is not None:
+        kept &= found <= high
+    return kept.new_ones(len(kept), dtype=found.dtype), kept
+
+
+def _ratio(behaviour: Tensor, proximal: Tensor, transitions: Tensor, level: Level) -> Tensor:
+    if level not in _OVER:
+        raise ConfigError(f"level is {level!r}; known: {', '.join(_OVER)}")
+    return over_transitions(proximal - behaviour, transitions, _OVER[level]).exp()
+
+
+CORRECTIONS: Final[dict[str, CorrectionFunction]] = {one.__name__: one for one in (truncate, mask, bound)}
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """The corrections of a run, by name, with their options: weights are multiplied, and a token is kept if all keep
+    it. `Old` proximal has `truncate` unless it is given others."""
+
+    functions: Sequence[tuple[str, CorrectionFunction]]
+
+    @classmethod
+    def read(cls, given: Any, old: Old) -> Corrections:
+        """What `given` says: a name of `CORRECTIONS`, a reference (`file.py:function`) or a function, each also as
+        {name: …, option: …}, or a list of them. ConfigError for what is unknown, or does not go with `old`."""
+        if given is None:
+            given = "truncate" if old == "proximal" else []
+        several = cast("list[Any]", list(given) if isinstance(given, list | tuple) else [given])
+        functions = [read_function("correction", one, CORRECTIONS) for one in several]
+        found = [(function_name(one, CORRECTIONS), one) for one in functions]
+        for name, function in found:
+            if mark_of(function, "weighs", True) and old == "behaviour":
+                raise ConfigError(
+                    f"correction {name!r} weighs tokens, and with old='behaviour' the importance ratio corrects for "
+                    "what sampled already: give old='proximal', or a correction that only leaves tokens out, as bound"
+                )
+            if given != "truncate":  # as by default, which needs no torch
+                _try(name, function)
+        return cls(found)
+
+    def __bool__(self) -> bool:
+        return bool(self.functions)
+
+    @property
+    def ask_present(self) -> bool:
+        return any(mark_of(function, "present", True) for _, function in self.functions)
+
+    def of(self, *logprobs: Tensor, transitions: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
+        """The weight of each token, whether it is kept, and how many each correction leaves out."""
+        weights, kept, masked = logprobs[0].new_ones(len(transitions)), transitions >= 0, dict[str, float]()
+        for name, function in self.functions:
+            own, keeps = function(*logprobs, transitions)
+            weights, kept = weights * own, kept & keeps
+            label = name if f"masked/{name}" not in masked else f"{name}-{len(masked) + 1}"
+            masked[f"masked/{label}"] = 1 - float(keeps.float().mean()) if len(keeps) else 0.0
+        return weights, kept, masked
+
+
+def _try(name: str, function: CorrectionFunction) -> None:
+    """ConfigError unless it gives, for five tokens in two transitions, a finite weight and a bool of each."""
+    from torch import bool as boolean
+    from torch import tensor
+
+    behaviour, proximal = tensor([-0.5, -1.0, -2.0, -0.1, -0.7]), tensor([-0.6, -1.0, -1.5, -0.2, -0.7])
+    try:
+        weights, kept = function(behaviour, proximal, proximal, tensor([0, 0, 0, 1, 1]))
+        fits = tuple(weights.shape) == (5,) == tuple(kept.shape) and kept.dtype == boolean
+        fits = fits and bool(weights.isfinite().all() and (weights >= 0).all())
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"correction {name} fails on five tokens: {type(error).__name__}: {error}. It is given behaviour, proximal "
+            "and present log-probabilities and transitions, and gives the weight of each token and whether it is kept"
+        ) from error
+    if not fits:
+        raise ConfigError(
+            f"correction {name} must give, for five tokens, a finite weight of each that is not negative, and a bool "
+            f"that says whether it is kept; it gave {weights!r:.100}, {kept!r:.100}"
+        )
+
+
+# --- a batch -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A sequence, and the log-probabilities of its sampled tokens, float32[N], by the weights at the start of the
+    step."""
+
+    sequence: TrainingSequence
+    proximal: FloatArray
+
+
+def prepare(
+    learner: Learner, batch: Sequence[TrainingSequence], temperature: float, version: int | None
+) -> tuple[list[Prepared], dict[str, float]]:
+    """Before the first optimiser step of a batch: the proximal log-probabilities, and how far engine and learner are
+    apart in the tokens that `version` sampled."""
+    from torch import from_numpy
+
+    totals, made = Totals(version), list[Prepared]()
+    for sequence, logprobs in zip(batch, learner.logprobs(batch, temperature), strict=True):
+        totals.compare(logprobs - from_numpy(sequence.logprobs), from_numpy(sequence.versions))
+        made.append(Prepared(sequence, logprobs.numpy()))
+    return made, totals.mismatch()
+
+
+def corrected(
+    part: Sequence[Prepared], corrections: Corrections, old: Old, present: Sequence[FloatArray] | None = None
+) -> tuple[list[TrainingSequence], dict[str, float]]:
+    """The sequences of one optimiser step without the tokens that corrections leave out, with weighted advantages and
+    the log-probabilities of `old`; and what was left out and weighed. `present` are those of the present weights, the
+    proximal ones unless given.
+
+    A weight may be a factor of the advantage: every loss that goes with `Old` proximal is proportional to it."""
+    from torch import from_numpy
+
+    sequences = [one.sequence for one in part]
+    transitions = Tokens(sequences).calls
+    proximal = [one.proximal for one in part]
+    logprobs = ([one.logprobs for one in sequences], proximal, present or proximal)
+    behaviour_to_present = (from_numpy(np.concatenate(one)) for one in logprobs)
+    weights, kept, masked = corrections.of(*behaviour_to_present, transitions=from_numpy(transitions))
+    calls, left = len(np.unique(transitions)), len(np.unique(transitions[kept.numpy()]))
+    metrics: dict[str, float] = {}
+    if calls:  # and not observations alone
+        metrics = {"masked": 1 - float(kept.float().mean()), "masked_calls": 1 - left / calls}
+    if len(masked) > 1:
+        metrics |= masked
+    if old == "proximal" and bool(kept.any()):
+        own = weights[kept]
+        metrics |= {"weight_mean": float(own.mean()), "weight_min": float(own.min()), "weight_max": float(own.max())}
+    ends = np.cumsum([len(one.positions) for one in sequences])[:-1]
+    made: list[TrainingSequence] = []
+    for one, of, keeps in zip(part, np.split(weights.numpy(), ends), np.split(kept.numpy(), ends), strict=True):
+        sequence = one.sequence
+        if old == "proximal":
+            advantages = (sequence.advantages * of).astype(sequence.advantages.dtype)
+            sequence = replace(sequence, logprobs=one.proximal, advantages=advantages)
+        if keeps.any() or sequence.observed is not None:
+            made.append(sequence if keeps.all() else sequence.only(keeps))
+    return made, metrics
