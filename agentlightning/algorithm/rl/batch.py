@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, TypeAlias, TypeVar, cast
 
 import msgspec
@@ -16,6 +17,7 @@ from agentlightning.algorithm.rl.settings import RLSettings
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.sequences import CreditedTransition, Level, Origin, TrainingSequence, build_sequences, weighed
 from agentlightning.data.transitions import FloatArray
+from agentlightning.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -33,6 +35,19 @@ class RecordedBatch(msgspec.Struct, frozen=True):
     step: int
     policy_version: int
     groups: tuple[tuple[str, ...], ...]
+
+
+def recorded_batches(directory: Path) -> dict[int, RecordedBatch]:
+    """What each step of the run in `directory` trained on, by its number. ConfigError where nothing was recorded."""
+    path = directory / BATCHES_FILE
+    try:
+        lines = path.read_bytes().splitlines()
+        batches = [msgspec.json.decode(line, type=RecordedBatch) for line in lines if line.strip()]
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; a training run writes it as it goes") from None
+    if not batches:
+        raise ConfigError(f"{path} holds no step: the run trained nothing yet")
+    return {batch.step: batch for batch in batches}
 
 
 @dataclass(frozen=True)
