@@ -1,4 +1,4 @@
-"""Every error a user can meet, typed. Each message names what was wrong, what was expected and what to do."""
+"""The errors of the package. Each message names what is wrong, what is expected and what to do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class AgentLightningError(Exception):
 
 
 class ConfigError(AgentLightningError):
-    """A setting, path, dataset or argument cannot be used as given."""
+    """A setting, path, dataset or argument is wrong."""
 
 
 class InUseError(ConfigError):
@@ -22,30 +22,29 @@ class InUseError(ConfigError):
 
 
 class NotFoundError(AgentLightningError):
-    """An id names nothing in the store (HTTP 404)."""
+    """No such id in the store (HTTP 404)."""
 
 
 class ConflictError(AgentLightningError):
-    """The change is not allowed in the present state, such as moving a terminal rollout (HTTP 409)."""
+    """The current state does not allow the change, such as a new status for a finished rollout (HTTP 409)."""
 
 
 class InvalidError(AgentLightningError):
-    """The value itself is malformed, such as a reward of NaN (HTTP 422)."""
+    """A value is malformed, such as a reward of NaN (HTTP 422)."""
 
 
 class ForbiddenError(AgentLightningError):
-    """The key is missing, wrong, or does not cover what was asked (HTTP 401 or 403)."""
+    """The key is missing or wrong, or may not do this (HTTP 401 or 403)."""
 
 
 class UnavailableError(AgentLightningError):
-    """The server, store or backend cannot be reached; trying again later may help (HTTP 503)."""
+    """The server, store or backend cannot be reached; try again later (HTTP 503)."""
 
 
 class BackendError(AgentLightningError):
     """A model backend refused or failed a call.
 
-    `status` is the HTTP status for the agent; `code` is the machine-readable OpenAI error code; `retry_after` tells
-    the agent when to ask again.
+    The agent gets the HTTP `status`, OpenAI's error `code` and, if set, the header Retry-After with `retry_after`.
     """
 
     def __init__(self, message: str, *, status: int = 502, code: str = "backend_error") -> None:
@@ -56,11 +55,11 @@ class BackendError(AgentLightningError):
 
 
 class TrainingError(AgentLightningError):
-    """Training cannot go on: a loss that is not finite, no rewarded rollout, an engine that fails."""
+    """Training cannot continue: the loss is not finite, no rollout has a reward, or the engine failed."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A ready-made hint: `did you mean 'group_size'? Known: …`, for a name that is not in `known`."""
+    """A hint for a name that is not in `known`: `did you mean 'group_size'? Known: …`."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     close.sort(key=lambda other: sorted(other) != sorted(name))  # letters swapped first: gpro is grpo, not gspo
@@ -69,7 +68,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def docs_page(name: str) -> Path:
-    """Where a page of the documentation lies: in the installed package, or in the checkout."""
+    """The path of a documentation page, in the installed package or in the checkout."""
     package = Path(__file__).parent
     return next(
         (page for page in (package / "docs" / name, package.parent / "docs" / name) if page.is_file()), Path(name)
@@ -77,7 +76,8 @@ def docs_page(name: str) -> Path:
 
 
 def imported(module: str, what: str, requirement: str) -> Any:
-    """A module that need not be there. ConfigError says `what` needs it and which `requirement` of pip brings it."""
+    """Import an optional module. If it is missing, ConfigError says `what` needs it and which `requirement` to
+    install."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -91,8 +91,8 @@ def check_settings(
     above: Mapping[str, float] = {},
     choices: Mapping[str, Sequence[str]] = {},
 ) -> None:
-    """ConfigError unless each setting that is named has at least, or is above, its number, or is one of its choices.
-    What is None is not looked at."""
+    """Check fields of `settings`; None passes. ConfigError for a value below its `least`, not above its `above`, or not
+    among its `choices`."""
     given = {name: value for name in (*least, *above, *choices) if (value := getattr(settings, name)) is not None}
     for name, value in given.items():
         if name in choices and value not in choices[name]:

@@ -1,7 +1,6 @@
-"""The trainer wires the rooms together: store, engine, gateway, HTTP server, runner and algorithm, in one process.
+"""The trainer connects store, engine, gateway, HTTP server, runner and algorithm in one process.
 
-Given a `server`, it is one of three processes instead: store and gateway live there, runners elsewhere, and this
-process brings the engine, the learner and the algorithm.
+With a `server`, store and gateway run there and runners elsewhere; this process has engine, learner and algorithm.
 """
 
 from __future__ import annotations
@@ -64,8 +63,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FitResult:
-    """What `Trainer.fit` reached. `checkpoint`, the last weights, and `best_checkpoint`, those with the highest reward,
-    load with `AutoModelForCausalLM.from_pretrained`."""
+    """The result of `Trainer.fit`. `checkpoint` is the directory of the last weights, `best_checkpoint` that of the
+    weights with the highest held-out reward; `AutoModelForCausalLM.from_pretrained` loads both."""
 
     run_id: str
     directory: Path
@@ -81,44 +80,46 @@ class Trainer:
     """Trains or evaluates an agent.
 
     Args:
-        model: what is trained: a directory, a Hugging Face id (`hf:ORG/NAME@REVISION` for one revision), a loaded
-            `Policy`, or `file.py:function` that makes one from the seed; or several of these by name, each of which
-            learns from its own calls. None evaluates an endpoint given in `initial_resources`. A `Policy` is trained in
-            place: the next fit goes on from there.
-        models: frozen ones beside it by name, as `{"judge": {"endpoint": "https://…/v1", "frozen": True}}`: calls go
-            through the gateway, are recorded and sampled as the agent asks (see `FrozenModel`).
-        model_name: what agents call a single one by; trainers that share a server each need one of their own.
-        algorithm: `GRPO(…)` by default; `Baseline()` only evaluates.
+        model: the model to train: a directory, a Hugging Face id (`hf:ORG/NAME@REVISION` for one revision), a loaded
+            `Policy`, or `file.py:function` that makes one from the seed. A mapping trains several by name, each from
+            its own calls. A `Policy` is trained in place: the next fit continues from it. None evaluates an endpoint
+            of `initial_resources`.
+        models: frozen models by name, `{"judge": {"endpoint": "https://…/v1", "frozen": True}}` (see `FrozenModel`).
+        model_name: the name that agents call `model` by. Trainers that share a server need different names.
+        algorithm: default `GRPO()`; `Baseline()` only evaluates.
         sampler: what samples from the model: `embedded`, the engine in this process, or servers that load its weights,
             `{"vllm": "http://host:8000/v1"}` or `{"sglang": "http://host:30000/v1"}` (see `SamplerPlace`).
-        learner: what trains it: `torch`, in this process; `{"fsdp": N}`, in N processes of this machine; or a server
-            that samples too: `tinker`, the hosted service, `{"tinker": URL}` (`TinkerLearning`), `{"verl": URL}`.
-        optimizer: learning rate, schedule, micro-batches and the like.
-        lora: train an adapter of this size instead of the weights.
-        dtype: of the weights: float32, or bfloat16, of which the optimiser keeps float32 copies.
-        n_runners: how many rollouts run at once in this process (`n_workers` is the same); default 64, or in processes
-            one per core; 0 leaves them to `agl runner` processes, which ask at the `port` here, or at the `server`.
-        isolation: `"process"` runs it in processes (see `Runner`), `"auto"` if the agent takes no `llm` or `resources`
-        run_dir: the directory of this run; by default a new one below `runs/`.
-        store: path of the SQLite file (default: in the run's directory), or an open store.
-        server: URL of an `agl server` to work with.
-        api_key: that server's key; without one, the admin key of this process's own server, else a random one.
-        port: port of this process's server, 0 for any free one.
-        seed: the source of all randomness.
-        time_limit: seconds after which training ends, closing evaluation included.
-        initial_resources: more resources for the agent; models are added by their names, and the first one trained as
-            `llm`.
-        hooks: code that runs around every rollout.
-        tracer: `auto` collects what OpenTelemetry's SDK traces in the agent where it is installed; `light` does not.
-        trackers: `"tensorboard"`, `"wandb"`, `"mlflow"`, `{"name": "wandb", "project": "x"}`, a `Tracker` of your own.
-        progress: what shows progress; by default a display on stderr, with False nothing.
-        adapter: what a function decorated by `agl.algo` gets as `adapter`, as in Agent Lightning 0.3.
-        max_sequence_length: prompt and answer together, in tokens; default the model's own, at most 4096.
-        device: where the model is loaded to: `cuda` where there is one, else `cpu`, unless it says `mps` or another.
-        threads: torch threads; default 1 for models below 10M parameters, where more only slow it down.
-        deterministic: the same seed gives the same weights, to the last bit, through kill and resume, if the agent does
-            the same with the same answers. Slower: sequences are sampled one by one.
-        run_file: written to the run's directory, as `run.yaml`, for `agl train` to repeat the run by."""
+        learner: what trains the model: `torch` in this process; `{"fsdp": N}` in N processes of this machine; or a
+            server that also samples: `tinker` (the hosted service), `{"tinker": URL}` (see `TinkerLearning`) or
+            `{"verl": URL}`.
+        optimizer: learning rate, schedule, micro-batches.
+        lora: train an adapter with these settings instead of the weights.
+        dtype: of the weights: float32, or bfloat16 with float32 copies in the optimiser.
+        n_runners: how many rollouts run at once in this process (`n_workers` is the same). Default: 64, or with
+            processes one per core. With 0, `agl runner` processes run them, from this process's `port` or the `server`.
+        isolation: `"process"` runs agents in processes of their own (see `Runner`); `"auto"` does so for agents that
+            take neither `llm` nor `resources`.
+        run_dir: the directory of this run; default: a new one below `runs/`.
+        store: path of the SQLite file (default: in `run_dir`), or an open store.
+        server: URL of an `agl server` that has store and gateway.
+        api_key: that server's key. Without a `server`: the admin key of this process's server; default: a random one.
+        port: port of this process's server; 0 is any free port.
+        seed: seeds everything random.
+        time_limit: seconds after which training stops, with its last evaluation.
+        initial_resources: more resources for the agent. Models are added by name, the first trained one also as `llm`.
+        hooks: called before and after every rollout (see `Hook`).
+        tracer: `auto` records what OpenTelemetry's SDK traces in the agent, if it is installed; `light` does not.
+        trackers: `"tensorboard"`, `"wandb"`, `"mlflow"`, `{"name": "wandb", "project": "x"}`, or your own `Tracker`.
+        progress: shows progress. Default: a display on stderr; False shows nothing.
+        adapter: the `adapter` of functions decorated with `agl.algo`, as in Agent Lightning 0.3.
+        max_sequence_length: tokens of prompt and answer together; default: the model's limit, at most 4096.
+        device: where the model is loaded; default `cuda` if there is a GPU, else `cpu`.
+        threads: threads of torch; default 1 for models below 10M parameters, which more threads slow down.
+        deterministic: the same seed gives bitwise the same weights, also after a kill and `resume`, if the agent is
+            deterministic too. Slower: sequences are sampled one by one.
+        run_file: text that is written to `run_dir` as `run.yaml`, so that `agl train` can repeat the run.
+
+    ConfigError for settings that are wrong or do not go together."""
 
     def __init__(
         self,
@@ -184,16 +185,17 @@ class Trainer:
     def fit(
         self, agent: AnyAgent, train_dataset: Any = None, val_dataset: Any = None, *, resume: bool = False
     ) -> FitResult:
-        """Train the agent on `train_dataset`, evaluating on `val_dataset` before and after; blocks until done.
+        """Train the agent on `train_dataset`, with evaluations on `val_dataset`, and block until done.
 
-        Datasets are lists, paths (JSONL, JSON, CSV, Parquet), DataFrames or Hugging Face datasets; environments and
-        recorded rollouts need none. Ctrl-C saves what was learned; `resume=True` goes on in `run_dir` or the newest."""
+        A dataset is a list, a path (JSONL, JSON, CSV, Parquet), a DataFrame or a Hugging Face dataset; environments and
+        recorded rollouts need none. Ctrl-C saves and returns. `resume=True` continues the run in `run_dir`, or the
+        newest. ConfigError for wrong settings or tasks, TrainingError if training cannot continue."""
         return run_blocking(self.fit_async(self._imported(agent), train_dataset, val_dataset, resume=resume))
 
     async def fit_async(
         self, agent: AnyAgent, train_dataset: Any = None, val_dataset: Any = None, *, resume: bool = False
     ) -> FitResult:
-        """`fit` for code that runs in an event loop already."""
+        """`fit` for code that runs in an event loop."""
         if self._rl is not None and not self.models:
             endpoint = self.initial_resources.get("llm")
             why = f", and those behind {endpoint.endpoint} cannot be had" if isinstance(endpoint, LLM) else ""
@@ -210,11 +212,12 @@ class Trainer:
         return await self._run(as_agent(agent), train_tasks, val_tasks, resume)
 
     def dev(self, agent: AnyAgent, train_dataset: Any) -> list[EvaluatedTask]:
-        """Run the agent once on every task without training; print each trace and the mean reward, and return them."""
+        """Run the agent once on each task without training, print the traces and the mean reward, and return the
+        traces."""
         return run_blocking(self.dev_async(self._imported(agent), train_dataset))
 
     async def dev_async(self, agent: AnyAgent, train_dataset: Any) -> list[EvaluatedTask]:
-        """`dev` for code that runs in an event loop already."""
+        """`dev` for code that runs in an event loop."""
         trial = copy.copy(self)
         trial.algorithm = Baseline(mode="test")
         result = await trial._run(as_agent(agent), [], load_dataset(train_dataset), resume=False)
@@ -229,7 +232,7 @@ class Trainer:
         return tasks
 
     def _imported(self, agent: AnyAgent) -> LitAgent[Any]:
-        """The agent, imported while Ctrl-C still interrupts whatever runs."""
+        """The agent, imported so that Ctrl-C interrupts whatever runs."""
         agent = as_agent(agent)
         if self.n_runners != 0:
             place_of(agent, self.isolation)
@@ -311,7 +314,7 @@ class Trainer:
         val_tasks: list[Any],
         progress: Progress,
     ) -> RunContext:
-        """Start everything the job needs; `stack` stops it again, last started first."""
+        """Start everything the job needs; `stack` stops it in reverse order."""
         store = await self._open_store(stack, directory.path)
         with interrupted_at_once():
             opened: dict[str, Pair] = {}
@@ -360,8 +363,8 @@ class Trainer:
     async def _connect(
         self, stack: AsyncExitStack, store: LightningStore, entries: list[ModelEntry], run_id: str
     ) -> tuple[str, str, Callable[[], AbstractAsyncContextManager[None]]]:
-        """Put the models behind a gateway, this process's own or the server's: its URL, that of the dashboard, and what
-        lets calls of the trained ones wait."""
+        """Put the models behind a gateway, this process's or the server's. Returns its URL, the dashboard's, and a
+        function that holds the calls of trained models."""
         held = [entry.name for entry in entries if entry.trainable]
         if self.server is not None:
             url = self.server.rstrip("/")
@@ -416,12 +419,12 @@ class Trainer:
         )
 
     def _optimizer(self) -> AdamW:
-        """Its schedule ends with the training."""
+        """The optimiser, whose schedule ends with the training."""
         rl = self._rl
         return AdamW() if rl is None else self.optimizer.until(rl.steps * rl.minibatches * rl.epochs)
 
     def _model_entries(self, backends: Mapping[str, Backend]) -> list[ModelEntry]:
-        """The models behind the gateway: the policies being trained, or the endpoint the caller gave, then others."""
+        """The models behind the gateway: the trained policies or the given endpoint, then the frozen ones."""
         train = val = Sampling()
         if (rl := self._rl) is not None:
             train = Sampling(temperature=rl.temperature, max_tokens=rl.max_tokens)
@@ -434,7 +437,7 @@ class Trainer:
         return entries + [frozen_entry(name, one) for name, one in self.frozen.items()]
 
     async def _run_beside_runner(self, agent: LitAgent[Any], context: RunContext) -> None:
-        """Run the algorithm with this process's runner beside it; whichever fails first ends both."""
+        """Run the algorithm and this process's runner; the first to fail ends both."""
         job = asyncio.ensure_future(self.algorithm.run(context))
         samplers = [policy.sampler for policy in context.policies.values()]
         tasks = {job, *(asyncio.ensure_future(one.watch(context.calls_held)) for one in samplers)}

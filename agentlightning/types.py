@@ -29,11 +29,11 @@ AttributeValue: TypeAlias = str | bool | int | float | Sequence[str | bool | int
 Attributes: TypeAlias = dict[str, AttributeValue]
 
 UNATTRIBUTED: Final = "unattributed"
-"""The rollout, and its only attempt, that hold the spans and calls nobody could attribute."""
+"""The id of the rollout, and of its only attempt, that holds spans and calls without an attempt of their own."""
 
 
 class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all nouns: strict about unknown fields. Each noun repeats `frozen` and `kw_only`: type checkers do not
+    """Base of all nouns; refuses unknown fields. Each noun repeats `frozen` and `kw_only`: type checkers do not
     inherit the first, msgspec does not inherit the second."""
 
 
@@ -41,9 +41,11 @@ class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class RolloutConfig(Noun, frozen=True, kw_only=True):
-    """How a rollout is supervised. `timeout_seconds` counts from an attempt's start, `unresponsive_seconds` from its
-    last call or span, both without the time its calls are held back; None switches a clock off. An attempt that ends in
-    one of `retry_condition` is tried again while fewer than `max_attempts` were made."""
+    """Timeouts and retries of a rollout.
+
+    `timeout_seconds` counts from an attempt's start, `unresponsive_seconds` from its last call or span. Both stand
+    still while the gateway holds its calls; None is no limit. An attempt whose status is in `retry_condition` is
+    retried until there were `max_attempts`. ConfigError if `max_attempts` or a limit is not positive."""
 
     timeout_seconds: float | None = None
     unresponsive_seconds: float | None = None
@@ -60,8 +62,8 @@ class RolloutConfig(Noun, frozen=True, kw_only=True):
 
 
 class EnqueueRolloutRequest(Noun, frozen=True, kw_only=True):
-    """One rollout to be queued. `rollout_id` may be given by the caller to make a repeated request harmless.
-    Rollouts of a higher `priority` are leased first."""
+    """One rollout to queue. With a `rollout_id` of your own, repeating the request changes nothing.
+    Rollouts with a higher `priority` are leased first."""
 
     input: Any
     rollout_id: str | None = None
@@ -76,7 +78,8 @@ class EnqueueRolloutRequest(Noun, frozen=True, kw_only=True):
 
 
 class Rollout(Noun, frozen=True, kw_only=True):
-    """One execution request of the agent on one task."""
+    """One request to run the agent on one task: `input` is the task. Times are seconds since the epoch; `end_time` is
+    None until the rollout has ended."""
 
     rollout_id: str
     input: Any
@@ -94,8 +97,8 @@ class Rollout(Noun, frozen=True, kw_only=True):
 
 
 class Attempt(Noun, frozen=True, kw_only=True):
-    """One try at a rollout by one worker. `sequence_id` counts from 1 within the rollout. `held_seconds` is for how
-    long its calls were held back: so much later its timeout is."""
+    """One try at a rollout by one worker. `sequence_id` counts from 1 within the rollout. `held_seconds` is how long
+    the gateway held its calls; its timeout moves by as much."""
 
     rollout_id: str
     attempt_id: str
@@ -110,17 +113,17 @@ class Attempt(Noun, frozen=True, kw_only=True):
 
 
 class Lease(Noun, frozen=True, kw_only=True):
-    """The right to move an attempt. `token` is a fencing token: a larger one was issued later and wins."""
+    """The right to change an attempt. `token` is a fencing token: the largest one, issued last, wins."""
 
     token: int
     expires: float
 
 
 class AttemptedRollout(Rollout, frozen=True, kw_only=True):
-    """A rollout together with the attempt just started on it.
+    """A rollout and the attempt that was just started on it.
 
-    `lease` and the keys are present where the attempt was handed to a worker; `api_key` lets its holder call the
-    gateway and write spans of this attempt, and nothing else. `reward_key` may give the attempt's rewards as well."""
+    A worker that leased it also gets `lease` and two keys. `api_key` may only call the gateway and write spans of this
+    attempt; `reward_key` may also write its rewards."""
 
     attempt: Attempt
     lease: Lease | None = None
@@ -128,15 +131,24 @@ class AttemptedRollout(Rollout, frozen=True, kw_only=True):
     reward_key: str | None = None
 
 
+class Outcome(Noun, frozen=True, kw_only=True):
+    """What a rollout's latest attempt came to: its final reward, and the reason why it failed."""
+
+    rollout_id: str
+    reward: float | None = None
+    error: str | None = None
+
+
 class Heartbeat(Noun, frozen=True, kw_only=True):
-    """The store's answer to a heartbeat: what the attempt is now, and until when the lease holds."""
+    """The store's answer to a heartbeat: the attempt's status, and when its lease ends."""
 
     status: AttemptStatus
     lease_expires: float | None = None
 
 
 class Group(Noun, frozen=True, kw_only=True):
-    """The G rollouts of one task. `finished_index` numbers groups of a run in the order they became complete."""
+    """The rollouts of one task that are compared. `finished_index` numbers a run's groups in the order they
+    finished."""
 
     group_id: str
     run_id: str | None
@@ -146,7 +158,7 @@ class Group(Noun, frozen=True, kw_only=True):
 
 
 class FinishedRollouts(Noun, frozen=True, kw_only=True):
-    """Rollouts in the order they became terminal; `cursor` asks for what comes after them."""
+    """Rollouts in the order they ended. Pass `cursor` to get the next ones."""
 
     rollouts: tuple[Rollout, ...]
     cursor: int
@@ -173,9 +185,9 @@ class SpanLink(Noun, frozen=True, kw_only=True):
 
 
 class SampledChoice(Noun, frozen=True, kw_only=True):
-    """What the policy sampled for one choice: ids and the logprob of each under the distribution sampled from.
+    """The sampled token ids of one choice, and the logprob of each under the distribution they were sampled from.
 
-    `versions` is run-length: `((3, 10), (4, 2))` is ten tokens of policy version 3, then two of version 4."""
+    `versions` is run-length encoded: `((3, 10), (4, 2))` is ten tokens of policy version 3, then two of version 4."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -193,7 +205,9 @@ class TokenCapture(Noun, frozen=True, kw_only=True):
 
 
 class Span(Noun, frozen=True, kw_only=True):
-    """One OpenTelemetry span of an attempt. `tokens` is set on the gateway's spans of token-capturing backends."""
+    """One OpenTelemetry span of an attempt: an LLM call, a tool, an agent's step, a reward or an annotation.
+
+    Times are seconds since the epoch. `tokens` holds the exact token ids of a call, if its backend returns them."""
 
     rollout_id: str
     attempt_id: str
@@ -216,10 +230,10 @@ class Span(Noun, frozen=True, kw_only=True):
 
 
 class LLM(Noun, frozen=True, kw_only=True, tag="llm", tag_field="resource_type"):
-    """A model endpoint for the agent.
+    """A model's endpoint: OpenAI-compatible URL, model name and key.
 
-    `gateway` says that Agent Lightning's gateway answers there, as for what a Trainer serves: inside a rollout
-    `endpoint` and `api_key` then name the attempt. Any other endpoint is left exactly as it is given."""
+    With `gateway`, Agent Lightning's gateway answers there, as for the models that a Trainer serves. Inside a rollout,
+    `endpoint` and `api_key` then name the attempt. Without it, the endpoint stays as you gave it."""
 
     endpoint: str
     model: str
@@ -228,8 +242,8 @@ class LLM(Noun, frozen=True, kw_only=True, tag="llm", tag_field="resource_type")
     gateway: bool = False
 
     def get_base_url(self, rollout_id: str | None = None, attempt_id: str | None = None) -> str:
-        """The URL to give an OpenAI client; with both ids, and behind the gateway, the one that attributes its calls to
-        that attempt: `http://host/v1` → `http://host/rollout/R/attempt/A/v1`."""
+        """The base URL for an OpenAI client. With both ids and behind the gateway, the URL that attributes calls to
+        that attempt: `http://host/v1` → `http://host/rollout/R/attempt/A/v1`. ConfigError with only one id."""
         if (rollout_id is None) != (attempt_id is None):
             raise ConfigError("get_base_url takes both rollout_id and attempt_id, or neither")
         if rollout_id is None or not self.gateway or "/rollout/" in self.endpoint:
@@ -239,9 +253,9 @@ class LLM(Noun, frozen=True, kw_only=True, tag="llm", tag_field="resource_type")
 
 
 class FrozenModel(Noun, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An OpenAI-compatible endpoint for a Trainer to put behind its gateway, beside what is trained: its calls are
-    recorded, sampled as the agent asks, and never trained. `model` is its name there, if another than here; `api_key`
-    its key, which no agent sees."""
+    """A model that is not trained, at an OpenAI-compatible endpoint behind the Trainer's gateway. Its calls are
+    recorded and sampled as the agent asks. `model` is its name at the endpoint; default: its name here. Agents never
+    see `api_key`."""
 
     endpoint: str
     frozen: Literal[True]
@@ -256,7 +270,8 @@ class PromptTemplate(Noun, frozen=True, kw_only=True, tag="prompt_template", tag
     engine: Literal["f-string", "jinja", "poml"] = "f-string"
 
     def format(self, **values: Any) -> str:
-        """The filled-in prompt. ConfigError names a placeholder that got no value, or says that `poml` is missing."""
+        """The prompt with its placeholders filled. ConfigError names a placeholder without a value, or says that the
+        package `poml` is missing."""
         if self.engine == "poml":
             return _fill_poml(self.template, values)
         import jinja2.sandbox  # here, so that agents without jinja templates do not pay for its import
@@ -271,7 +286,7 @@ class PromptTemplate(Noun, frozen=True, kw_only=True, tag="prompt_template", tag
 
 
 def _fill_poml(template: str, values: dict[str, Any]) -> str:
-    """POML's own package runs a Node program for it, about half a second each time."""
+    """POML's package starts a Node program for this, which takes about half a second."""
     poml = imported("poml", "a template in POML", "poml>=0.0.8")
     try:
         return str(poml.poml(template, context=values, chat=False, format="dict")["messages"])
@@ -284,8 +299,7 @@ NamedResources: TypeAlias = dict[str, Resource]
 
 
 class ResourcesUpdate(Noun, frozen=True, kw_only=True):
-    """One immutable version of the named resources. `parent_id` names the version it was made from, `run_id` the run
-    that made it."""
+    """One immutable version of the named resources. It was made from version `parent_id`, by the run `run_id`."""
 
     resources_id: str
     resources: NamedResources
@@ -300,8 +314,8 @@ class ResourcesUpdate(Noun, frozen=True, kw_only=True):
 
 
 class Run(Noun, frozen=True, kw_only=True):
-    """One training, evaluation or optimisation job. `manifest` is its resolved config, versions, data hash, seeds. A
-    reader calls a run `stopped` that was running when its store's process died."""
+    """One training, evaluation or optimisation. `manifest` holds its settings, seed, versions and data hashes. Readers
+    show the status `stopped` for a run that was running when its process died."""
 
     run_id: str
     kind: str
@@ -313,7 +327,7 @@ class Run(Noun, frozen=True, kw_only=True):
 
 
 class Metrics(Noun, frozen=True, kw_only=True):
-    """What a run measured at one step."""
+    """The metrics of a run at one step."""
 
     run_id: str
     step: int
@@ -334,7 +348,7 @@ class Worker(Noun, frozen=True, kw_only=True):
 
 
 class ApiKey(Noun, frozen=True, kw_only=True):
-    """A key that was issued, without its secret."""
+    """An issued key, without its secret."""
 
     key_id: str
     name: str
@@ -345,15 +359,15 @@ class ApiKey(Noun, frozen=True, kw_only=True):
 
 
 class IssuedKey(ApiKey, frozen=True, kw_only=True):
-    """A key at the only moment its secret is known."""
+    """A newly issued key with its secret, which is not stored."""
 
     api_key: str
 
 
 class Credential(Noun, frozen=True, kw_only=True):
-    """What the holder of a key may do. One of an `attempt`, (rollout_id, attempt_id), may call the gateway for it and
-    add its spans, those with rewards only if `rewards`; one without may do what its scopes say. With a
-    `worker_id` the attempt is the one that this worker holds at present."""
+    """What the holder of a key may do. With an `attempt`, (rollout_id, attempt_id): call the gateway for it and add its
+    spans, and its rewards if `rewards`. Otherwise: what its scopes say. With a `worker_id`, the attempt is the one that
+    this worker holds now."""
 
     name: str
     scopes: tuple[KeyScope, ...] = ()
@@ -374,10 +388,11 @@ class Deleted(Noun, frozen=True, kw_only=True):
 
 
 class Filter(Noun, frozen=True, kw_only=True, omit_defaults=True):
-    """What rows have to be like: a condition on one field, or `and`, `or`, `not` of other filters.
+    """Which rows to select: a condition on one field, or `and`, `or`, `not` of other filters.
 
-    `{"field": "status", "op": "in", "value": ["failed", "cancelled"]}`, `{"op": "and", "of": [...]}`. Nothing is
-    asked of an empty `and`; an empty `or` matches nothing. `Condition`, `And`, `Or` and `Not` make one in Python."""
+    `{"field": "status", "op": "in", "value": ["failed", "cancelled"]}`, `{"op": "and", "of": [...]}`. An empty `and`
+    matches everything, an empty `or` nothing. In Python, write `Condition`, `And`, `Or` and `Not`. InvalidError if
+    operands are missing or too many."""
 
     op: Literal["eq", "ne", "in", "contains", "lt", "le", "gt", "ge", "exists", "and", "or", "not"]
     field: str | None = None

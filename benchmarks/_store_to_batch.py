@@ -29,9 +29,10 @@ import numpy as np
 from agentlightning import semconv
 from agentlightning.algorithm.grpo import GRPO
 from agentlightning.algorithm.rl.batch import make_batches
+from agentlightning.data.aggregation import aggregation_weights
 from agentlightning.data.call_filter import CallFilter
 from agentlightning.data.recordings import rewarded_group
-from agentlightning.data.sequences import aggregation_weights, micro_batches
+from agentlightning.data.sequences import micro_batches
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.learner.base import AdamW
 from agentlightning.store.sql import SqlStore

@@ -55,7 +55,8 @@ def measure(level: Any, rollouts: int, micro_batch_tokens: int, rounds: int) -> 
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from agentlightning.data.sequences import aggregation_weights, build_sequences, micro_batches
+    from agentlightning.data.aggregation import aggregation_weights
+    from agentlightning.data.sequences import build_sequences, micro_batches
     from agentlightning.learner.base import AdamW
     from agentlightning.learner.losses import Loss
     from agentlightning.learner.policy import Policy

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from starlette.applications import Starlette
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -29,7 +28,7 @@ from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.store import codec
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import EnqueueRolloutRequest, Span
-from tests.gateway.world import serving
+from tests.gateway.world import serving_gateway
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = ROOT / "tests" / "tracing" / "framework_agents.py"
@@ -82,7 +81,7 @@ async def record(name: str, python: str, directory: Path) -> list[Span]:
     store = await SqlStore.open(directory / f"{name}.sqlite")
     try:
         gateway = Gateway(ModelTable([ModelEntry("policy", Script())]), store)
-        async with serving(Starlette(routes=gateway.routes())) as url:
+        async with serving_gateway(gateway) as url:
             await store.enqueue_many_rollouts([EnqueueRolloutRequest(input="task", rollout_id=name)])
             leased = await store.dequeue_rollout()
             assert leased is not None and leased.api_key is not None

@@ -1,6 +1,6 @@
-"""What every algorithm is given (`RunContext`), what it tells a display (`Progress`), and its one verb (`run`).
+"""What an algorithm gets (`RunContext`), reports (`Progress`) and does (`run`).
 
-Nothing here imports torch: an algorithm that only evaluates or edits prompts runs without it.
+Nothing here imports torch: algorithms that only evaluate or edit prompts run without it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ STOPPED_BY_USER = "stopped by the user"
 
 
 class Progress(Protocol):
-    """What a running job tells a display. Calls are cheap and come from the event loop's thread."""
+    """What a running job reports to a display. Calls are cheap and come from the event loop's thread."""
 
     def phase(self, name: str, total: int | None = None, *, beside: bool = False) -> None:
-        """A new phase begins, of `total` units where that is known: after the present one, or beside it and those that
-        follow, until its units are finished."""
+        """A phase begins, of `total` units if known: after the current one, or `beside` it and the next ones until it
+        is finished."""
 
     def advance(self, done: int, beside: str | None = None) -> None:
-        """`done` units of the present phase are finished, or of the one of this name beside it."""
+        """`done` units are finished, of the current phase or of the one beside it with this name."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Training step number `step` (from 1) is finished."""
@@ -61,14 +61,13 @@ class Stopped(AgentLightningError):
 
 @dataclass
 class RunContext:
-    """Everything a job needs, wired by the trainer.
+    """Everything that a job needs, provided by the trainer.
 
-    `run_time` is when this process began its part of the run, before its runner, by the store's clock.
-    Rollouts are enqueued with `resources_id`; None is the latest. `policies` are the
-    models trained here, by the name that agents call them by. Inside `calls_held()` agents' calls of them
-    wait before their engines, and the clocks of their attempts stand still. `stop` is set when the job should end;
-    `deadline` is a loop time (seconds of `asyncio.get_running_loop().time()`) or None. Metrics go to
-    `tracking`, which hands them to the `trackers`."""
+    `run_time` is when this process began its part of the run, on the store's clock. Rollouts are queued with
+    `resources_id`; None is the latest. `policies` are the models trained here, by the name that agents use. Inside
+    `calls_held()`, agents' calls of them wait, and the clocks of their attempts stand still. `stop` is set when the job
+    should end; `deadline` is a loop time (seconds of `asyncio.get_running_loop().time()`) or None. Metrics go to
+    `tracking`, which passes them to the `trackers`."""
 
     run: Run
     store: LightningStore
@@ -92,7 +91,7 @@ class RunContext:
         self.tracking = Tracking(self.store, self.run, self.directory, self.trackers, self.progress.note)
 
     async def resources(self) -> ResourcesUpdate:
-        """What rollouts are given. ConfigError where the store has none."""
+        """The resources of rollouts. ConfigError if the store has none."""
         name, store = self.resources_id, self.store
         found = await (store.get_latest_resources() if name is None else store.get_resources_by_id(name))
         if found is None:
@@ -100,14 +99,14 @@ class RunContext:
         return found
 
     def noise(self, sample: str) -> dict[str, Any]:
-        """Metadata of the rollout known as `sample` in its run, by which every run of this seed draws the same random
-        numbers; where the run is deterministic, at every cost."""
+        """Metadata of the rollout `sample` of this run, from which runs with the same seed draw the same random
+        numbers."""
         names = {"seed": self.seed, "sample": sample}
         return names | {"deterministic": True} if self.deterministic else names
 
     async def unless_stopped(self, work: Awaitable[T]) -> T:
-        """The result of `work`; Stopped, with the work cancelled, if the job must end first. Where it must already the
-        work does not begin: one that never has to wait would go on for ever."""
+        """The result of `work`. Stopped, with `work` cancelled, if the job must end first; if it must end already,
+        `work` does not begin."""
         loop = asyncio.get_running_loop()
         task = asyncio.ensure_future(work)
         stop = asyncio.ensure_future(self.stop.wait())
@@ -139,7 +138,7 @@ INJECTED = ("store", "train_dataset", "val_dataset", "initial_resources", "adapt
 
 
 class FunctionAlgorithm:
-    """Runs `function` with what its parameters name; still the plain function for everybody else."""
+    """Runs `function` with the arguments that its parameters name; it stays callable as a plain function."""
 
     def __init__(self, function: Callable[..., Awaitable[None]]) -> None:
         if not inspect.iscoroutinefunction(function):
@@ -160,7 +159,7 @@ class FunctionAlgorithm:
         return self.function(*args, **kwargs)
 
     async def run(self, context: RunContext) -> None:
-        """Call the function and wait for its end. Stopped if the job must end first."""
+        """Call the function and wait. Stopped if the job must end first."""
         resources = (await context.resources()).resources if "initial_resources" in self._injected else {}
         values = {
             "store": context.store,
@@ -174,9 +173,9 @@ class FunctionAlgorithm:
 
 
 def algo(function: Callable[..., Awaitable[None]]) -> FunctionAlgorithm:
-    """Make an algorithm of an async function, for `Trainer(algorithm=…)`.
+    """Make an async function an algorithm, for `Trainer(algorithm=…)`.
 
-    `store`, `train_dataset`, `val_dataset`, `initial_resources`, `context` and `adapter` (the trainer's, as in Agent
-    Lightning 0.3, else a TracerTraceToTriplet) are recognised by name and filled in. ConfigError for other parameters
+    Parameters are filled in by name: `store`, `train_dataset`, `val_dataset`, `initial_resources`, `context`, and
+    `adapter` (the trainer's, as in Agent Lightning 0.3, or a TracerTraceToTriplet). ConfigError for other parameters
     without a default."""
     return FunctionAlgorithm(function)

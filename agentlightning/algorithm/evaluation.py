@@ -148,8 +148,8 @@ async def why_unrewarded(store: LightningStore, rollouts: Sequence[Rollout]) -> 
 
 @dataclass
 class Baseline:
-    """Changes nothing: the measure that training is compared with. Runs the agent `samples` times on each validation
-    task. The result is in `evaluations` afterwards."""
+    """Evaluation without training, for comparison. Runs the agent `samples` times on each validation task, in `mode`;
+    `evaluations` then has the result."""
 
     samples: int = 1
     rollout: RolloutConfig = SUPERVISED

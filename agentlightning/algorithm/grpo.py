@@ -1,6 +1,6 @@
-"""GRPO and its relatives: what a rollout's calls are worth, compared with other rollouts, and in which loss.
+"""GRPO and its variants: the advantage of each call, from comparisons within a group, and the loss.
 
-A relative is GRPO with other defaults; each says its formula and where that is from.
+A variant is GRPO with other defaults; its docstring has the formula and the paper.
 """
 
 from __future__ import annotations
@@ -13,20 +13,25 @@ import msgspec
 
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.data.credit_table import RewardedGroup, make_credit
-from agentlightning.data.sequences import Aggregation, CreditedTransition
+from agentlightning.data.sequences import CreditedTransition
 from agentlightning.errors import ConfigError
 from agentlightning.learner.losses import KLEstimator
 
 
 @dataclass(kw_only=True)
 class GRPO(Reinforcement):
-    """Policy optimisation without a critic, by default GRPO: each sampled token of rollout i gets
-    A_i = (R_i − mean) / (std + ε) over its group, in PPO's clipped loss (arXiv:2402.03300).
+    """Policy optimisation without a critic. By default, each sampled token of rollout i has the advantage A_i = (R_i −
+    mean) / (std + ε) over its group, in PPO's clipped loss (GRPO, arXiv:2402.03300).
 
-    `returns` says how a rollout's reward is divided over its calls, `baseline` what that is compared with. Both are a
-    name of `data/credit_table.py`, a reference (`file.py:function`) or a function, and are called with their options.
-    With `equal_rewards` a group whose rewards are all equal is trained on too, where its calls have different returns.
-    What does not go together is refused."""
+    Settings:
+        returns: how a rollout's R is divided over its calls: a name of `data/credit_table.py`, a function, or
+            `file.py:function`.
+        returns_options: keyword arguments for it.
+        baseline: what returns are compared with; given like `returns`.
+        baseline_options: keyword arguments for it.
+        equal_rewards: also train groups whose rewards are all equal, if their calls have different returns.
+
+    ConfigError for settings that do not go together."""
 
     returns: Any = "identical"  # str or function: what reads run files knows no such union
     returns_options: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -53,7 +58,7 @@ class GRPO(Reinforcement):
 
     @property
     def credit_by_settings(self) -> bool:
-        """Whether the settings alone say what calls are worth, so that a dashboard can."""
+        """Whether the settings alone determine the credit of calls, so that the dashboard can show it."""
         return type(self).advantages is GRPO.advantages
 
     def try_advantages(self) -> None:
@@ -66,8 +71,8 @@ class GRPO(Reinforcement):
 
 @dataclass(kw_only=True)
 class RLOO(GRPO):
-    """A_i = R_i − the mean R of the others of its group (arXiv:2402.14740). It is not divided by a spread, so that a
-    group counts as much as its rewards differ."""
+    """GRPO with A_i = R_i − the mean R of the others of its group (arXiv:2402.14740). It is not divided by the spread,
+    so groups whose rewards differ more count more."""
 
     baseline: Any = "rloo"
     name: str = "rloo"
@@ -75,12 +80,12 @@ class RLOO(GRPO):
 
 @dataclass(kw_only=True)
 class DrGRPO(GRPO):
-    """GRPO without its two biases, towards long wrong answers and towards tasks of little spread (arXiv:2503.20783):
-    A_i = R_i − mean over the group, and a call's loss is the sum over its tokens divided by `constant_length`,
-    `max_tokens` unless given."""
+    """GRPO without its biases towards long wrong answers and tasks of little spread (arXiv:2503.20783): A_i = R_i −
+    group mean, and a call's loss is the sum over its tokens divided by `constant_length`, by default `max_tokens`.
+    ConfigError without either."""
 
     baseline: Any = "dr_grpo"
-    aggregation: Aggregation = "constant"
+    aggregation: Any = "constant"
     name: str = "dr_grpo"
 
     def __post_init__(self) -> None:
@@ -93,14 +98,15 @@ class DrGRPO(GRPO):
 
 @dataclass(kw_only=True)
 class DAPO(GRPO):
-    """GRPO with four changes for long answers and sparse rewards (arXiv:2503.14476): a higher upper clip (`clip_high`),
-    groups without variance replaced by others (`dynamic_sampling`), the mean over all tokens (`aggregation`), and a
-    soft penalty on answers that come close to `max_tokens`.
+    """GRPO for long answers and sparse rewards (arXiv:2503.14476): a higher upper clip (`clip_high`), groups without
+    variance are replaced (`dynamic_sampling`), each token counts the same (`aggregation`), and answers close to
+    `max_tokens` are penalised.
 
-    The penalty is R − min(1, max(0, (longest answer − (L − B)) / B)) with L = `max_tokens` and B the last fifth of it,
-    unless `reward` states an `overlong_penalty` of its own; `overlong=False` leaves it out."""
+    With L = `max_tokens` and B its last fifth, R becomes R − min(1, max(0, (longest answer − (L − B)) / B)).
+    `overlong=False` switches this off; an `overlong_penalty` in `reward` replaces it. ConfigError without `max_tokens`
+    otherwise."""
 
-    aggregation: Aggregation = "token-mean"
+    aggregation: Any = "token-mean"
     clip_low: float | None = 0.2
     clip_high: float | None = 0.28
     dynamic_sampling: bool = True
@@ -124,23 +130,22 @@ class DAPO(GRPO):
 
 @dataclass(kw_only=True)
 class GSPO(GRPO):
-    """GRPO's advantage, with the importance ratio of a whole call (arXiv:2507.18071): every token of a call is
-    weighed by s = exp(mean over the call of log p − log p of sampling), clipped to [1 − 3e-4, 1 + 4e-4] unless
-    `clip_low` and `clip_high` say otherwise."""
+    """GRPO with the importance ratio of a whole call (arXiv:2507.18071): every token of a call is weighted by s =
+    exp(mean over the call of log p − log p when sampled), clipped to [1 − 3e-4, 1 + 4e-4] by default."""
 
     loss: Any = "gspo"
-    aggregation: Aggregation = "sequence-mean"
+    aggregation: Any = "sequence-mean"
     name: str = "gspo"
 
 
 @dataclass(kw_only=True)
 class CISPO(GRPO):
-    """GRPO's advantage, with the importance weight clipped and not the update, so that no token is without gradient
-    (arXiv:2506.13585): the loss of a token is −min(ratio, 1 + `clip_high`)·A·log p, without gradient through the
-    ratio. There is no lower bound, as in the paper (`clip_low` 1)."""
+    """GRPO that clips the importance weight instead of the update, so that every token has a gradient
+    (arXiv:2506.13585): the loss of a token is −min(ratio, 1 + `clip_high`)·A·log p, without gradient through the ratio.
+    As in the paper there is no lower bound (`clip_low` 1)."""
 
     loss: Any = "cispo"
-    aggregation: Aggregation = "token-mean"
+    aggregation: Any = "token-mean"
     clip_low: float | None = 1.0
     clip_high: float | None = 0.2
     name: str = "cispo"
@@ -148,8 +153,8 @@ class CISPO(GRPO):
 
 @dataclass(kw_only=True)
 class REINFORCEPlusPlus(GRPO):
-    """A of a token is γ^(tokens that follow in its call)·R, whitened over the rollouts of the batch (arXiv:2501.03262).
-    One rollout per task is enough: more tasks take the place of a group."""
+    """The advantage of a token is γ^(later tokens of its call)·R, whitened over the batch's rollouts
+    (arXiv:2501.03262). One rollout per task is enough: use more tasks instead of a group."""
 
     baseline: Any = "reinforce++"
     tasks_per_step: int = 128
@@ -160,7 +165,7 @@ class REINFORCEPlusPlus(GRPO):
 
 @dataclass(kw_only=True)
 class REINFORCEPlusPlusBaseline(GRPO):
-    """A_i = R_i − mean over its group, then whitened over the rollouts of the batch."""
+    """REINFORCE++ with a baseline: A_i = R_i − group mean, whitened over the batch's rollouts (arXiv:2501.03262)."""
 
     baseline: Any = "reinforce++_baseline"
     kl_estimator: KLEstimator = "k2"

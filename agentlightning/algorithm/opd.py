@@ -1,4 +1,4 @@
-"""On-policy distillation: the student samples, and a teacher says of each token how likely it would have been."""
+"""On-policy distillation: the student samples, and a teacher says how likely it would have sampled each token."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from agentlightning.algorithm.grpo import GRPO
 from agentlightning.algorithm.rl.batch import values_of
 from agentlightning.algorithm.rl.groups import Groups
 from agentlightning.data.credit_table import RewardedGroup
-from agentlightning.data.sequences import Aggregation, CreditedTransition
+from agentlightning.data.sequences import CreditedTransition
 from agentlightning.errors import ConfigError
 from agentlightning.learner.teacher import Teacher, open_teacher, read_teacher
 
 
 @dataclass(kw_only=True)
 class OPD(GRPO):
-    """On-policy distillation (arXiv:2306.13649; thinkingmachines.ai/blog/on-policy-distillation): each sampled token of
-    each call gets
+    """On-policy distillation (arXiv:2306.13649; thinkingmachines.ai/blog/on-policy-distillation). Each sampled token
+    gets
 
         A = `teacher_coefficient` · (log p_teacher − log p_student) + `reward_coefficient` · A_reward
 
-    whose expectation is minus the reverse KL of student and teacher at that token. No reward is needed unless
-    `reward_coefficient` is above 0: A_reward is then what `returns` and `baseline` make of rewards, as in GRPO.
+    The expectation of the first term is minus the reverse KL of student and teacher. Rewards are needed only if
+    `reward_coefficient` is above 0; A_reward then follows from `returns` and `baseline`, as in GRPO.
 
-    `teacher` is a model (a path, an id, `file.py:function`), or the vLLM server of one: `{vllm: URL}`, with `model` and
-    `api_key` if need be, or the URL alone. It must have the student's tokenizer.
-    `teacher_kl` is measured in each step: the mean of log p_student − log p_teacher."""
+    `teacher` is a model (a path, an id, `file.py:function`), the URL of a vLLM server, or `{vllm: URL}` with `model`
+    and `api_key`. It must have the student's tokenizer. The metric `teacher_kl` is the mean of log p_student − log
+    p_teacher."""
 
     teacher: Any = None
     teacher_coefficient: float = 1.0
     reward_coefficient: float = 0.0
     baseline: Any = "none"
     loss: Any = "importance_sampling"
-    aggregation: Aggregation = "token-mean"
+    aggregation: Any = "token-mean"
     group_size: int = 1
     unrewarded: Literal["exclude"] | float = 0.0
     name: str = "opd"
@@ -60,7 +60,7 @@ class OPD(GRPO):
         return super().fewest_rewarded if self.reward_coefficient else 1
 
     def try_advantages(self) -> None:
-        """`make_credit` has tried what rewards are worth, and the teacher is opened when training begins."""
+        """`make_credit` has tried the credit, and the teacher is opened when training begins."""
 
     def why_useless(self, group: RewardedGroup) -> str | None:
         return None  # whatever was sampled, the teacher has something to say
@@ -76,7 +76,7 @@ class OPD(GRPO):
             yield groups
 
     def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
-        """Asks the teacher, and blocks meanwhile."""
+        """Asks the teacher, and blocks."""
         if self._teacher is None:
             raise ConfigError("the teacher is opened by a run; its advantages are not known before")
         teacher = iter(values_of(groups, self.level, self._teacher))

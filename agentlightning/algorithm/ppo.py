@@ -1,4 +1,4 @@
-"""PPO: a critic says what each sampled token is worth; what turns out better becomes likelier (arXiv:1707.06347)."""
+"""PPO: a critic estimates the value of each sampled token (arXiv:1707.06347)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from agentlightning.learner.losses import Loss
 
 @dataclass(kw_only=True)
 class PPO(Reinforcement):
-    """A_k = δ_k + γλ·A_{k+1} with δ_k = r_k + γ·V_{k+1} − V_k over the sampled tokens (GAE, arXiv:1506.02438), whitened
-    over the rollouts of the batch (or over its tokens: `whiten_over`), in PPO's clipped loss. One rollout per task is
-    enough: the critic takes the place of a group.
+    """PPO with a critic: A_k = δ_k + γλ·A_{k+1} and δ_k = r_k + γ·V_{k+1} − V_k over the sampled tokens (GAE,
+    arXiv:1506.02438), whitened, in PPO's clipped loss. One rollout per task is enough: the critic replaces the group.
 
-    V is a linear layer on the policy's last hidden state (`critic="shared"`), or on that of a second model that starts
-    as a copy of the policy's (`"separate"`: twice the memory, and neither disturbs the other). Its targets are A + V.
-    To the loss is added `value_coefficient` · ½·max((V − target)², (V' − target)²), where V' is V kept within
-    `value_clip` of what it was (None: no such limit). `critic_learning_rate` is by default ten times the policy's; for
-    the first `critic_warmup` steps the critic alone is trained.
-
-    Each call is an episode that ends in what `returns` gives it (`data/credit_table.py`); with `across_calls` the
-    rollout is one, whose calls end in rewards."""
+    Settings:
+        gamma, lam: γ and λ, per token.
+        across_calls: False: each call is an episode that ends in its return. True: the rollout is one episode, and its
+            calls end in rewards.
+        critic: `shared`, a linear layer on the policy's last hidden state, or `separate`, a layer on a second model,
+            which begins as a copy of the policy: twice the memory, but neither disturbs the other.
+        critic_learning_rate: default: ten times the policy's.
+        critic_warmup: first steps, which train the critic alone.
+        value_coefficient: weight of the critic's loss ½·max((V − target)², (V' − target)²), with target A + V.
+        value_clip: V' is V kept within this distance of its earlier value; None: no limit.
+        whiten_over: `rollouts` of the batch, or its `tokens`."""
 
     returns: Any = "identical"  # str or function: what reads run files knows no such union
     returns_options: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -59,7 +61,7 @@ class PPO(Reinforcement):
         return self._critic
 
     def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
-        """Those of a critic that says 0, as it does at first."""
+        """The advantages for a critic that answers 0, as it does at first."""
         return self.credit.advantages(groups)
 
     def advantages_with_values(

@@ -1,5 +1,6 @@
 """Rejection-sampling fine-tuning: the policy imitates the best of its own rollouts (RAFT, arXiv:2304.06767; STaR,
-arXiv:2203.14465), or of rollouts that were recorded earlier."""
+arXiv:2203.14465), or of recorded ones.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.rl.groups import Groups
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.data.credit_table import RewardedGroup
-from agentlightning.data.sequences import Aggregation, CreditedTransition
+from agentlightning.data.sequences import CreditedTransition
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError
 from agentlightning.learner.losses import LossKind
@@ -28,16 +29,19 @@ _OF_FRESH: Final = ("max_staleness", "dynamic_sampling", "difficulty", "curricul
 
 @dataclass(kw_only=True)
 class SFT(Reinforcement):
-    """The loss of a sampled token of a rollout that is kept is −log p; the others are not trained. What is trained are
-    the recorded tokens themselves, not their text tokenised again; each step samples anew from the weights it has.
+    """Fine-tuning on rollouts that are kept: their sampled tokens have the loss −log p. The recorded tokens are
+    trained, not their text tokenised again. Each step samples anew with the current weights.
 
-    A rollout is kept if it is among the `best` of its group, unless all of the group are alike; among the highest
-    `fraction` of the step; and of reward `threshold` or more. Of equals the first are, so that no more are kept than
-    asked for; only a threshold keeps out what earned too little. What is None is not asked of it.
+    A rollout must meet all conditions that are given; among equals, the first count.
 
-    With `traces` (the directory of a run, a SQLite file, a postgresql:// URL or the URL of a server) no rollout is run:
-    steps go through the groups recorded there, of the run `traces_run` or of all, again and again. Held-out rollouts
-    stay out of it; one that is in no group counts as a group, which has no best. There `group_size` says nothing."""
+    Settings:
+        best: it is among so many best of its group, and the group is not all alike.
+        fraction: it is among this share of the best of the step.
+        threshold: its reward is at least this.
+        traces: train on recorded groups instead of new rollouts, again and again: a run's directory, a SQLite file, a
+            `postgresql://` URL or a server's URL. Held-out rollouts are left out. A rollout without a group counts as a
+            group, which has no best. `group_size` has no effect.
+        traces_run: only this run of `traces`; default: all."""
 
     best: int | None = 1
     fraction: float | None = None
@@ -45,7 +49,7 @@ class SFT(Reinforcement):
     traces: str | None = None
     traces_run: str | None = None
     loss: LossKind = "policy_gradient"
-    aggregation: Aggregation = "token-mean"
+    aggregation: Any = "token-mean"
     name: str = "sft"
 
     def __post_init__(self) -> None:
@@ -70,7 +74,7 @@ class SFT(Reinforcement):
             raise ConfigError("traces_run names a run in a store; also give traces, the store")
         if self.traces is not None and "://" not in str(self.traces):
             self.traces = str(Path(self.traces).expanduser().absolute())
-        given = [name for name in _OF_FRESH if getattr(self, name)]
+        given = [*(name for name in _OF_FRESH if getattr(self, name)), *["next_task"] * self.picks_tasks]
         if self.traces is not None and given:
             raise ConfigError(
                 f"{given[0]} is about rollouts that are run, and with traces none is: leave one of them out"
@@ -104,7 +108,7 @@ class SFT(Reinforcement):
             yield RecordedGroups(self, context, traces, found)
 
     def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
-        """1 for every token of the rollouts that are kept; no transitions for the others."""
+        """1 for every token of the kept rollouts; no transitions for the others."""
         rewards = [reward for group in groups for reward in group.rewards]
         kept = iter(self._kept(rewards, [best for group in groups for best in self._best(group.rewards)]))
         return [
@@ -116,7 +120,7 @@ class SFT(Reinforcement):
         ]
 
     def _kept(self, rewards: Sequence[float], best: Sequence[bool]) -> list[bool]:
-        """Which rollouts of a step are kept; `best` are among those of their group."""
+        """Which rollouts of a step are kept; `best` are the best of their groups."""
         count = len(rewards) if self.fraction is None else math.ceil(self.fraction * len(rewards))
         least = -math.inf if self.threshold is None else self.threshold
         ranks = list(zip(rewards, best, strict=True))  # of equals, the best of groups come first
@@ -133,7 +137,7 @@ class SFT(Reinforcement):
 
 
 def _highest(ranks: Sequence[Any], count: int) -> list[bool]:
-    """Which are the `count` highest; of equals the first."""
+    """Which are the `count` highest; among equals, the first."""
     chosen = set(sorted(range(len(ranks)), key=ranks.__getitem__, reverse=True)[:count])
     return [index in chosen for index in range(len(ranks))]
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final, get_type_hints
 import msgspec
 
 from agentlightning.dashboard import credit, failures, progress, rollouts, runs, tokens
+from agentlightning.datasets.annotations import annotated
 from agentlightning.errors import InvalidError, NotFoundError
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
@@ -229,6 +230,23 @@ class ScoreRollout(View, frozen=True, kw_only=True):
         return await sources.row(rollout)
 
 
+class AnnotateRollout(View, frozen=True, kw_only=True):
+    """Change the parts that are given of what a person says of a rollout: a label, a note, the answer that would have
+    been right. An empty text removes a part."""
+
+    route = "POST /dashboard/rollouts/{rollout_id}/annotation"
+    scope = "trainer"
+    rollout_id: str
+    label: str | None = None
+    note: str | None = None
+    answer: str | None = None
+
+    async def read(self, sources: Sources) -> Rollout:
+        rollout = await sources.rollout(self.rollout_id)
+        changed = annotated(rollout, label=self.label, note=self.note, answer=self.answer)
+        return await sources.store.update_rollout(self.rollout_id, metadata=changed)
+
+
 VIEWS: Final[tuple[type[View], ...]] = (
     ListRuns,
     ShowFailures,
@@ -243,4 +261,5 @@ VIEWS: Final[tuple[type[View], ...]] = (
     ShowGroup,
     ShowTree,
     ScoreRollout,
+    AnnotateRollout,
 )

@@ -124,9 +124,10 @@ def training_of(run: Run | None) -> Training:
 
 def rewarded_group(group: Sequence[TracedRollout], unrewarded: str | float) -> RewardedGroup:
     """The members of a group that count: those with a reward, the others with `unrewarded` if that is a number."""
-    pairs = [
-        (traced.transitions, float(traced.reward if traced.reward is not None else unrewarded))
-        for traced in group
-        if traced.reward is not None or unrewarded != "exclude"
-    ]
-    return RewardedGroup([transitions for transitions, _ in pairs], [reward for _, reward in pairs])
+    counted = [one for one in group if one.reward is not None or unrewarded != "exclude"]
+    return RewardedGroup(
+        [one.transitions for one in counted],
+        [float(unrewarded if one.reward is None else one.reward) for one in counted],
+        [one.reward_terms or {"unrewarded": float(unrewarded)} for one in counted],
+        [one.rollout for one in counted],
+    )

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from agentlightning.errors import ConfigError, nearest
 
@@ -63,6 +63,22 @@ def find_function(
                 takes = nearest(name, names) if names else "it has none"
                 raise ConfigError(f"{what} {function_name(function, known)!r} has no option {name!r}; {takes}")
     return function
+
+
+def read_function(what: str, given: Any, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """As `find_function`; `given` may also be {name: …, option: value}, with options of the function."""
+    if not isinstance(given, Mapping):
+        return find_function(what, given, known)
+    options = dict(cast("Mapping[str, Any]", given))
+    function = find_function(what, options.pop("name", None), known, options)
+    return functools.partial(function, **options)
+
+
+def mark_of(function: Any, name: str, default: Any = None) -> Any:
+    """What a decorator has noted of a function under this name, also of a `functools.partial` of it."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, name, default)
 
 
 def function_name(function: Callable[..., Any], known: Mapping[str, Callable[..., Any]]) -> str:

@@ -8,8 +8,9 @@ which transition is kept: "sequence" in a loss means a transition, however it wa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -17,25 +18,60 @@ import numpy.typing as npt
 
 from agentlightning.data.forest import Forest, cut, plant, prefix_order
 from agentlightning.data.transitions import FloatArray, IntArray, Transition
+from agentlightning.errors import ConfigError
 
 Level: TypeAlias = Literal["transition", "trajectory", "tree"]
-Aggregation: TypeAlias = Literal["token-mean", "sequence-mean", "rollout-mean", "constant"]
 
 
 @dataclass(frozen=True)
 class CreditedTransition:
     """A transition with the advantage of each of its sampled tokens, float32[T]; where a critic had a say, also what it
-    said each was worth, and what it is to say, float32[T] each."""
+    said each was worth, and what it is to say, float32[T] each. `weights` float32[P + T] are of all its tokens, prompt
+    included: of a token of the prompt, that of its −log p (0 unless given); of a sampled one, a factor of its advantage
+    (1 unless given), where 0 leaves the token out of the batch."""
 
     transition: Transition
     advantages: FloatArray
     values: FloatArray | None = None
     value_targets: FloatArray | None = None
+    weights: FloatArray | None = None
+
+    def __post_init__(self) -> None:
+        tokens = len(self.transition.prompt_ids) + len(self.transition.response_ids)
+        if self.weights is not None and not (self.weights.shape == (tokens,) and np.isfinite(self.weights).all()):
+            raise ConfigError(
+                f"the weights of a call must be a finite number for each of its {tokens} tokens, prompt included, and "
+                f"are {self.weights!r:.200}"
+            )
 
     @property
     def trains(self) -> bool:
         """Whether anything is learned from it, by the policy or by a critic."""
         return bool(self.advantages.any()) or not np.array_equal(_or_empty(self.values), _or_empty(self.value_targets))
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The rollout that a sequence is from: the number of its `group` in the batch, the rewards of all of the group, the
+    `task` that the agent was given and its metadata, its own reward and the `terms` that this is the sum of, by name.
+    What is not known is as here."""
+
+    group: int = -1
+    group_rewards: Sequence[float] = ()
+    task: Any = None
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    reward: float = math.nan
+    terms: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Tokens of a sequence that the policy did not sample and learns to predict: `positions` and `transitions` int32[M]
+    are as in `TrainingSequence`, `weights` float32[M] that of −log p of each. Two calls may observe one token."""
+
+    positions: IntArray
+    transitions: IntArray
+    weights: FloatArray
 
 
 @dataclass(frozen=True)
@@ -45,7 +81,7 @@ class TrainingSequence:
     `positions` are the indices of the sampled tokens in `token_ids`; `transitions` numbers the transition each token
     belongs to (from 0 within this sequence), `versions` the policy that sampled it (−1: unknown). `values` and
     `value_targets` are those of `CreditedTransition`. `tree` asks that prefixes which sequences of the batch share be
-    computed once."""
+    computed once. `observed` are tokens that it learns from besides, None without any."""
 
     rollout_id: str
     token_ids: IntArray
@@ -57,6 +93,8 @@ class TrainingSequence:
     values: FloatArray | None = None
     value_targets: FloatArray | None = None
     tree: bool = False
+    observed: Observed | None = None
+    origin: Origin | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -84,10 +122,11 @@ class TrainingSequence:
 @dataclass(frozen=True)
 class MicroBatch:
     """Right-padded rows, or one row that holds a forest. `token_ids` int32[B, L] (0 where padded); per sampled token of
-    all rows, in row order: `rows` and `positions` int64[N] say where it stands, `logprobs`, `advantages`, `weights`
-    and, for a critic, `values` and `value_targets` float32[N], `versions` int32[N], `transitions` int64[N] which
-    transition of the micro-batch it belongs to (from 0; none is spread over two micro-batches). In a forest one place
-    may stand for the same token of several transitions.
+    all rows, in row order: `logprobs`, `advantages`, `weights` and, for a critic, `values` and `value_targets`
+    float32[N], `versions` int32[N], `transitions` int64[N] which transition of the micro-batch it belongs to (from 0;
+    none is spread over two micro-batches). `rows` and `positions` int64[N + M] say where the sampled tokens stand, and
+    after them those that are observed, whose weights are `observed` float32[M]. In a forest one place may stand for the
+    same token of several transitions.
 
     The loss is Σ weights · loss(token): weights already hold the aggregation's denominators over the whole batch, so
     that the sum over micro-batches is the loss of the batch. `tokens` counts those that are not padding."""
@@ -101,25 +140,29 @@ class MicroBatch:
     transitions: npt.NDArray[np.int64]
     versions: IntArray
     tokens: int
+    observed: FloatArray
+    sequences: Sequence[TrainingSequence]
     values: FloatArray | None = None
     value_targets: FloatArray | None = None
     forest: Forest | None = None
 
     @property
     def predictors(self) -> npt.NDArray[np.int64]:
-        """Where, in `token_ids` as one line, the token stands that predicts each sampled one, int64[N]."""
+        """Where, in `token_ids` as one line, the token stands that predicts each with a loss, int64[N + M]."""
         if self.forest is not None:
             return self.forest.previous[self.positions]
         return self.rows * self.token_ids.shape[1] + self.positions - 1
 
 
-def build_sequences(credited: Sequence[CreditedTransition], level: Level) -> list[TrainingSequence]:
-    """Lay the transitions of one rollout (in call order) into training sequences.
+def build_sequences(
+    credited: Sequence[CreditedTransition], level: Level, origin: Origin | None = None
+) -> list[TrainingSequence]:
+    """Lay the transitions of one rollout (in call order), of this `origin`, into training sequences.
 
     At level `trajectory`: (O1, A1), (O1+A1+O2, A2) → one sequence O1 A1 O2 A2 with loss on A1 and A2; a prompt that
     extends no earlier sequence starts a new one, and interleaved conversations each keep their own."""
     if level in ("transition", "tree"):
-        return [_sequence([item], tree=level == "tree") for item in credited]
+        return [_sequence([item], origin, tree=level == "tree") for item in credited]
     chains: list[list[CreditedTransition]] = []
     tails: list[IntArray] = []  # all tokens of each chain so far
     for item in credited:
@@ -133,23 +176,26 @@ def build_sequences(credited: Sequence[CreditedTransition], level: Level) -> lis
         else:
             chains[extended].append(item)
             tails[extended] = tail
-    return [_sequence(chain) for chain in chains]
+    return [_sequence(chain, origin) for chain in chains]
 
 
 def _extends(prompt: IntArray, earlier: IntArray) -> bool:
     return len(earlier) <= len(prompt) and np.array_equal(earlier, prompt[: len(earlier)])
 
 
-def _sequence(chain: Sequence[CreditedTransition], *, tree: bool = False) -> TrainingSequence:
+def _sequence(
+    chain: Sequence[CreditedTransition], origin: Origin | None = None, *, tree: bool = False
+) -> TrainingSequence:
     """The chain as one row: the tokens of its last call, which hold those of the others."""
     last = chain[-1].transition
     starts = [len(item.transition.prompt_ids) for item in chain]
     lengths = [len(item.transition.response_ids) for item in chain]
-    positions = [np.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
-    return TrainingSequence(
+    ends = zip(starts, lengths, strict=True)
+    positions = [np.arange(start, start + length, dtype=np.int32) for start, length in ends]
+    made = TrainingSequence(
         rollout_id=last.rollout_id,
         token_ids=np.concatenate([last.prompt_ids, last.response_ids]),
-        positions=np.concatenate(positions).astype(np.int32),
+        positions=np.concatenate(positions),
         transitions=np.repeat(np.arange(len(chain), dtype=np.int32), lengths),
         logprobs=np.concatenate([item.transition.logprobs for item in chain]),
         advantages=np.concatenate([item.advantages for item in chain]),
@@ -157,7 +203,42 @@ def _sequence(chain: Sequence[CreditedTransition], *, tree: bool = False) -> Tra
         values=_joined([item.values for item in chain]),
         value_targets=_joined([item.value_targets for item in chain]),
         tree=tree,
+        origin=origin,
     )
+    return made if all(item.weights is None for item in chain) else _weighed(made, chain)
+
+
+def _weighed(sequence: TrainingSequence, chain: Sequence[CreditedTransition]) -> TrainingSequence:
+    """The sequence of this chain, by the weights of its tokens."""
+    factors: list[FloatArray] = []
+    observed: list[tuple[npt.NDArray[np.int64], FloatArray]] = []
+    for item in chain:
+        prompt, response = len(item.transition.prompt_ids), len(item.transition.response_ids)
+        weights = item.weights
+        if weights is None:
+            weights = np.repeat(np.array([0, 1], np.float32), [prompt, response])
+        positions = np.flatnonzero(weights[1:prompt]) + 1  # nothing predicts the first
+        observed.append((positions, weights[positions].astype(np.float32)))
+        factors.append(weights[prompt:])
+    counts = [len(positions) for positions, _ in observed]
+    if any(counts):
+        places, weights = (np.concatenate(side) for side in zip(*observed, strict=True))
+        numbers = np.repeat(np.arange(len(chain), dtype=np.int32), counts)
+        sequence = replace(sequence, observed=Observed(places.astype(np.int32), numbers, weights))
+    factor = np.concatenate(factors).astype(np.float32)
+    weighed = replace(sequence, advantages=sequence.advantages * factor)
+    return weighed if factor.all() else weighed.only(factor != 0)
+
+
+def weighed(
+    calls: Sequence[CreditedTransition], weigh: Callable[[Sequence[Transition]], Iterable[Any]]
+) -> list[CreditedTransition]:
+    """The calls of a rollout, with the weights that `weigh` gives the tokens of each. ConfigError where it gives none
+    for some."""
+    found = [np.asarray(one, np.float32) for one in weigh([item.transition for item in calls])]
+    if len(found) != len(calls):
+        raise ConfigError(f"token_weights must give an array for each of {len(calls)} calls, and gave {len(found)}")
+    return [replace(item, weights=one) for item, one in zip(calls, found, strict=True)]
 
 
 def _joined(parts: Sequence[FloatArray | None]) -> FloatArray | None:
@@ -169,33 +250,6 @@ def _or_empty(values: FloatArray | None) -> FloatArray:
     return np.zeros(0, np.float32) if values is None else values
 
 
-def aggregation_weights(
-    sequences: Sequence[TrainingSequence], aggregation: Aggregation, constant: int = 0
-) -> list[FloatArray]:
-    """Weight of each sampled token in the loss of this batch, one float32[N] per sequence.
-
-    - `token-mean`: 1 / (tokens of the batch) (DAPO);
-    - `sequence-mean`: mean over a transition's tokens, then over transitions (GRPO);
-    - `rollout-mean`: mean over a rollout's tokens, then over rollouts;
-    - `constant`: 1 / (transitions · constant), a fixed length that favours no answer for being short (Dr. GRPO)."""
-    if aggregation == "token-mean":
-        total = sum(len(sequence.positions) for sequence in sequences)
-        return [np.full(len(s.positions), 1.0 / total, np.float32) for s in sequences]
-    if aggregation == "rollout-mean":
-        tokens: dict[str, int] = {}
-        for s in sequences:
-            tokens[s.rollout_id] = tokens.get(s.rollout_id, 0) + len(s.positions)
-        return [np.full(len(s.positions), 1.0 / (len(tokens) * tokens[s.rollout_id]), np.float32) for s in sequences]
-    counts = [np.bincount(s.transitions) for s in sequences]
-    total = sum(len(count) for count in counts)
-    if aggregation == "sequence-mean":
-        return [
-            (1.0 / (total * count[s.transitions])).astype(np.float32)
-            for s, count in zip(sequences, counts, strict=True)
-        ]
-    return [np.full(len(s.positions), 1.0 / (total * constant), np.float32) for s in sequences]
-
-
 def micro_batches(
     sequences: Sequence[TrainingSequence],
     weights: Sequence[FloatArray],
@@ -204,7 +258,8 @@ def micro_batches(
 ) -> Iterator[MicroBatch]:
     """Rows of similar length together, none shorter than half the longest: at most `max_tokens` padded tokens and
     `max_sampled` sampled ones each, where a sequence longer than that goes alone. Sequences of level `tree` go together
-    with those they share a prefix with, at most `max_tokens` distinct tokens each."""
+    with those they share a prefix with, at most `max_tokens` distinct tokens each. `weights` are those of the sampled
+    tokens of each sequence and of those that it observed, float32[N + M], or of the sampled ones alone, float32[N]."""
     max_sampled = max_sampled or max_tokens
     if any(sequence.tree for sequence in sequences):
         yield from _forests(sequences, weights, max_tokens, max_sampled)
@@ -215,7 +270,7 @@ def micro_batches(
     while start < len(order):
         width = len(sequences[order[start]])
         stop = min(int(np.searchsorted(lengths, -width / 2, side="right")), start + max_tokens // width)
-        sampled = np.cumsum([len(sequences[i].positions) for i in order[start:stop]])
+        sampled = np.cumsum([len(weights[i]) for i in order[start:stop]])
         rows = order[start : start + max(1, int(np.searchsorted(sampled, max_sampled, side="right")))]
         yield pack([sequences[i] for i in rows], [weights[i] for i in rows])
         start += len(rows)
@@ -226,7 +281,7 @@ def _forests(
 ) -> Iterator[MicroBatch]:
     order, shared = prefix_order([sequence.token_ids for sequence in sequences])
     lengths = np.array([len(sequences[i]) for i in order], np.int64)
-    sampled = np.array([len(sequences[i].positions) for i in order], np.int64)
+    sampled = np.array([len(weights[i]) for i in order], np.int64)
     for start, stop in cut(lengths, shared, sampled, max_tokens, max_sampled):
         chosen = [sequences[i] for i in order[start:stop]]
         forest, paths = plant([sequence.token_ids for sequence in chosen], shared[start:stop])
@@ -239,30 +294,41 @@ def pack(
     forest: Forest | None = None,
     paths: Sequence[npt.NDArray[np.int64]] = (),
 ) -> MicroBatch:
-    """The sequences as one micro-batch of padded rows or, where `paths` say where their tokens are in it, a forest."""
-    lengths = [len(sequence.positions) for sequence in sequences]
+    """The sequences as one micro-batch of padded rows or, where `paths` say where their tokens are in it, a forest.
+    `weights` are as of `micro_batches`."""
     if forest is None:
         token_ids = np.zeros((len(sequences), max(map(len, sequences))), np.int32)
         for row, sequence in zip(token_ids, sequences, strict=True):
             row[: len(sequence)] = sequence.token_ids
-        rows, positions = np.arange(len(sequences)), [sequence.positions for sequence in sequences]
+        rows = np.arange(len(sequences))
     else:
-        token_ids, rows = forest.token_ids[None], np.zeros(len(sequences))
-        positions = [path[sequence.positions] for path, sequence in zip(paths, sequences, strict=True)]
-    counts = [int(sequence.transitions[-1]) + 1 for sequence in sequences]
-    first = np.cumsum([0, *counts[:-1]])
+        token_ids, rows = forest.token_ids[None], np.zeros(len(sequences), np.int64)
+    places = [sequence.positions for sequence in sequences]
+    lengths = [len(one) for one in places]
+    observed: Sequence[FloatArray] = ()
+    if sum(map(len, weights)) > sum(lengths):
+        observed = [of[count:] for of, count in zip(weights, lengths, strict=True)]
+        weights = [of[:count] for of, count in zip(weights, lengths, strict=True)]
+        places += [np.zeros(0, np.int32) if one.observed is None else one.observed.positions for one in sequences]
+        lengths += [len(one) for one in observed]
+        rows = np.concatenate([rows, rows])
+    if forest is not None:
+        places = [path[at] for path, at in zip([*paths, *paths], places, strict=False)]
+    first = np.cumsum([0, *(int(s.transitions[-1]) + 1 if len(s.transitions) else 0 for s in sequences)])
     return MicroBatch(
         token_ids=token_ids,
         rows=np.repeat(rows.astype(np.int64), lengths),
-        positions=np.concatenate(positions).astype(np.int64),
+        positions=np.concatenate(places).astype(np.int64),
         logprobs=np.concatenate([s.logprobs for s in sequences]),
         advantages=np.concatenate([s.advantages for s in sequences]),
         weights=np.concatenate(weights),
         transitions=np.concatenate(
-            [s.transitions + start for s, start in zip(sequences, first, strict=True)], dtype=np.int64
+            [s.transitions + start for s, start in zip(sequences, first, strict=False)], dtype=np.int64
         ),
         versions=np.concatenate([s.versions for s in sequences]),
         tokens=sum(map(len, sequences)) if forest is None else len(forest.token_ids),
+        observed=np.concatenate(observed) if observed else np.zeros(0, np.float32),
+        sequences=sequences,
         values=_joined([s.values for s in sequences]),
         value_targets=_joined([s.value_targets for s in sequences]),
         forest=forest,

@@ -1,4 +1,4 @@
-"""Environments of the world's hubs: tasks, the agent that plays them and its rewards, in one.
+"""Environments of public hubs: tasks, the agent that plays them and its rewards in one.
 
     environment = agl.environments.verifiers("reverse-text")
     agl.Trainer(model="Qwen/Qwen3-0.6B").fit(environment)

@@ -1,4 +1,4 @@
-"""What an environment is: an agent that brings its tasks. Knows no hub; what all hubs share is here."""
+"""An environment: an agent that brings its tasks. What all hubs share is here."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from agentlightning.types import LLM, AttemptedRollout, NamedResources
 
 
 class EpisodeError(AgentLightningError):
-    """The hub played a task and reports that this failed."""
+    """The hub played a task and reports a failure."""
 
 
 @dataclass(eq=False)
 class Environment(LitAgent[Any]):
-    """Tasks, each a JSON value of the hub's, and the agent that plays them. `Trainer.fit` needs no dataset beside it.
+    """Tasks, each a JSON value of the hub, and the agent that plays them. `Trainer.fit` needs no dataset with it.
 
-    `args` are the hub's own settings of its tasks. `limit` takes only the first. `held_out` is the share of tasks that
-    are measured instead of trained on, chosen by their content; or args that give the held-out tasks, such as
-    `{"split": "test"}`. `reward` names the one that is optimised: where it is None `reward`, else the first."""
+    `args` are the hub's settings of its tasks. `limit` takes the first tasks only. `held_out` is the share of tasks
+    that are measured instead of trained, chosen by their content; or args of held-out tasks, such as `{"split":
+    "test"}`. `reward` names the optimised reward; default: `reward`, or else the first."""
 
     name: str
     _: dataclasses.KW_ONLY
@@ -42,15 +42,15 @@ class Environment(LitAgent[Any]):
             raise ConfigError(f"held_out is {self.held_out!r}; give a share, at least 0 and below 1, or args")
 
     def read_tasks(self, args: Mapping[str, Any]) -> Iterable[Any]:
-        """The hub's tasks by these args. ConfigError where there are none to be had."""
+        """The hub's tasks with these args. ConfigError if there are none."""
         raise NotImplementedError
 
     async def play(self, task: Any, llm: LLM, rollout: AttemptedRollout) -> Mapping[str, float]:
-        """Play a task with the model: its rewards by name. EpisodeError where the hub reports a failure."""
+        """Play a task with the model and return its rewards by name. EpisodeError if the hub reports a failure."""
         raise NotImplementedError
 
     def tasks(self, **args: Any) -> list[Any]:
-        """The tasks, with these args over its own. ConfigError where there are none."""
+        """The tasks, with these args over its own. ConfigError if there are none."""
         try:
             if found := list(islice(self.read_tasks({**self.args, **args}), self.limit)):
                 return found
@@ -80,12 +80,12 @@ class Environment(LitAgent[Any]):
         return self  # all rollouts share it: it keeps nothing of theirs
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Its settings go to another process, not what it has open."""
+        """Send the settings to another process, not open resources."""
         return partial(type(self), **{one.name: getattr(self, one.name) for one in dataclasses.fields(self)}), ()
 
 
 def tasks_of(agent: Any, train_dataset: Any, val_dataset: Any) -> list[list[Any]]:
-    """The tasks of both datasets, none of None; an environment's own where none are given to train on."""
+    """The tasks of both datasets; without a training dataset, those of the environment."""
     if isinstance(agent, Environment) and train_dataset is None:
         train_dataset, held_out = agent.split()
         val_dataset = held_out or None if val_dataset is None else val_dataset

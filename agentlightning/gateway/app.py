@@ -1,12 +1,11 @@
-"""The gateway as the rest of the house sees it: routes to mount, and gates to close while weights change."""
+"""The gateway as the rest of the house sees it: what answers calls, and gates to close while weights change."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Hashable
+import secrets
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
-
-from starlette.routing import BaseRoute
 
 from agentlightning.errors import NotFoundError
 from agentlightning.gateway.attribution import Attributor
@@ -40,12 +39,7 @@ class Gateway:
         self.models = models
         self._holding = Holding(store, models.gates, longest_hold)
         self._calls = Calls(models, store, Attributor(store, admin_key=admin_key), self._holding)
-        self._serving = Serving(self._calls, body_limit)
-        self._attributed = store is not None
-
-    def routes(self) -> list[BaseRoute]:
-        """Routes for `/v1/…` and, with a store, `/rollout/{rollout_id}/attempt/{attempt_id}/v1/…`."""
-        return self._serving.routes(attributed=self._attributed)
+        self.serving = Serving(self._calls, body_limit, attributed=store is not None)
 
     def keep_to_this_machine(self) -> None:
         """From here on, where no admin key is set: answer only this machine's own programs (no page of elsewhere in a
@@ -58,35 +52,39 @@ class Gateway:
         by itself.
 
         NotFoundError for a name there is not."""
-        for gate in self._gates_of(names):
-            gate.hold(holder, seconds)
-        self._holding.changed()
+        self.hold_gates(self.gates_of(names), holder, seconds)
 
     def release(self, *names: str, holder: str = _HOLD) -> None:
         """End what `hold` began for this holder: waiting and new calls pass, unless others hold them too. NotFoundError
         as above."""
-        for gate in self._gates_of(names) if names else self.models.gates():
-            gate.release(holder)
-        self._holding.changed()
+        self.release_gates(self.gates_of(names) if names else self.models.gates(), holder)
 
     async def idle(self, *names: str) -> None:
         """Return when no call of these models (without names: of any) is running; those held do not count."""
-        for gate in self._gates_of(names) if names else list(self.models.gates()):
+        for gate in self.gates_of(names) if names else list(self.models.gates()):
             await gate.idle()
 
     @asynccontextmanager
-    async def held(self, *names: str, holder: Hashable = None) -> AsyncGenerator[None]:
+    async def held(self, *names: str, holder: str | None = None) -> AsyncGenerator[None]:
         """Hold calls as long as the block lasts, whoever else holds them. NotFoundError as above."""
-        gates, holder = self._gates_of(names), holder or object()
-        for gate in gates:
-            gate.hold(holder)
-        self._holding.changed()
+        gates, holder = self.gates_of(names), holder or secrets.token_hex(8)
+        self.hold_gates(gates, holder)
         try:
             yield
         finally:
-            for gate in gates:
-                gate.release(holder)
-            self._holding.changed()
+            self.release_gates(gates, holder)
+
+    def hold_gates(self, gates: Iterable[Gate], holder: str, seconds: float | None = None) -> None:
+        """`hold`, by gates."""
+        for gate in gates:
+            gate.hold(holder, seconds)
+        self._holding.changed()
+
+    def release_gates(self, gates: Iterable[Gate], holder: str) -> None:
+        """`release`, by gates."""
+        for gate in gates:
+            gate.release(holder)
+        self._holding.changed()
 
     def entry(self, name: str) -> ModelEntry:
         """The model of this name or alias. NotFoundError where there is none."""
@@ -96,7 +94,8 @@ class Gateway:
             raise NotFoundError(f"no model is called {name!r}; the models here are: {known}")
         return entry
 
-    def _gates_of(self, names: tuple[str, ...]) -> list[Gate]:
+    def gates_of(self, names: Sequence[str]) -> list[Gate]:
+        """The gates of these models; without names, of all there are. NotFoundError as above."""
         entries = [self.entry(name) for name in names] if names else list(self.models)
         return [self.models.gate(entry.name) for entry in entries]
 
@@ -108,10 +107,15 @@ class Gateway:
     def statistics(self) -> CallStatistics:
         return self._calls.statistics
 
+    def counts(self, name: str) -> tuple[int, int]:
+        """How many calls of a model are being answered right now, and how many wait."""
+        gate = self.models.gate(name)
+        return gate.running, gate.waiting
+
     @property
     def running(self) -> int:
         """How many calls are being answered right now."""
-        return sum(gate.running for gate in self.models.gates())
+        return sum(self.counts(gate.name)[0] for gate in self.models.gates())
 
     @property
     def shed(self) -> int:

@@ -25,7 +25,6 @@ from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.attribution import Caller
 from agentlightning.gateway.backend import BackendEvent, Delta, RelayedCall
 from agentlightning.gateway.endpoints.base import Endpoint
-from agentlightning.gateway.exchange import ClientGone
 from agentlightning.gateway.holding import Gate
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.gateway.recorder import CallStatistics, Recorder
@@ -111,7 +110,7 @@ class Call:
     ) -> None:
         try:
             if error is not None and not self._recorded:
-                aborted = isinstance(error, ClientGone | asyncio.CancelledError)
+                aborted = isinstance(error, asyncio.CancelledError)
                 self.statistics.calls[self.entry.name, "aborted" if aborted else "failed"] += 1
                 self.answer.abort(ABORTED if aborted else FAILED)
                 await self._store(error)

@@ -1,164 +1,173 @@
-"""One request over HTTP and its answer, in plain ASGI: a framework's request and response objects would cost more than
-the gateway's own work.
+"""One request over HTTP/1.1 and its answer, as bytes on a connection: a framework's request and response objects would
+cost more than the gateway's own work.
 
-Knows no protocol of a model's, and no calls.
+Knows no protocol of a model's and no calls. How a request is read, `server.protocol` knows.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from types import TracebackType
-from typing import Any, Final
-
-from starlette.types import Message, Receive, Scope, Send
+import http
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Final, Protocol
 
 from agentlightning.errors import BackendError
 from agentlightning.gateway.request import CallRefused
 
-_JSON: Final = [(b"content-type", b"application/json")]
-_EVENTS: Final = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+_STATUS_LINES: Final = {one.value: f"HTTP/1.1 {one.value} {one.phrase}\r\n".encode() for one in http.HTTPStatus}
+_JSON: Final = b"content-type: application/json\r\n"
+_EVENTS: Final = (
+    b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\nx-accel-buffering: no\r\n"
+)
+_log = logging.getLogger(__name__)
 
 
-class ClientGone(Exception):
-    """The agent no longer listens: its call is cancelled and recorded as aborted."""
+class Flow(Protocol):
+    """How much a connection takes. `drain` returns when its client has read enough, or has gone."""
+
+    @property
+    def write_paused(self) -> bool: ...
+    async def drain(self) -> None: ...
+    def resume_reading(self) -> None: ...
+
+
+class Connection(Protocol):
+    """What exchanges happen on, one at a time. `fixed_head` holds the headers of every answer."""
+
+    answering: Exchange | None
+
+    @property
+    def transport(self) -> asyncio.Transport: ...
+    @property
+    def flow(self) -> Flow: ...
+    @property
+    def fixed_head(self) -> bytes: ...
+    def on_response_complete(self) -> None: ...
 
 
 class Exchange:
-    """A request, and what is sent back: parts and an end, or an end alone.
+    """A request, and what is sent back: parts and an end, or an end alone. It ends with its task, which is cancelled
+    when the client leaves; once it is `shielded`, `disconnected` tells of that.
 
-    `headers` have lower-case names; `ids` are the rollout and attempt that the path names. `error_event`, which a
-    stream sets, writes an error that comes after its first part. A failure `in_call` is recorded with the call."""
+    `headers` have lower-case names; `ids` are the rollout and attempt that the path names, `rest` is what its endpoint
+    reads of it. `error_event`, which a stream sets, writes an error that comes after the first part. A failure
+    `in_call` is recorded with the call. `status` is 0 until an answer begins."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        self.params: dict[str, str] = scope["path_params"]
-        self.ids = (self.params["rollout_id"], self.params["attempt_id"]) if "rollout_id" in self.params else None
-        self.query: bytes = scope["query_string"]
-        self.receive = receive
+    def __init__(
+        self,
+        connection: Connection,
+        method: str,
+        path: str,
+        headers: list[tuple[bytes, bytes]],
+        *,
+        ids: tuple[str, str] | None,
+        rest: str,
+        keep_alive: bool,
+        continues: bool,
+    ) -> None:
+        self.method, self.path, self.ids, self.rest = method, path, ids, rest
+        self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
         self.error_event: Callable[[BackendError], bytes] | None = None
-        self.in_call = False
-        self._send = send
-        self._status, self._headers = 200, _JSON
-        self._began = False
+        self.in_call = self.shielded = False
+        self.status = 0
+        self._connection, self._transport = connection, connection.transport
+        self._continues = continues  # the client waits to be told before it sends the body
+        self._task: asyncio.Task[object] | None = None
+        self._next, self._fields, self._chunked = 200, _JSON, False
+        # What uvicorn's protocol, which reads the request, knows of one that is being answered.
+        self.keep_alive = keep_alive
+        self.body = bytearray()
+        self.more_body = True
+        self.message_event = asyncio.Event()
+        self.disconnected = self.response_complete = False
 
-    async def body(self, limit: int) -> bytes:
-        """The request's whole body. CallRefused (413) above `limit` bytes, ClientGone if it never comes whole."""
-        parts: list[bytes] = []
-        announced, size = int(self.headers.get("content-length") or 0), 0
-        more = announced <= limit
-        while more and size <= limit:
-            message = await self.receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            more = message.get("more_body", False)
-        if max(announced, size) > limit:
+    async def run_asgi(self, answer: Callable[[Exchange], Awaitable[None]]) -> None:
+        """Let `answer` see to this exchange, which it must end."""
+        if self.disconnected:
+            return
+        self._task, self._connection.answering = asyncio.current_task(), self
+        try:
+            await answer(self)
+        except asyncio.CancelledError:
+            if not self.disconnected:  # the server stops
+                self._transport.close()
+                raise
+        except Exception:  # noqa: BLE001 - a defect ends its own connection alone
+            _log.exception("an answer could not be sent")
+            self._transport.close()
+
+    def leave(self) -> None:
+        """The client has gone."""
+        self.disconnected = True
+        if self._task is not None and not self.shielded:
+            self._task.cancel()
+
+    async def read(self, limit: int) -> bytes:
+        """The request's whole body. CallRefused (413) above `limit` bytes."""
+        announced = int(self.headers.get("content-length") or 0)
+        while max(announced, len(self.body)) <= limit and self.more_body:
+            if self._continues:
+                self._continues = False
+                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._connection.flow.resume_reading()
+            self.message_event.clear()
+            await self.message_event.wait()
+        if max(announced, len(self.body)) > limit:
             message = f"the request body is larger than {limit} bytes; send less"
             raise CallRefused(message, status=413, code="body_too_large")
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return bytes(self.body)
 
     def answers_with_events(self, error_event: Callable[[BackendError], bytes]) -> None:
         """What follows is an event stream."""
-        self._headers, self.error_event = _EVENTS, error_event
+        self._fields, self.error_event = _EVENTS, error_event
 
     def answers_with(self, status: int, headers: dict[str, str]) -> None:
         """The status and headers of what follows."""
-        self._status = status
-        self._headers = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
+        self._next = status
+        self._fields = b"".join(_field(name, value) for name, value in headers.items())
 
     async def part(self, body: bytes) -> None:
-        await self._sent(body, more=True)
+        """Send more of the body, when the client has read enough of what was sent before."""
+        if self._connection.flow.write_paused:
+            await self._connection.flow.drain()
+        head = b"" if self.status else self._head(b"transfer-encoding: chunked\r\n")
+        self._chunked = True
+        self._transport.write(b"%b%x\r\n%b\r\n" % (head, len(body), body) if body else head)
 
-    async def end(self, body: bytes) -> None:
-        if not self._began:
-            self._headers = [*self._headers, (b"content-length", str(len(body)).encode())]
-        await self._sent(body, more=False)
-
-    async def fail(self, error: BackendError, encode: Callable[[BackendError], bytes]) -> None:
-        """Send an error: as `encode` writes it, or in the stream that has begun."""
-        if self._began:
-            await self.end(self.error_event(error) if self.error_event else b"")
-            return
-        # SDKs retry some refusals on their own; an attempt that has ended does not come back.
-        more = [(b"x-should-retry", b"false")] if error.status in (401, 403, 409) else []
-        if error.retry_after is not None:
-            more.append((b"retry-after", error.retry_after.encode("latin-1", "ignore")))
-        self._status, self._headers = error.status, [*_JSON, *more]
-        await self.end(encode(error))
-
-    async def _sent(self, body: bytes, *, more: bool) -> None:
-        try:
-            if not self._began:
-                self._began = True
-                await self._send({"type": "http.response.start", "status": self._status, "headers": self._headers})
-            await self._send({"type": "http.response.body", "body": body, "more_body": more})
-        except OSError as error:  # how an ASGI server says that the client has gone
-            raise ClientGone from error
-
-
-class ClientWatch:
-    """Cancels the surrounding task when its client disconnects, until disarmed; `gone` tells of it ever after.
-
-    It takes the steps of `receive` itself: a task for them would cost a tenth of a call. Cancellation by others (a
-    server shutting down) passes through."""
-
-    def __init__(self, receive: Receive) -> None:
-        self.gone = False
-        self._receive = receive
-        self._armed = True
-        self._answering: asyncio.Task[Any] | None = None
-        self._listening: Coroutine[Any, Any, Message] | None = None
-
-    def __enter__(self) -> ClientWatch:
-        self._answering = asyncio.current_task()
-        self._listen()
-        return self
-
-    def _listen(self) -> None:
-        """Ask for the next message, which for a request that has been read is its client's disconnect."""
-        self._listening = self._receive()  # pyright: ignore[reportAttributeAccessIssue]  # all servers' are coroutines
-        self._step()
-
-    def _step(self, _: object = None) -> None:
-        """Go on up to where the message has come, or to what it waits for, as a task would."""
-        if self._listening is None:
-            return  # the call is over
-        try:
-            awaited: asyncio.Future[Any] | None = self._listening.send(None)
-        except StopIteration as received:
-            self._heard(received.value)
-            return
-        if awaited is None:
-            asyncio.get_running_loop().call_soon(self._step)
+    def end(self, body: bytes) -> None:
+        """Send the rest, or all, of the body."""
+        if self.method == "HEAD":
+            data = self._head(b"content-length: %d\r\n" % len(body))
+        elif self._chunked:
+            data = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n"
         else:
-            awaited._asyncio_future_blocking = False  # how a task tells the future that it was seen
-            awaited.add_done_callback(self._step)
+            data = self._head(b"content-length: %d\r\n" % len(body)) + body
+        self._transport.write(data)
+        self.response_complete = True
+        if not self.keep_alive:
+            self._transport.close()
+        self._connection.on_response_complete()
 
-    def _heard(self, message: Message) -> None:
-        if message["type"] != "http.disconnect":
-            self._listen()
+    def fail(self, error: BackendError, encode: Callable[[BackendError], bytes]) -> None:
+        """Send an error: as `encode` writes it, or in the stream that has begun."""
+        if self.status:
+            self.end(self.error_event(error) if self.error_event else b"")
             return
-        self.gone, self._listening = True, None
-        if self._armed and self._answering is not None:
-            self._answering.cancel()
+        self._next, self._fields = error.status, _JSON
+        if error.status in (401, 403, 409):  # SDKs retry some refusals on their own; who was refused stays so
+            self._fields += b"x-should-retry: false\r\n"
+        if error.retry_after is not None:
+            self._fields += _field("retry-after", error.retry_after)
+        self.end(encode(error))
 
-    def disarm(self) -> None:
-        """From here on the call is complete and is committed whether or not its client still listens."""
-        self._armed = False
+    def _head(self, length: bytes) -> bytes:
+        self.status = self._next
+        line = _STATUS_LINES.get(self.status) or b"HTTP/1.1 %d \r\n" % self.status
+        closing = b"" if self.keep_alive else b"connection: close\r\n"
+        return b"%b%b%b%b%b\r\n" % (line, self._connection.fixed_head, self._fields, length, closing)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        listening, self._listening = self._listening, None
-        if listening is not None:
-            listening.close()
-        if self.gone and self._armed and isinstance(error, asyncio.CancelledError):
-            assert self._answering is not None
-            if self._answering.uncancel() == 0:
-                raise ClientGone from None
+
+def _field(name: str, value: str) -> bytes:
+    """A header, whose value may come from another server."""
+    return f"{name}: {''.join(filter(str.isprintable, value))}\r\n".encode("latin-1", "replace")

@@ -5,16 +5,14 @@ Knows nothing of stores or tokens beyond what calls and endpoints offer.
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import aclosing, suppress
-from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import aclosing
+from typing import Any, Final, NamedTuple, TypeAlias
 from urllib.parse import quote
 
 import msgspec
-from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentlightning.errors import (
     AgentLightningError,
@@ -33,12 +31,14 @@ from agentlightning.gateway.endpoints.gemini import GenerateContent
 from agentlightning.gateway.endpoints.messages import CountTokens, Messages
 from agentlightning.gateway.endpoints.passed_through import HEADERS, AnswerCopy, Embeddings
 from agentlightning.gateway.endpoints.responses import Responses
-from agentlightning.gateway.exchange import ClientGone, ClientWatch, Exchange
+from agentlightning.gateway.exchange import Exchange
 from agentlightning.gateway.models import ANY
 from agentlightning.gateway.request import CallRefused
 
 _PREFIX: Final = "/rollout/{rollout_id}/attempt/{attempt_id}"
 _ENDPOINTS: Final = (ChatCompletions(), Completions(), Responses(), Messages(), Embeddings())
+_BELOW: Final = ("/v1/models/", "/v1beta/models/")  # what follows is the endpoint's to read
+_OTLP: Final = "/v1/traces"  # the server's own, also under an attempt's prefix
 _LARGE: Final = 1 << 20  # bytes
 _log = logging.getLogger(__name__)
 
@@ -53,70 +53,114 @@ _STATUSES: Final[Mapping[type[AgentLightningError], tuple[int, str]]] = {
 _Handler: TypeAlias = Callable[[Endpoint, Exchange], Awaitable[None]]
 
 
-class Serving:
-    """Answers requests. A request body above `body_limit` bytes is refused with 413."""
+class Route(NamedTuple):
+    """What answers a kind of request. `template` is its path with the names of what varies in braces; errors are told
+    in the endpoint's protocol."""
 
-    def __init__(self, calls: Calls, body_limit: int) -> None:
+    template: str
+    handler: _Handler
+    endpoint: Endpoint
+
+
+class Found(NamedTuple):
+    """The route of a request, the rollout and attempt that its path names, and what of it varies."""
+
+    route: Route
+    ids: tuple[str, str] | None
+    rest: str
+
+
+class Serving:
+    """Answers requests at `/v1` and, where calls can be `attributed`, under each attempt's own prefix. A request body
+    above `body_limit` bytes is refused with 413."""
+
+    def __init__(self, calls: Calls, body_limit: int, *, attributed: bool) -> None:
         self._calls = calls
         self._body_limit = body_limit
-
-    def routes(self, *, attributed: bool) -> list[BaseRoute]:
-        """The routes at `/v1` and, where calls can be attributed, under each attempt's own prefix."""
         chat, gemini = ChatCompletions(), GenerateContent("")
         table: list[tuple[str, str, _Handler, Endpoint]] = [
             *(("POST", f"/v1/{endpoint.path}", self._answer, endpoint) for endpoint in _ENDPOINTS),
             ("POST", "/v1/messages/count_tokens", self._count, CountTokens()),
-            ("POST", "/v1beta/models/{call:path}", self._generate, gemini),
-            ("POST", "/v1/models/{call:path}", self._generate, gemini),
+            ("POST", "/v1beta/models/{call}", self._generate, gemini),
+            ("POST", "/v1/models/{call}", self._generate, gemini),
             ("GET", "/v1/responses", self._no_websocket, chat),
             ("GET", "/v1/models", self._models, chat),
-            ("GET", "/v1/models/{name:path}", self._models, chat),
+            ("GET", "/v1/models/{name}", self._models, chat),
         ]
-        made = [
-            Route(prefix + path, _Application(handler, endpoint, self._calls), methods=[method])
-            for prefix in (("", _PREFIX) if attributed else ("",))
-            for method, path, handler, endpoint in table
-        ]
-        if attributed:
-            made.append(
-                Route(f"{_PREFIX}/{{rest:path}}", _Application(self._unknown, chat, self._calls), methods=["POST"])
-            )
-        return [*made]
+        self._routes: dict[str, dict[str, Route]] = {}  # by path, up to what varies, and by method
+        for prefix in ("", _PREFIX) if attributed else ("",):
+            for method, path, handler, endpoint in table:
+                of_path = self._routes.setdefault(prefix + path.partition("{")[0], {})
+                of_path[method] = Route(prefix + path, handler, endpoint)
+        self._other = Route(f"{_PREFIX}/{{rest}}", self._unknown, chat) if attributed else None
+
+    def described(self) -> list[tuple[str, str]]:
+        """(method, template) of each route."""
+        return [(method, one.template) for routes in self._routes.values() for method, one in routes.items()]
+
+    def find(self, method: str, path: str) -> Found | None:
+        """What answers a request; None where it is none of the gateway's."""
+        prefix, ids, rest = "", None, ""
+        parts = path.split("/", 5)
+        if len(parts) == 6 and (parts[1], parts[3]) == ("rollout", "attempt") and parts[2] and parts[4]:
+            prefix, ids, path = _PREFIX, (parts[2], parts[4]), f"/{parts[5]}"
+        routes = self._routes.get(prefix + path)
+        if routes is None and (below := next(filter(path.startswith, _BELOW), None)) is not None:
+            routes, rest = self._routes.get(prefix + below), path.removeprefix(below)
+        if routes is None:
+            ours = ids and method == "POST" and path != _OTLP and self._other
+            return Found(ours, ids, path) if ours else None
+        route = routes.get("GET" if method == "HEAD" else method)
+        if route is None:
+            route = next(iter(routes.values()))._replace(handler=functools.partial(_wrong_method, ", ".join(routes)))
+        return Found(route, ids, rest)
+
+    async def answer(self, found: Found, exchange: Exchange) -> None:
+        """Every failure becomes an error of the protocol's shape, and is noted if no call was begun."""
+        try:
+            await found.route.handler(found.route.endpoint, exchange)
+        except Exception as error:  # noqa: BLE001 - the agent gets an answer whatever happens
+            told = as_backend_error(error)
+            try:
+                if not exchange.in_call and exchange.method == "POST":
+                    path = "/" + exchange.path.split("/", 5)[5] if exchange.ids else exchange.path
+                    await self._calls.note_refusal(path, exchange.headers, exchange.ids, told)
+            finally:
+                exchange.fail(told, found.route.endpoint.error)
 
     async def _answer(self, endpoint: Endpoint, exchange: Exchange) -> None:
         """`POST` to an endpoint, streamed or whole: the end is sent when the call is committed."""
         body = await self._body(exchange)
-        with ClientWatch(exchange.receive) as watch:
-            async with await self._calls.open(endpoint, body, exchange.headers, exchange.ids) as call:
-                exchange.in_call = True
-                if call.relayed is not None:
-                    end = await _relayed(call, call.relayed, exchange)
-                elif call.request.stream:
-                    end = await _streamed(call, exchange)
-                else:
-                    end = await _whole(call)
-                watch.disarm()
-                await call.commit()
-                if watch.gone:
-                    await call.undelivered()
-                else:
-                    await exchange.end(end)
+        async with await self._calls.open(endpoint, body, exchange.headers, exchange.ids) as call:
+            exchange.in_call = True
+            if call.relayed is not None:
+                end = await _relayed(call, call.relayed, exchange)
+            elif call.request.stream:
+                end = await _streamed(call, exchange)
+            else:
+                end = await _whole(call)
+            exchange.shielded = True  # it is committed whether or not its client still listens
+            await call.commit()
+            if exchange.disconnected:
+                await call.undelivered()
+            else:
+                exchange.end(end)
 
     async def _body(self, exchange: Exchange) -> bytes:
         """Memory for a large body is had by those alone who may call."""
         if int(exchange.headers.get("content-length") or _LARGE) >= _LARGE:
             await self._calls.attributor.attribute(exchange.ids, exchange.headers)
-        return await exchange.body(self._body_limit)
+        return await exchange.read(self._body_limit)
 
     async def _count(self, endpoint: Endpoint, exchange: Exchange) -> None:
         """`POST /v1/messages/count_tokens` and its like."""
         body = await self._body(exchange)
         count = await self._calls.count_tokens(endpoint, body, exchange.headers, exchange.ids)
-        await exchange.end(msgspec.json.encode({endpoint.counted_as: count}))
+        exchange.end(msgspec.json.encode({endpoint.counted_as: count}))
 
     async def _generate(self, endpoint: Endpoint, exchange: Exchange) -> None:
         """`POST /v1beta/models/{model}:{method}`: Google's protocol."""
-        model, _, method = exchange.params["call"].rpartition(":")
+        model, _, method = exchange.rest.rpartition(":")
         if method == "countTokens":
             await self._count(GenerateContent(model), exchange)
         elif method in ("generateContent", "streamGenerateContent"):
@@ -134,14 +178,16 @@ class Serving:
 
     async def _unknown(self, endpoint: Endpoint, exchange: Exchange) -> None:
         """What an attempt asks for that is none of the gateway's: its other calls may still be answered."""
-        path = exchange.params["rest"]
-        raise CallRefused(f"there is no POST /{path} here; /docs lists what there is", status=404, code="not_found")
+        raise CallRefused(
+            f"there is no POST {exchange.rest} here; /docs lists what there is", status=404, code="not_found"
+        )
 
     async def _models(self, endpoint: Endpoint, exchange: Exchange) -> None:
         """`GET /v1/models` and `/v1/models/{name}`, in a form that OpenAI's and Anthropic's SDKs both read; where any
         name is answered, what the backend calls its models."""
         await self._calls.attributor.check_key(exchange.headers)
-        name, models = exchange.params.get("name"), self._calls.models
+        models = self._calls.models
+        name = None if exchange.path.endswith("/v1/models") else exchange.rest
         anything = models.get(ANY)
         if anything is not None and "models" in anything.backend.relays:
             if name is not None and {".", ".."}.intersection(name.split("/")):  # would lead to other routes
@@ -150,7 +196,7 @@ class Serving:
             path = "models" if name is None else f"models/{quote(name)}"
             async with anything.backend.relay(RelayedCall(path, "", {}, kept)) as answer:
                 exchange.answers_with(answer.status, {"content-type": "application/json"})
-                await exchange.end(b"".join([part async for part in answer.parts]))
+                exchange.end(b"".join([part async for part in answer.parts]))
             return
         names = [entry.name for entry in models]
         if name is None:
@@ -160,7 +206,13 @@ class Serving:
         else:
             known = ", ".join(sorted(names))
             raise CallRefused(f"no model is called {name!r}; known: {known}", status=404, code="model_not_found")
-        await exchange.end(msgspec.json.encode(shown))
+        exchange.end(msgspec.json.encode(shown))
+
+
+async def _wrong_method(allowed: str, endpoint: Endpoint, exchange: Exchange) -> None:
+    message = f"{exchange.path} takes {allowed}, not {exchange.method}"
+    exchange.answers_with(405, {"content-type": "application/json", "allow": allowed})
+    exchange.end(endpoint.error(CallRefused(message, status=405, code="method_not_allowed")))
 
 
 def _card(name: str) -> dict[str, Any]:
@@ -219,32 +271,6 @@ async def _relayed(call: Call, relayed: RelayedCall, exchange: Exchange) -> byte
     return b"".join(parts)
 
 
-@dataclass(eq=False)
-class _Application:
-    """An ASGI application whose every failure becomes an error of the protocol's shape, and is noted if no call was
-    begun."""
-
-    handler: _Handler
-    endpoint: Endpoint
-    calls: Calls
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send)
-        with suppress(ClientGone):  # nobody is left to tell; the call is recorded as aborted
-            try:
-                await self.handler(self.endpoint, exchange)
-            except ClientGone:
-                raise
-            except Exception as error:  # noqa: BLE001 - the agent gets an answer whatever happens
-                told = as_backend_error(error)
-                try:
-                    if not exchange.in_call and scope["method"] == "POST":
-                        path = "/" + scope["path"].split("/", 5)[5] if exchange.ids else scope["path"]
-                        await self.calls.note_refusal(path, exchange.headers, exchange.ids, told)
-                finally:
-                    await exchange.fail(told, self.endpoint.error)
-
-
 def as_backend_error(error: Exception) -> BackendError:
     """What an agent is told. An error that is not one of ours is logged in full and told in one sentence."""
     if isinstance(error, BackendError):
@@ -254,28 +280,3 @@ def as_backend_error(error: Exception) -> BackendError:
             return BackendError(str(error), status=status, code=code)
     _log.exception("a call failed unexpectedly", exc_info=error)
     return BackendError("the gateway failed to answer this call; its log has the details", status=500, code="internal")
-
-
-class Shortcut:
-    """LLM calls past the web framework, whose routing and layers around a route cost a tenth of a call.
-
-    ASGI: takes POST requests to those of the gateway's `routes` that are `/v1/…`, or the same under an attempt's
-    prefix, straight to their endpoints; all others go to `app`, which has these routes too."""
-
-    def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute]) -> None:
-        self._app = app
-        posts = [route for route in routes if isinstance(route, Route) and route.methods == {"POST"}]
-        self._routes = {route.path: route for route in posts}
-
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        if scope["type"] == "http" and scope["method"] == "POST":
-            prefix, _, name = scope["path"].partition("/v1/")
-            parts, params = prefix.split("/"), dict[str, str]()
-            if len(parts) == 5 and (parts[1], parts[3]) == ("rollout", "attempt") and parts[2] and parts[4]:
-                params = {"rollout_id": parts[2], "attempt_id": parts[4]}
-                prefix = _PREFIX
-            route = self._routes.get(f"{prefix}/v1/{name}")
-            if route is not None and "{" not in name:
-                scope["path_params"] = params
-                return route.app(scope, receive, send)
-        return self._app(scope, receive, send)

@@ -33,12 +33,20 @@ CRITIC_RATE: Final = 10.0  # a critic starts from nothing, a policy does not; ve
 
 @dataclass(frozen=True)
 class AdamW:
-    """The optimiser. `micro_batch_tokens` bounds the padded tokens computed at once, and with them the memory: a batch
-    of any size is one step, its gradient summed over micro-batches. With `gradient_checkpointing` only the input of
-    each layer is kept and the rest computed again, a third more work for a fraction of the memory.
+    """The optimiser's settings.
 
-    The learning rate rises over `warmup_steps` and then stays, or falls to 0 at `total_steps` in a line or half a
-    cosine, as `schedule` says; the Trainer knows `total_steps`."""
+    Settings:
+        learning_rate: its highest value.
+        betas, weight_decay: as in AdamW (arXiv:1711.05101).
+        max_grad_norm: gradients are clipped to this norm.
+        warmup_steps: steps over which the learning rate rises from 0.
+        schedule: `constant`, or `linear` or `cosine` down to 0 at `total_steps`.
+        total_steps: default: the training's optimiser steps.
+        micro_batch_tokens: padded tokens computed at once, which bounds the memory. A batch of any size is one exact
+            step.
+        gradient_checkpointing: compute activations again instead of keeping them: a third more work, much less memory.
+
+    ConfigError for a value out of range."""
 
     learning_rate: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
@@ -62,12 +70,13 @@ class AdamW:
             )
 
     def until(self, steps: int) -> AdamW:
-        """This one, whose schedule ends after so many steps unless it says when."""
+        """These settings, with a schedule that ends after so many steps unless `total_steps` is set."""
         ends = self.schedule == "constant" or self.total_steps is not None
         return self if ends else replace(self, total_steps=steps)
 
     def rate(self, step: int) -> float:
-        """The learning rate of optimiser step `step`, from 1. ConfigError where the schedule ends nobody knows when."""
+        """The learning rate of optimiser step `step`, from 1. ConfigError if the schedule needs `total_steps` and has
+        none."""
         warm = min(1.0, step / max(1, self.warmup_steps))
         if self.schedule == "constant":
             return self.learning_rate * warm
@@ -80,10 +89,10 @@ class AdamW:
 
 @dataclass(frozen=True)
 class LoRA:
-    """Train a low-rank adapter and leave the model as it is (arXiv:2106.09685): each target's weight W acts as
-    W + alpha / rank · B·A. `targets` are names of linear layers, such as `("q_proj", "v_proj")`, or all but the head.
+    """Train a low-rank adapter instead of the weights (arXiv:2106.09685): each weight W acts as W + alpha / rank · B·A.
 
-    There is no dropout: what is trained must be the distribution that was sampled."""
+    `targets` are names of linear layers, such as `("q_proj", "v_proj")`; default: all but the head. There is no
+    dropout: the trained distribution must be the sampled one. ConfigError unless `rank` and `alpha` are positive."""
 
     rank: int = 16
     alpha: float = 32.0

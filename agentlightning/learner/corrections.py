@@ -10,18 +10,19 @@ denominator counts it. Imports no torch: algorithms read corrections.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, cast, get_args
 
 import numpy as np
 
-from agentlightning.data.references import find_function, function_name
+from agentlightning.data.aggregation import Tokens
+from agentlightning.data.references import function_name, mark_of, read_function
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError
-from agentlightning.learner.losses import KLEstimator, Old, Totals, kl, over_transitions
+from agentlightning.learner.losses import KLEstimator, Old, kl, over_transitions
+from agentlightning.learner.objective import Totals
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -140,9 +141,10 @@ class Corrections:
         if given is None:
             given = "truncate" if old == "proximal" else []
         several = cast("list[Any]", list(given) if isinstance(given, list | tuple) else [given])
-        found = [_read(one) for one in several]
+        functions = [read_function("correction", one, CORRECTIONS) for one in several]
+        found = [(function_name(one, CORRECTIONS), one) for one in functions]
         for name, function in found:
-            if _mark(function, "weighs") and old == "behaviour":
+            if mark_of(function, "weighs", True) and old == "behaviour":
                 raise ConfigError(
                     f"correction {name!r} weighs tokens, and with old='behaviour' the importance ratio corrects for "
                     "what sampled already: give old='proximal', or a correction that only leaves tokens out, as bound"
@@ -156,7 +158,7 @@ class Corrections:
 
     @property
     def ask_present(self) -> bool:
-        return any(_mark(function, "present") for _, function in self.functions)
+        return any(mark_of(function, "present", True) for _, function in self.functions)
 
     def of(self, *logprobs: Tensor, transitions: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
         """The weight of each token, whether it is kept, and how many each correction leaves out."""
@@ -165,23 +167,8 @@ class Corrections:
             own, keeps = function(*logprobs, transitions)
             weights, kept = weights * own, kept & keeps
             label = name if f"masked/{name}" not in masked else f"{name}-{len(masked) + 1}"
-            masked[f"masked/{label}"] = 1 - float(keeps.float().mean())
+            masked[f"masked/{label}"] = 1 - float(keeps.float().mean()) if len(keeps) else 0.0
         return weights, kept, masked
-
-
-def _read(given: Any) -> tuple[str, CorrectionFunction]:
-    options: dict[str, Any] = {}
-    if isinstance(given, Mapping):
-        options = dict(cast("Mapping[str, Any]", given))
-        given = options.pop("name", None)
-    function = find_function("correction", given, CORRECTIONS, options)
-    return function_name(function, CORRECTIONS), partial(function, **options) if options else function
-
-
-def _mark(function: Any, name: str) -> bool:
-    while isinstance(function, partial):
-        function = function.func
-    return getattr(function, name, True)
 
 
 def _try(name: str, function: CorrectionFunction) -> None:
@@ -245,17 +232,15 @@ def corrected(
     from torch import from_numpy
 
     sequences = [one.sequence for one in part]
-    counts = [int(one.transitions[-1]) + 1 for one in sequences]
-    starts = np.cumsum([0, *counts[:-1]])
-    transitions = np.concatenate(
-        [one.transitions + start for one, start in zip(sequences, starts, strict=True)], dtype=np.int64
-    )
+    transitions = Tokens(sequences).calls
     proximal = [one.proximal for one in part]
     logprobs = ([one.logprobs for one in sequences], proximal, present or proximal)
     behaviour_to_present = (from_numpy(np.concatenate(one)) for one in logprobs)
     weights, kept, masked = corrections.of(*behaviour_to_present, transitions=from_numpy(transitions))
-    calls = len(np.unique(transitions[kept.numpy()]))
-    metrics = {"masked": 1 - float(kept.float().mean()), "masked_calls": 1 - calls / sum(counts)}
+    calls, left = len(np.unique(transitions)), len(np.unique(transitions[kept.numpy()]))
+    metrics: dict[str, float] = {}
+    if calls:  # and not observations alone
+        metrics = {"masked": 1 - float(kept.float().mean()), "masked_calls": 1 - left / calls}
     if len(masked) > 1:
         metrics |= masked
     if old == "proximal" and bool(kept.any()):
@@ -268,6 +253,6 @@ def corrected(
         if old == "proximal":
             advantages = (sequence.advantages * of).astype(sequence.advantages.dtype)
             sequence = replace(sequence, logprobs=one.proximal, advantages=advantages)
-        if keeps.any():
+        if keeps.any() or sequence.observed is not None:
             made.append(sequence if keeps.all() else sequence.only(keeps))
     return made, metrics

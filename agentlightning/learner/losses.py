@@ -1,24 +1,23 @@
-"""The loss of a batch: its settings, what each kind gives per sampled token, and the statistics of a step.
+"""The loss of a batch: its settings, and what each kind gives per sampled token.
 
 Every loss is a pure function of tensors of shape [N], through whose `logprobs` alone gradients flow; aggregation is the
 batch's weights. References are checked in tests against values of verl. Imports no torch: algorithms make losses.
 
 GRPO's: a sampled token with advantage A and r = exp(log p now − log p when it was sampled) costs max(−r·A, −clip(r)·A)
 (`ppo_clip`), plus `kl_coefficient` times its divergence from the reference where one is kept. Each token's cost times
-its weight (`data.sequences.aggregation_weights`, which hold the batch's denominators), summed, is the loss.
-`TorchLearner._backward` puts it together.
+its weight (`data/aggregation.py`), summed, is the loss. `objective.py` puts it together.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
 
-from agentlightning.data.sequences import Aggregation
-from agentlightning.errors import ConfigError, check_settings, nearest
+from agentlightning.data.aggregation import Aggregation, Tokens, try_aggregation
+from agentlightning.data.references import find_function, function_name, mark_of
+from agentlightning.errors import ConfigError, check_settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,12 +30,13 @@ Old: TypeAlias = Literal["behaviour", "proximal"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def loss(*, clips: tuple[float, float], dual: bool = False) -> Callable[[F], F]:
-    """Marks a loss function that clips the importance ratio: it also takes `low` and `high`, how far below and above 1
-    the ratio counts, by default `clips`; with `dual` also `dual`, or None (`Loss.dual_clip`)."""
+def loss(*, clips: tuple[float, float] | None = None, dual: bool = False, tokens: bool = False) -> Callable[[F], F]:
+    """Says what else a loss function takes. With `clips` it clips the importance ratio and takes `low` and `high`, how
+    far below and above 1 the ratio counts, by default `clips`; with `dual` also `dual`, or None (`Loss.dual_clip`).
+    With `tokens` it takes `tokens`, which tell the task, group and reward of each (`data/aggregation.py`)."""
 
     def mark(function: F) -> F:
-        vars(function).update(clips=clips, dual=dual)
+        vars(function).update(clips=clips, dual=dual, tokens=tokens)
         return function
 
     return mark
@@ -114,7 +114,9 @@ class Loss:
     """The loss of one batch: that of its sampled tokens, aggregated, plus KL to a reference and entropy.
 
     `kind` names a function of this module, or is one: of (logprobs, old_logprobs, advantages, transitions), each [N],
-    of which the last numbers the transition of each token, to the loss of each token, float[N].
+    of which the last numbers the transition of each token, to the loss of each token, float[N]; or to that and a
+    mapping of metrics, float[N] each, whose means are shown as `loss/<name>`.
+    `aggregation` names a function of `data/aggregation.py`, or is one; `constant_length` is for `constant`.
     `clip_low` and `clip_high` are for functions that clip the importance ratio (`@loss(clips=…)`); `dual_clip` bounds
     the loss of tokens with negative advantage (arXiv:1912.09729).
     `temperature` is that of the sampling: the learner's log-probabilities are of the same distribution.
@@ -143,8 +145,7 @@ class Loss:
     critic_alone: bool = False
 
     def __post_init__(self) -> None:
-        if not callable(self.kind) and self.kind not in LOSSES:
-            raise ConfigError(f"loss {self.kind!r} is unknown; {nearest(str(self.kind), LOSSES)}, or file.py:function")
+        find_function("loss", self.kind, LOSSES)
         if self.clip_range is None and (self.clip_low, self.clip_high) != (None, None):
             raise ConfigError(
                 f"clip_low and clip_high are set, but {self.name} clips no ratio by them; ppo_clip, gspo, cispo do"
@@ -152,16 +153,17 @@ class Loss:
         low, high = self.clip_range or (1.0, math.inf)
         if not 0 < low <= 1 or not high > 0:
             raise ConfigError(f"clip range ({low}, {high}): low must lie in (0, 1], high above 0")
-        if self.dual_clip is not None and not getattr(self.function, "dual", False):
+        if self.dual_clip is not None and not mark_of(self.function, "dual"):
             raise ConfigError(f"dual_clip is set, but the loss is {self.name}: it bounds ppo_clip alone")
         check_settings(
             self,
             least={"kl_coefficient": 0},
             above={"dual_clip": 1, "temperature": 0, "value_coefficient": 0, "value_clip": 0},
-            choices={"old": get_args(Old), "aggregation": get_args(Aggregation), "kl_estimator": get_args(KLEstimator)},
+            choices={"old": get_args(Old), "kl_estimator": get_args(KLEstimator)},
         )
         if self.aggregation == "constant" and not (self.constant_length and self.constant_length >= 1):
             raise ConfigError("aggregation 'constant' needs constant_length, the length to divide by (at least 1)")
+        try_aggregation(self.aggregation, self.constant_length)
         if callable(self.kind):
             _try(self)
 
@@ -172,12 +174,12 @@ class Loss:
     @property
     def name(self) -> str:
         """What messages call the kind."""
-        return getattr(self.kind, "__name__", str(self.kind))
+        return function_name(self.function, LOSSES)
 
     @property
     def clip_range(self) -> tuple[float, float] | None:
         """How far below and above 1 the ratio counts; None for a function that does not clip it."""
-        if (own := getattr(self.function, "clips", None)) is None:
+        if (own := mark_of(self.function, "clips")) is None:
             return None
         low, high = own
         return self.clip_low if self.clip_low is not None else low, (
@@ -185,19 +187,50 @@ class Loss:
         )
 
 
-def policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, transitions: Tensor, loss: Loss
-) -> tuple[Tensor, Tensor]:
-    """The loss of each sampled token as `loss.kind` has it, and where a clip changed it: float[N], bool[N].
+class TokenLoss(NamedTuple):
+    """The loss of each sampled token, float[N]; where a clip changed it, bool[N]; and what else the function measured
+    of each, by name."""
 
-    `transitions` int64[N] numbers the transition of each token, from 0; all tokens of one must be there."""
+    values: Tensor
+    clipped: Tensor
+    metrics: Mapping[str, Tensor]
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    transitions: Tensor,
+    loss: Loss,
+    tokens: Tokens | None = None,
+) -> TokenLoss:
+    """The loss of each sampled token as `loss.kind` has it.
+
+    `transitions` int64[N] numbers the transition of each token, from 0; all tokens of one must be there. `tokens` are
+    the same, for a function that asks where they are from."""
     given = (old_logprobs, advantages, transitions)
+    more: dict[str, Any] = {"tokens": tokens} if mark_of(loss.function, "tokens") else {}
     if loss.clip_range is None:
-        return loss.function(logprobs, *given), logprobs.new_zeros(len(logprobs)).bool()
+        found, metrics = _with_metrics(loss, loss.function(logprobs, *given, **more))
+        return TokenLoss(found, logprobs.new_zeros(len(logprobs)).bool(), metrics)
     low, high = loss.clip_range
-    dual = {"dual": loss.dual_clip} if loss.dual_clip is not None else {}
-    value = loss.function(logprobs, *given, low=low, high=high, **dual)
-    return value, value.detach() != loss.function(logprobs.detach(), *given, low=1.0, high=math.inf, **dual)
+    if loss.dual_clip is not None:
+        more["dual"] = loss.dual_clip
+    found, metrics = _with_metrics(loss, loss.function(logprobs, *given, low=low, high=high, **more))
+    free, _ = _with_metrics(loss, loss.function(logprobs.detach(), *given, low=1.0, high=math.inf, **more))
+    return TokenLoss(found, found.detach() != free, metrics)
+
+
+def _with_metrics(loss: Loss, answer: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """What a function gave as (the loss of each token, metrics of each token)."""
+    values, metrics = cast("tuple[Any, Any]", answer) if isinstance(answer, tuple) else (answer, {})
+    for name, one in metrics.items():
+        if getattr(one, "shape", None) != values.shape:
+            raise ConfigError(
+                f"loss {loss.name} must give a number for each of {len(values)} tokens as its metric {name!r}, whose "
+                f"mean is shown; it gave {one!r:.200}"
+            )
+    return values, metrics
 
 
 def _try(loss: Loss) -> None:
@@ -208,11 +241,16 @@ def _try(loss: Loss) -> None:
     logprobs = tensor([-0.5, -1.0, -2.0, -0.1, -0.7], requires_grad=True)
     old = tensor([-0.6, -1.0, -1.5, -0.2, -0.7])
     advantages, transitions = tensor([1.0, -1.0, 0.5, -0.5, 2.0]), tensor([0, 0, 0, 1, 1])
+    tokens = Tokens.trial()
     try:
-        value, _ = policy_loss(logprobs, old, advantages, transitions, loss)
-        twice, _ = policy_loss(logprobs, old, 2 * advantages, transitions, loss)
+        value = policy_loss(logprobs, old, advantages, transitions, loss, tokens).values
+        twice = policy_loss(logprobs, old, 2 * advantages, transitions, loss, tokens).values
         given = tuple(value.shape), bool(value.isfinite().all()), value.requires_grad
+    except ConfigError:
+        raise
     except Exception as error:
+        if mark_of(loss.function, "tokens") and isinstance(error, LookupError | AttributeError):
+            return  # it may look for what these made-up tasks do not have
         raise ConfigError(
             f"loss {loss.name} fails on five tokens: {type(error).__name__}: {error}. It is given logprobs, "
             "old_logprobs, advantages and transitions, and gives the loss of each token"
@@ -255,66 +293,3 @@ def kl(logprobs: Tensor, reference: Tensor, estimator: KLEstimator) -> Tensor:
 def entropy(log_probabilities: Tensor) -> Tensor:
     """Entropy in nats of each row's distribution: log-probabilities float[N, V] → float[N]."""
     return -(log_probabilities.exp() * log_probabilities).sum(-1)
-
-
-class Totals:
-    """What is measured of a step, over its micro-batches and over processes: `sums`, `means` per sampled token, and
-    `peaks`. How far learner and engine are apart is measured of the tokens that `version` sampled."""
-
-    def __init__(self, version: int | None) -> None:
-        self.version = version
-        self.sums: defaultdict[str, float] = defaultdict(float, loss=0.0, tokens=0.0, reference_kl=0.0)
-        self.means: defaultdict[str, float] = defaultdict(float)
-        self.matched: defaultdict[str, float] = defaultdict(float)
-        self.peaks: dict[str, float] = {}
-
-    @classmethod
-    def of_all(cls, parts: Sequence[Totals]) -> Totals:
-        """Those of several processes, of each its micro-batches, as those of one."""
-        out = cls(parts[0].version)
-        for part in parts:
-            for own, added in ((out.sums, part.sums), (out.means, part.means), (out.matched, part.matched)):
-                for name, value in added.items():
-                    own[name] += value
-            for name, value in part.peaks.items():
-                out.peaks[name] = max(out.peaks.get(name, value), value)
-        return out
-
-    def add(self, loss: float, log_ratio: Tensor, **per_token: Tensor) -> None:
-        ratio = log_ratio.exp()
-        self.sums["loss"] += loss
-        self.sums["tokens"] += log_ratio.numel()
-        self.add_means(behaviour_kl=ratio - 1 - log_ratio, ratio_mean=ratio, **per_token)
-        self._peak("ratio_max", ratio)
-        self._peak("ratio_min", -ratio)
-
-    def add_means(self, **per_token: Tensor) -> None:
-        for name, values in per_token.items():
-            self.means[name] += float(values.sum())
-
-    def compare(self, difference: Tensor, versions: Tensor) -> None:
-        """`difference` float[N] is learner − engine, `versions` int[N] who sampled the tokens."""
-        if self.version is not None and len(own := difference[versions == self.version]):
-            self.matched["tokens"] += len(own)
-            self.matched["k3"] += float((own.expm1() - own).sum())
-            self._peak("inference_mismatch", own.expm1().abs())
-
-    def _peak(self, name: str, values: Tensor) -> None:
-        self.peaks[name] = max(self.peaks.get(name, -math.inf), float(values.max()))
-
-    def mismatch(self) -> dict[str, float]:
-        if not self.matched:
-            return {}
-        apart = self.matched["k3"] / self.matched["tokens"]
-        return {"inference_kl": apart, "inference_mismatch": self.peaks["inference_mismatch"]}
-
-    def metrics(self) -> dict[str, float]:
-        lowest, highest = -self.peaks["ratio_min"], self.peaks["ratio_max"]
-        return {
-            **self.sums,
-            **{name: total / self.sums["tokens"] for name, total in self.means.items()},
-            "ratio_min": lowest,
-            "ratio_max": highest,
-            "max_ratio_error": max(highest - 1, 1 - lowest),
-            **self.mismatch(),
-        }

@@ -78,6 +78,7 @@ class PairSettings:
             sampling,
             models=len(self.models),
             loss=self.loss and self.loss.kind,
+            aggregation=self.loss and self.loss.aggregation,
             lora=self.lora,
             reference=self.reference,
             deterministic=self.deterministic,

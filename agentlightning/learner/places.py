@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from agentlightning.data.references import mark_of
 from agentlightning.errors import ConfigError, nearest
 
 HOSTED: Final = "hosted"
@@ -160,7 +161,8 @@ def check_together(learner: LearnerPlace, sampler: SamplerPlace | None, **settin
             refuse("SGLang", {"max_staleness": "it cannot pause calls for new weights, as vLLM does"})
     if learner.fsdp is not None:
         refuse("learner: fsdp", dict.fromkeys(_ONE_PROCESS, "it trains all weights of one model: use learner: torch"))
-        _check_importable(settings.get("loss"))
+        for name in ("loss", "aggregation"):
+            _check_importable(name, settings.get(name))
     if learner.remote:
         if sampler is not None:
             given.add("sampler")
@@ -169,14 +171,14 @@ def check_together(learner: LearnerPlace, sampler: SamplerPlace | None, **settin
             raise ConfigError("learner: the hosted Tinker service needs a key in the variable TINKER_API_KEY")
 
 
-def _check_importable(loss: Any) -> None:
+def _check_importable(name: str, function: Any) -> None:
     try:
-        pickle.dumps(loss)
-        at_home = getattr(loss, "__module__", None) == "__main__"
+        pickle.dumps(function)
+        at_home = mark_of(function, "__module__") == "__main__"
     except (pickle.PicklingError, AttributeError, TypeError):
         at_home = True
     if at_home:
         raise ConfigError(
-            f"the loss {loss!r} cannot be imported by the processes of the learner: define it at the top level of a "
-            "module, or name it: 'file.py:function'"
+            f"the {name} {function!r} cannot be imported by the processes of the learner: define it at the top level "
+            "of a module, or name it: 'file.py:function'"
         )

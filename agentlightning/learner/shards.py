@@ -36,7 +36,7 @@ from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import AgentLightningError
 from agentlightning.learner.base import WeightsForm
 from agentlightning.learner.fsdp import Settings
-from agentlightning.learner.losses import Totals
+from agentlightning.learner.objective import Totals
 from agentlightning.learner.policy import load_policy
 from agentlightning.learner.serving import choose_threads
 from agentlightning.learner.torch import TorchLearner
@@ -77,7 +77,7 @@ class ShardedLearner(TorchLearner):
         share = list(super()._micro_batches(batch, weights))
         yield from share[dist.get_rank() :: dist.get_world_size()]
         if dist.get_rank() >= len(share) % dist.get_world_size() > 0:
-            names = ("rows", "positions", "logprobs", "advantages", "weights", "transitions", "versions")
+            names = ("rows", "positions", "logprobs", "advantages", "weights", "transitions", "versions", "observed")
             nothing: dict[str, Any] = {name: getattr(share[0], name)[:0] for name in names}
             yield replace(share[0], token_ids=share[0].token_ids[:1, :2], tokens=0, forest=None, **nothing)
 

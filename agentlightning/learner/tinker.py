@@ -25,7 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentlightning.data.sequences import TrainingSequence, aggregation_weights, pack
+from agentlightning.data.aggregation import aggregation_weights
+from agentlightning.data.sequences import TrainingSequence, pack
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import BackendError, ConfigError, TrainingError, UnavailableError, imported
@@ -34,7 +35,8 @@ from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.chat.token_backend import TokenBackend
 from agentlightning.gateway.generation import Ending, GenerationRequest, GrammarsAs, SampledToken
 from agentlightning.learner.base import AdamW, LoRA, Weights, WeightsForm
-from agentlightning.learner.losses import Loss, Totals, policy_loss
+from agentlightning.learner.losses import Loss
+from agentlightning.learner.objective import Totals, objective
 from agentlightning.learner.places import HOSTED, LearnerPlace
 from agentlightning.learner.policy import load_tokenizer
 from agentlightning.learner.remote import PROBED_TOKENS, Activity, sampled_sequence
@@ -138,15 +140,14 @@ class TinkerLearner:
         if not batch:
             raise TrainingError("an empty batch cannot be trained; the loop must skip the step")
         check_loss(loss)
-        logprobs = self.logprobs(batch)
-        slopes, totals = gradient(batch, logprobs, loss, version)
-        if not np.isfinite([totals.sums["loss"], float(slopes.abs().sum())]).all():
+        rows = self._rows(batch)
+        slopes, totals = gradient(batch, rows, loss, version)
+        if not np.isfinite([totals.sums["loss"], *(float(np.abs(one).sum()) for one in slopes)]).all():
             raise not_finite(totals.sums["loss"])
-        advantages = (-slopes).split([len(one) for one in logprobs])
         rate = self.config.rate(self.steps + 1)
         settings = {"learning_rate": rate, "beta1": self.config.betas[0], "beta2": self.config.betas[1], "eps": 1e-8}
         settings |= {"weight_decay": self.config.weight_decay, "grad_clip_norm": self.config.max_grad_norm}
-        data, adam = self._data(batch, logprobs, advantages), self._sdk.types.AdamParams(**settings)
+        data, adam = self._data(batch, rows, [-one for one in slopes]), self._sdk.types.AdamParams(**settings)
         self._ask("forward_backward", data, "importance_sampling")
         answer: dict[str, float] = self._ask("optim_step", adam).metrics or {}
         self.steps += 1
@@ -159,10 +160,13 @@ class TinkerLearner:
     def logprobs(self, batch: Sequence[TrainingSequence], temperature: float = 1.0) -> list[Tensor]:
         """See `Learner.logprobs`; at temperature 1 alone."""
         check_loss(Loss(temperature=temperature))
-        nothing = [torch.zeros(len(sequence.positions)) for sequence in batch]
+        return [torch.from_numpy(row[s.positions - 1]) for row, s in zip(self._rows(batch), batch, strict=True)]
+
+    def _rows(self, batch: Sequence[TrainingSequence]) -> list[FloatArray]:
+        """The log-probability of every token after the first, float32[L − 1] of each sequence."""
+        nothing = [np.zeros(len(sequence) - 1, np.float32) for sequence in batch]
         answer = self._ask("forward", self._data(batch, nothing, nothing), "importance_sampling")
-        found = [np.asarray(one["logprobs"].data, np.float32) for one in answer.loss_fn_outputs[: len(batch)]]
-        return [torch.from_numpy(one[s.positions - 1]) for one, s in zip(found, batch, strict=True)]
+        return [np.asarray(one["logprobs"].data, np.float32) for one in answer.loss_fn_outputs[: len(batch)]]
 
     def export(self, directory: Path, form: WeightsForm) -> None:
         """See `Learner.export`: the file that a `TinkerSampler` reads. ConfigError for another form than `handle`, and,
@@ -209,16 +213,20 @@ class TinkerLearner:
             )
         self._sums = True
 
-    def _data(self, batch: Sequence[TrainingSequence], logprobs: Sequence[Tensor], advantages: Sequence[Tensor]) -> Any:
-        """What the server is sent. One that averages gets advantages that undo it, and a number of sequences that is a
-        power of two: it compiles anew for each."""
+    def _data(
+        self, batch: Sequence[TrainingSequence], logprobs: Sequence[FloatArray], advantages: Sequence[FloatArray]
+    ) -> Any:
+        """What the server is sent; both are float32[L − 1] of each sequence. A server that averages gets advantages
+        that undo it, and a number of sequences that is a power of two: it compiles anew for each."""
         count = max(_FEWEST, 1 << (len(batch) - 1).bit_length()) if self._averages else len(batch)
         data: list[Any] = []
         for sequence, old, own in zip(batch, logprobs, advantages, strict=True):
-            rows = np.zeros((3, len(sequence) - 1), np.float32)
-            undone = rows.shape[1] * count if self._averages else 1
-            rows[:, sequence.positions - 1] = torch.stack([old, own * undone, torch.ones_like(old)]).numpy()
-            data.append(self._datum(sequence.token_ids, *rows))
+            trained = np.zeros(len(sequence) - 1, np.float32)
+            trained[sequence.positions - 1] = 1
+            if sequence.observed is not None:
+                trained[sequence.observed.positions - 1] = 1
+            undone = len(trained) * count if self._averages else 1
+            data.append(self._datum(sequence.token_ids, old * trained, own * np.float32(undone), trained))
         if count > len(batch):
             short = min(batch, key=len)
             nothing = np.zeros((3, len(short) - 1), np.float32)
@@ -348,23 +356,22 @@ class TinkerSampler:
 
 
 def gradient(
-    batch: Sequence[TrainingSequence], logprobs: Sequence[Tensor], loss: Loss, version: int | None
-) -> tuple[Tensor, Totals]:
-    """dL/dlogprob of every sampled token of the batch, float32[N], where these are its `logprobs`; and the metrics."""
-    weights = aggregation_weights(batch, loss.aggregation, loss.constant_length or 0)
-    micro = pack(batch, weights)
-    old, advantages, transitions, versions = map(
-        torch.from_numpy, (micro.logprobs, micro.advantages, micro.transitions, micro.versions)
-    )
-    now = torch.cat(list(logprobs)).requires_grad_()
-    per_token, clipped = policy_loss(now, old, advantages, transitions, loss)
-    total = (per_token * torch.from_numpy(micro.weights)).sum()
+    batch: Sequence[TrainingSequence], rows: Sequence[FloatArray], loss: Loss, version: int | None
+) -> tuple[list[FloatArray], Totals]:
+    """dL/dlogprob of every token after the first, float32[L − 1] of each sequence, where `rows` are their
+    log-probabilities; and the metrics."""
+    micro = pack(batch, aggregation_weights(batch, loss.aggregation, loss.constant_length))
+    ends = np.cumsum([len(row) for row in rows])
+    places = np.array([0, *ends])[micro.rows] + micro.positions - 1
+    now = torch.from_numpy(np.concatenate(rows)[places]).requires_grad_()
+    totals = Totals(version)
+    total = objective(micro, loss, totals, now)
     torch.autograd.backward(total)
+    totals.sums["loss"] += float(total.detach())
     assert now.grad is not None
-    totals, log_ratio = Totals(version), now.detach() - old
-    totals.add(float(total.detach()), log_ratio, clip_fraction=clipped)
-    totals.compare(log_ratio, versions)
-    return now.grad, totals
+    slopes = np.zeros(ends[-1], np.float32)
+    np.add.at(slopes, places, now.grad.numpy())  # two calls may observe one token
+    return np.split(slopes, ends[:-1]), totals
 
 
 def read_handle(directory: Path) -> Handle:

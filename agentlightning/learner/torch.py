@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from agentlightning.data.sequences import MicroBatch, TrainingSequence, aggregation_weights, micro_batches
+from agentlightning.data.aggregation import aggregation_weights
+from agentlightning.data.sequences import MicroBatch, TrainingSequence, micro_batches
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, TrainingError
@@ -39,7 +40,8 @@ from agentlightning.learner.forward import (
     sampled,
     unsupported,
 )
-from agentlightning.learner.losses import Loss, Totals
+from agentlightning.learner.losses import Loss
+from agentlightning.learner.objective import Totals, objective
 from agentlightning.learner.policy import Policy, saved_weights, written
 
 _log = logging.getLogger(__name__)
@@ -166,7 +168,7 @@ class TorchLearner:
         if loss.kl_coefficient and not self.keeps_reference:
             raise ConfigError("kl_coefficient is set but the learner keeps no reference; pass reference=True")
         batch = self._as_exact(batch)
-        weights = aggregation_weights(batch, loss.aggregation, loss.constant_length or 0)
+        weights = aggregation_weights(batch, loss.aggregation, loss.constant_length)
         self._forget_gradient()
         totals = Totals(version)
         for micro in self._micro_batches(batch, weights):
@@ -232,10 +234,6 @@ class TorchLearner:
         return self._forests_are_exact
 
     def _backward(self, micro: MicroBatch, loss: Loss, totals: Totals) -> None:
-        old, advantages, weights, transitions, versions = (
-            torch.from_numpy(part).to(self.model.device)
-            for part in (micro.logprobs, micro.advantages, micro.weights, micro.transitions, micro.versions)
-        )
         reference = None
         if loss.kl_coefficient:
             adapter = self.policy.adapter
@@ -247,21 +245,12 @@ class TorchLearner:
         if not len(logprobs):  # others have tokens, and their sums wait for this one's
             torch.autograd.backward(logprobs.sum())
             return
-        per_token, clipped = losses.policy_loss(logprobs, old, advantages, transitions, loss)
-        if reference is not None:
-            divergence = losses.kl(logprobs, reference, loss.kl_estimator)
-            per_token = per_token + loss.kl_coefficient * divergence
-            totals.sums["reference_kl"] += float((divergence.detach() * weights).sum())
-        if loss.entropy_coefficient:
-            per_token = per_token - loss.entropy_coefficient * entropy
-        total = (per_token * weights).sum()
+        total = objective(micro, loss, totals, logprobs, entropy=entropy, reference=reference)
         if self.critic is not None:
             total = total + loss.value_coefficient * self._value_loss(self.critic, micro, states, loss, totals)
         torch.autograd.backward(total)
-        log_ratio = logprobs.detach() - old
+        totals.sums["loss"] += float(total.detach())
         totals.sums["tokens_computed"] += micro.tokens
-        totals.add(float(total.detach()), log_ratio, clip_fraction=clipped, entropy=entropy.detach())
-        totals.compare(log_ratio, versions)
 
     def _value_loss(self, critic: ValueModel, micro: MicroBatch, states: States, loss: Loss, totals: Totals) -> Tensor:
         if micro.values is None or micro.value_targets is None:
@@ -270,7 +259,7 @@ class TorchLearner:
             torch.from_numpy(part).to(self.model.device) for part in (micro.values, micro.value_targets, micro.weights)
         )
         with self._recomputed(critic.trunk):
-            values = critic(micro, states)
+            values = critic(micro, states)[: len(old)]
         per_token, clipped = losses.value_loss(values, old, targets, loss.value_clip)
         total = (per_token * weights).sum()
         totals.sums["value_loss"] += float(total.detach())

@@ -1,7 +1,7 @@
-"""Ready-made rewards: text, numbers, and a judge that is itself a model.
+"""Rewards: comparison of texts, comparison of numbers, and a model as judge.
 
-Each takes what the agent answered and what is right, and gives a float. They know nothing of rollouts or training;
-only the judge leaves spans, where it is asked inside a rollout.
+Each takes the agent's answer and the right one, and returns a float. They know nothing of rollouts or training; only
+the judge records spans, inside a rollout.
 """
 
 from agentlightning.rewards.judge import LLMJudge

@@ -1,7 +1,7 @@
-"""A model that judges: it is asked for a score, and is never trained on its answer.
+"""A model as judge: it scores answers and is never trained.
 
-Its calls may go anywhere that speaks OpenAI's chat completions. The gateway records them as calls that do not train;
-elsewhere the judge records what it asked and what it cost, where it is asked inside a rollout.
+It may be any endpoint of OpenAI's chat completions. Behind the gateway, its calls are recorded as calls that do not
+train. Elsewhere, inside a rollout, the judge records its question and its tokens.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ _SCORE = re.compile(r"score\W*?([-+]?\d+(?:\.\d+)?)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class LLMJudge:
-    """Scores answers by asking `llm`, which stays as it is while the policy learns.
+    """Scores answers with the model `llm`, which is not trained.
 
-    `template` is filled with the values given to `score`, and how to answer is added to it. Scores run from `worst` to
-    `best` and are returned as 0 to 1. `llm.sampling_parameters` go with every call, such as `{"temperature": 0}`."""
+    `template` is filled with the values given to `score`; the form of the answer is added. The model answers from
+    `worst` to `best`, which is scaled to 0 to 1. Every call has `llm.sampling_parameters`, such as `{"temperature":
+    0}`."""
 
     llm: LLM
     template: str | PromptTemplate = TEMPLATE
@@ -44,10 +45,10 @@ class LLMJudge:
             raise ConfigError(f"worst is {self.worst} and best is {self.best}; a judge needs worst < best")
 
     async def score(self, **values: Any) -> float:
-        """The judge's score of the template filled with `values`, from 0 to 1.
+        """The score, from 0 to 1, of the template filled with `values`.
 
-        ConfigError for a placeholder without a value, and where another model answered than was asked; BackendError
-        where the judge cannot be reached or gives no score: that is no fault of the answer, so it is not worth 0."""
+        ConfigError if a placeholder has no value, or another model answered; BackendError if the judge cannot be
+        reached or gives no score. That is not the answer's fault, so its score is not 0."""
         given = self.template
         template = given if isinstance(given, PromptTemplate) else PromptTemplate(template=given)
         messages = [
@@ -63,7 +64,7 @@ class LLMJudge:
         return score
 
     def score_sync(self, **values: Any) -> float:
-        """`score` for code that is not async."""
+        """`score` for code that is not async. ConfigError where an event loop is running."""
         try:
             asyncio.get_running_loop()
         except RuntimeError:
@@ -80,7 +81,7 @@ class LLMJudge:
         return (score - self.worst) / (self.best - self.worst)
 
     def _account(self, answer: Completion, span: Operation) -> None:
-        """Tokens of a call that the gateway has recorded are in its own span, and are not counted twice."""
+        """Record the call. Tokens of a call that the gateway has recorded are in its span, and not counted twice."""
         binding = current_binding()
         told: dict[str, Any] = {
             semconv.GEN_AI_REQUEST_MODEL: self.llm.model,

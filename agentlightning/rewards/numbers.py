@@ -1,8 +1,8 @@
-r"""Numbers found in text and compared.
+r"""Finds and compares numbers in texts.
 
-Which number a text means: that in its last `\boxed{…}` where there is one, else the last one in it. Understood are
-`1,234.5` (commas between groups of three), `$`, `€` and `£` in front, `-` or `−`, `1.5e3`, `12%` (0.12), `3/4`, `1 1/2`
-and `\frac{3}{4}`. Not understood: a decimal comma, Roman numerals and numbers in words.
+The number of a text is that in its last `\boxed{…}`, or else its last number. It may be written `1,234.5`, with `$`,
+`€` or `£` in front, `-` or `−`, `1.5e3`, `12%` (0.12), `3/4`, `1 1/2` or `\frac{3}{4}`; but not with a decimal comma,
+in Roman numerals or in words.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 
 
 def extract_number(text: str) -> float | None:
-    r"""The number that `text` means, by this module's rules; None where it has none or it is not finite.
+    r"""The number of `text`; None if it has none, or not a finite one.
 
     `"so it costs $1,234.50."` → 1234.5; `"\boxed{\frac{3}{4}}"` → 0.75; `"12%"` → 0.12"""
     boxed = _BOXED.findall(text)
@@ -43,8 +43,8 @@ def numeric_equal(
     relative_tolerance: float = 1e-6,
     absolute_tolerance: float = 1e-9,
 ) -> float:
-    """1.0 where both mean numbers that are at most `max(relative_tolerance · the larger, absolute_tolerance)` apart,
-    else 0.0. InvalidError for an `answer` without a number: it is the data that is wrong then."""
+    """1.0 if both have numbers at most `max(relative_tolerance · the larger, absolute_tolerance)` apart, else 0.0.
+    InvalidError if `answer` has no number: then the task is wrong."""
     right = extract_number(answer) if isinstance(answer, str) else float(answer)
     if right is None or not math.isfinite(right):
         raise InvalidError(f"the right answer {answer!r} holds no finite number; correct the task, or compare as text")

@@ -1,7 +1,7 @@
-"""Short answers compared as SQuAD compares them (Rajpurkar et al. 2016, arXiv:1606.05250, and its evaluation script).
+"""Compares short answers like SQuAD (Rajpurkar et al. 2016, arXiv:1606.05250, and its evaluation script).
 
-Before comparing, both sides are lower-cased, lose ASCII punctuation and the words a, an, the, and have their white
-space collapsed. Where several answers are right, the best match counts.
+Both sides are first lower-cased, without ASCII punctuation, the words a, an, the, and repeated white space. If several
+answers are right, the best match counts.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ def normalize_answer(text: str) -> str:
 
 
 def exact_match(prediction: str, answer: str | Sequence[str]) -> float:
-    """1.0 where the normalised texts are equal (to any of several answers), else 0.0."""
+    """1.0 if the normalised texts are equal, else 0.0. With several right answers, any of them may match."""
     return _best(lambda right: float(normalize_answer(prediction) == normalize_answer(right)), answer)
 
 
 def token_f1(prediction: str, answer: str | Sequence[str]) -> float:
-    """F1 of the words that prediction and answer share, each counted as often as it occurs in both; from 0 to 1.
+    """F1 of the words that prediction and answer share, from 0 to 1; the best of several right answers.
 
-    Where either side has no words left it is 1.0 if neither has, else 0.0, as in SQuAD 2.0."""
+    If one side has no words, 0.0; if neither has, 1.0, as in SQuAD 2.0."""
     return _best(lambda right: _f1(normalize_answer(prediction).split(), normalize_answer(right).split()), answer)
 
 

@@ -1,7 +1,4 @@
-"""What an agent is: a function with a decorator, or a subclass of `LitAgent`.
-
-It receives a task and resources and returns its reward. Each rollout has a copy of it to itself.
-"""
+"""Agents: a decorated function, or a subclass of `LitAgent`, that takes a task and resources and returns a reward."""
 
 from __future__ import annotations
 
@@ -40,11 +37,11 @@ _METHODS = tuple(
 
 
 class LitAgent(Generic[TaskT]):
-    """Base class of agents. Override one of `rollout` or `rollout_async`, or the pair for training and validation.
+    """Base class of agents. Override `rollout` or `rollout_async`, or the pair of methods for training and validation.
 
-    In train mode the first of `training_rollout_async`, `training_rollout`, `rollout_async`, `rollout` that a subclass
-    defines is called; in val and test mode the `validation_` ones come first instead. Sync methods run in a thread of
-    their own, async ones in the runner's event loop."""
+    Train mode calls the first of `training_rollout_async`, `training_rollout`, `rollout_async` and `rollout` that your
+    class defines; val and test mode look for the `validation_` methods first. Sync methods run in a thread of their
+    own, async ones in the runner's event loop. Each rollout runs on a copy of the agent."""
 
     def __init__(self, *, trained_agents: str | None = None) -> None:
         if trained_agents is not None:
@@ -56,47 +53,52 @@ class LitAgent(Generic[TaskT]):
         return require_binding("the agent's tracer").tracer
 
     def rollout(self, task: TaskT, resources: NamedResources, rollout: AttemptedRollout) -> RolloutRawResult:
-        """Run the agent on one task. `resources` are bound to this attempt: give `resources["llm"].endpoint` and
-        `.api_key` to any OpenAI client."""
+        """Run the agent on one task and return its reward. `resources` belong to this attempt: give an OpenAI client
+        `resources["llm"].endpoint` and `.api_key`."""
         raise _undefined(self, "rollout")
 
     async def rollout_async(
         self, task: TaskT, resources: NamedResources, rollout: AttemptedRollout
     ) -> RolloutRawResult:
-        """`rollout`, in the runner's event loop."""
+        """Like `rollout`, in the runner's event loop."""
         raise _undefined(self, "rollout_async")
 
     def training_rollout(self, task: TaskT, resources: NamedResources, rollout: AttemptedRollout) -> RolloutRawResult:
-        """`rollout`, in train mode only."""
+        """Like `rollout`, for train mode only."""
         return self.rollout(task, resources, rollout)
 
     async def training_rollout_async(
         self, task: TaskT, resources: NamedResources, rollout: AttemptedRollout
     ) -> RolloutRawResult:
-        """`rollout_async`, in train mode only."""
+        """Like `rollout_async`, for train mode only."""
         return await self.rollout_async(task, resources, rollout)
 
     def validation_rollout(self, task: TaskT, resources: NamedResources, rollout: AttemptedRollout) -> RolloutRawResult:
-        """`rollout`, in val and test mode."""
+        """Like `rollout`, for val and test mode."""
         return self.rollout(task, resources, rollout)
 
     async def validation_rollout_async(
         self, task: TaskT, resources: NamedResources, rollout: AttemptedRollout
     ) -> RolloutRawResult:
-        """`rollout_async`, in val and test mode."""
+        """Like `rollout_async`, for val and test mode."""
         return await self.rollout_async(task, resources, rollout)
 
     def check(self) -> None:
-        """ConfigError for an agent that defines no rollout method at all."""
+        """ConfigError if the agent defines no rollout method."""
         if not any(map(self._defines, _METHODS)):
             raise _undefined(self, " or ".join(_METHODS))
 
     def reads_environment(self) -> bool:
-        """Whether it can only find its model in the environment: it takes neither `llm` nor `resources`."""
+        """Whether the agent can only find its model in the environment, because it takes neither `llm` nor
+        `resources`."""
         return False
 
+    def takes_prompts(self) -> bool:
+        """Whether it is given prompt templates."""
+        return True
+
     def entry_point(self, mode: Mode) -> EntryPoint:
-        """The method that runs a rollout of `mode`. ConfigError when the subclass defines none."""
+        """The method that runs a rollout of `mode`. ConfigError if there is none."""
         special = "training_rollout" if mode == "train" else "validation_rollout"
         for name in (f"{special}_async", special, "rollout_async", "rollout"):
             if self._defines(name):
@@ -108,7 +110,7 @@ class LitAgent(Generic[TaskT]):
 
 
 class FunctionAgent(LitAgent[Any], Generic[P, R]):
-    """A decorated function: an agent for the runner, and for everybody else still the plain function."""
+    """A decorated function: an agent for the runner, and still the plain function for everyone else."""
 
     def __init__(self, function: Callable[P, R]) -> None:
         self.function = function
@@ -119,7 +121,7 @@ class FunctionAgent(LitAgent[Any], Generic[P, R]):
         return self.function(*args, **kwargs)
 
     def rollout(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> Any:
-        """Call the function with what its parameters name; for an async function this is its awaitable."""
+        """Call the function with the parameters it names; an async function's result is its awaitable."""
         values: dict[str, Any] = {"resources": resources, "rollout": rollout}
         for name in self._injected:
             if name in _PICKED:
@@ -140,12 +142,15 @@ class FunctionAgent(LitAgent[Any], Generic[P, R]):
     def reads_environment(self) -> bool:
         return not {"llm", "resources"}.intersection(self._injected)
 
+    def takes_prompts(self) -> bool:
+        return bool({"prompt_template", "resources"}.intersection(self._injected))
+
     def entry_point(self, mode: Mode) -> EntryPoint:
         return self.rollout_async if is_async(self.function) else self.rollout
 
 
 class NamedAgent(LitAgent[Any]):
-    """An agent by its name, `module:name` or `file.py:name`, that is imported where it runs."""
+    """An agent given as `module:name` or `file.py:name`, which is imported where it runs."""
 
     def __init__(self, reference: str) -> None:
         self.reference = reference
@@ -177,6 +182,9 @@ class NamedAgent(LitAgent[Any]):
             pass
         return True
 
+    def takes_prompts(self) -> bool:
+        return self.loaded().takes_prompts()
+
     def loaded(self) -> LitAgent[Any]:
         """The agent of that name. ConfigError as above."""
         if self._agent is None:
@@ -188,12 +196,11 @@ class NamedAgent(LitAgent[Any]):
 
 
 def rollout(function: Callable[P, R]) -> FunctionAgent[P, R]:
-    """Make an agent of a function, sync or async.
+    """Make a function an agent, sync or async.
 
-    Its first parameter receives the task; `llm`, `prompt_template`, `resources` and `rollout` are recognised by name,
-    in any order, and those that are there are filled in. It returns the reward as a number or as named ones
-    (`{"correct": 1, "short": 0.2, "primary_key": "correct"}`), None, or a list of spans. ConfigError for any other
-    signature."""
+    Its first parameter is the task. `llm`, `prompt_template`, `resources` and `rollout` are filled in by name, in any
+    order. It returns a number, named rewards (`{"correct": 1, "short": 0.2, "primary_key": "correct"}`), a list of
+    spans, or None. ConfigError for any other signature."""
     return FunctionAgent(function)
 
 
@@ -202,9 +209,8 @@ def llm_rollout(function: Callable[P, R]) -> FunctionAgent[P, R]: ...
 @overload
 def llm_rollout(*, strip_proxy: bool = True) -> Callable[[Callable[P, R]], FunctionAgent[P, R]]: ...
 def llm_rollout(function: Callable[..., Any] | None = None, *, strip_proxy: bool = True) -> Any:
-    """`rollout` for a function that must take `llm`, with or without parentheses.
-
-    `llm` is bound to the attempt; with `strip_proxy=False`, as with it, `llm.get_base_url(…)` gives the bound URL."""
+    """Like `rollout`, for a function that must take `llm`; with or without parentheses. `llm` belongs to the attempt,
+    whatever `strip_proxy` says."""
     return _requiring("llm", function)
 
 
@@ -213,7 +219,7 @@ def prompt_rollout(function: Callable[P, R]) -> FunctionAgent[P, R]: ...
 @overload
 def prompt_rollout() -> Callable[[Callable[P, R]], FunctionAgent[P, R]]: ...
 def prompt_rollout(function: Callable[..., Any] | None = None) -> Any:
-    """`rollout` for a function that must take `prompt_template`, with or without parentheses."""
+    """Like `rollout`, for a function that must take `prompt_template`; with or without parentheses."""
     return _requiring("prompt_template", function)
 
 
@@ -221,8 +227,8 @@ AnyAgent: TypeAlias = LitAgent[Any] | Callable[..., Any] | str
 
 
 def as_agent(agent: AnyAgent) -> LitAgent[Any]:
-    """`agent` itself, a plain function made into one, or the one of that name (`module:name`, `file.py:name`), which is
-    not imported yet. ConfigError for anything else, and for an agent class whose instance was meant."""
+    """Turn a plain function or a name (`module:name`, `file.py:name`) into an agent; a `LitAgent` stays as it is. A
+    name is not imported yet. ConfigError for anything else, and for a class instead of its instance."""
     if isinstance(agent, LitAgent):
         return cast("LitAgent[Any]", agent)
     if isinstance(agent, str):
@@ -235,14 +241,14 @@ def as_agent(agent: AnyAgent) -> LitAgent[Any]:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling `function` gives a coroutine; also for partials and objects with an async `__call__`."""
+    """Whether calling `function` returns a coroutine. Partials and objects with an async `__call__` count."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(type(function), "__call__", None)  # noqa: B004 - the attribute itself is wanted, not callability
     )
 
 
 def pick_resource(resources: NamedResources, name: str, kind: type[ResourceT]) -> ResourceT:
-    """The resource of `kind` called `name`, or the only one of that kind. ConfigError where that is not one."""
+    """The resource `name` of this `kind`, or the only one of that kind. ConfigError if there is none, or several."""
     named = resources.get(name)
     if isinstance(named, kind):
         return named
@@ -268,7 +274,7 @@ def _requiring(name: str, function: Callable[..., Any] | None) -> Any:
 
 
 def _injected_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Names among INJECTED that the function takes, after checking that the runner can call it."""
+    """The names of INJECTED that the function takes. ConfigError if the runner cannot call it."""
     expected = f"expected (task[, {'][, '.join(INJECTED)}])"
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ConfigError(f"{_described(function)} is a generator; an agent returns its reward instead of yielding")
@@ -314,9 +320,11 @@ LARGEST_COPIED: Final = 1 << 20  # bytes of an attribute when pickled; a larger 
 
 
 def own_copies(agent: LitAgent[Any]) -> Callable[[], LitAgent[Any]]:
-    """What makes a copy of `agent` for one rollout, so that what one keeps on `self` (a client, a history) is never
-    another's. A copy is `copy.deepcopy`'s; shared is what cannot be copied (locks, clients, open files), what is large
-    (an index, a loaded model) and what limits several tasks. ConfigError for an agent that refuses to be copied."""
+    """A function that copies `agent` for one rollout, so that its attributes (a client, a history) belong to that
+    rollout alone.
+
+    Copies are made by `copy.deepcopy`. Shared instead is what cannot be copied (locks, clients, open files), what is
+    large (an index, a model), and what limits several tasks. ConfigError for an agent that cannot be copied."""
     agent = agent.loaded() if isinstance(agent, NamedAgent) else agent
     holders: list[Any] = [_object_of(agent.function) if isinstance(agent, FunctionAgent) else agent]
     if inspect.isfunction(holders[0]) or inspect.isclass(holders[0]):
@@ -346,12 +354,12 @@ def own_copies(agent: LitAgent[Any]) -> Callable[[], LitAgent[Any]]:
 
 
 def _object_of(function: Any) -> Any:
-    """What a method is bound to; else what is called itself."""
+    """The object of a method; for anything else, itself."""
     return getattr(function, "__self__", function)
 
 
 def _is_copied(value: Any, known: dict[int, Any]) -> bool:
-    """What is `known` within it does not count."""
+    """Whether `deepcopy` copies it. Objects in `known` do not count."""
     if type(value).__module__.partition(".")[0] == "asyncio":
         return False
     try:
@@ -368,7 +376,7 @@ class _TooLargeError(Exception):
 
 
 class _Measuring(pickle.Pickler):
-    """Pickles to nowhere, up to a limit, what `copy.deepcopy` would copy."""
+    """Measures, by pickling up to a limit, how much `copy.deepcopy` would copy."""
 
     def __init__(self, known: dict[int, Any]) -> None:
         super().__init__(_Limited(), pickle.HIGHEST_PROTOCOL)

@@ -54,12 +54,12 @@ current_pool: ContextVar[ClientPool | None] = ContextVar("agentlightning_client_
 
 
 def openai_client(llm: LLM) -> AsyncOpenAI:
-    """An `openai.AsyncOpenAI` for `llm`, whose calls are attributed to the attempt that `llm` belongs to.
+    """An `openai.AsyncOpenAI` for `llm`, whose calls belong to that attempt.
 
-    Inside a rollout its connections are the runner's and need no closing; elsewhere it is a client of its own. It
-    never retries a call (`max_retries=0`): if an answer was lost on the way, the gateway may have recorded it, and a
-    second one would train on both. A failed call fails the attempt, which the rollout's config may retry as a whole;
-    `.with_options(max_retries=…)` changes that for agents that are not trained."""
+    Inside a rollout it shares the runner's connections and needs no closing; elsewhere it has its own. It never retries
+    (`max_retries=0`): if an answer was lost on its way, the gateway may have recorded it, and a second one would be
+    trained too. A failed call fails the attempt, which `RolloutConfig` can retry as a whole. For agents that are not
+    trained, `.with_options(max_retries=…)` changes this. ConfigError if `openai` is not installed."""
     pool = current_pool.get()
     try:
         shares = pool is not None and pool.loop is asyncio.get_running_loop()
@@ -69,7 +69,7 @@ def openai_client(llm: LLM) -> AsyncOpenAI:
 
 
 def make_client(llm: LLM) -> AsyncOpenAI:
-    """A client with connections of its own. ConfigError where `openai` is not installed."""
+    """A client with its own connections. ConfigError if `openai` is not installed."""
     openai = imported("openai", "openai_client", "openai>=2.8,<4")
     base = openai.DefaultAsyncHttpxClient.__bases__[0]  # of httpx2, or of httpx before openai 3
     limits = importlib.import_module(base.__module__.partition(".")[0]).Limits(
@@ -96,13 +96,13 @@ _PATH: Final = re.compile(r"/rollout/([^/]+)/attempt/([^/]+)/")
 
 
 class ForeignClientError(BaseException):
-    """The agent called a model with the client of another rollout. No `Exception`: SDKs try those again, and agents
-    survive them."""
+    """The agent called a model with another rollout's client. Not an `Exception`, which SDKs would retry and agents
+    survive."""
 
 
 def guard_clients() -> None:
-    """Check the calls of the HTTP clients that are imported by now. To be called before each run of an agent; it costs
-    nothing where that was done."""
+    """Check calls of the HTTP clients imported so far. Called before each run of an agent; repeating it costs
+    nothing."""
     for name in _MODULES:
         if (module := sys.modules.get(name)) is not None and hasattr(module, "AsyncClient"):
             _guard(module)

@@ -1,7 +1,7 @@
-"""`command`: any program is an agent, in any language, without a line of ours in it.
+"""`command`: makes a program in any language an agent.
 
-The program gets the task on stdin and in its arguments, and its model, traces and rewards by environment variables.
-It leads a session of its own, so that it can be ended with all it started. There is no Windows behind it.
+The program gets its task on stdin and in its arguments, and its model, reward URL and OpenTelemetry settings in its
+environment. It leads a session of its own, so that it can be ended with everything it started. POSIX only.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ GRACE_SECONDS: Final = 3.0  # between SIGTERM and SIGKILL; less than a runner wa
 
 
 class CommandFailedError(AgentLightningError):
-    """The program exited with another status than 0, or was killed."""
+    """The program was killed, or exited with a status other than 0."""
 
 
 @dataclass(frozen=True)
 class CommandOutput:
-    """What a program that exited with status 0 wrote, of much output the beginning and the end, and where it ran."""
+    """What a program wrote, and the directory it ran in. Of long outputs, `stdout` and `stderr` have the beginning and
+    the end."""
 
     stdout: str
     stderr: str
@@ -67,18 +68,18 @@ def command(
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
 ) -> CommandAgent:
-    """An agent of a program: `command("python my_agent.py --question {task[question]}", reward="stdout")`.
+    """An agent that runs a program: `command("python my_agent.py --question {task[question]}", reward="stdout")`.
 
-    `line` is split as a shell would, and no shell runs it; then `{task}` becomes the task (text as it is, else JSON),
-    `{task[key]}` and `{task.key}` a field of it, each within its one argument. stdin is the task as JSON.
+    `line` is split as a shell would; no shell runs it. `{task}` becomes the task (text unchanged, else JSON),
+    `{task[key]}` and `{task.key}` a field of it, each within one argument. stdin is the task as JSON.
 
-    `reward` is where the reward is: `stdout`, its last line; `url`, what is posted to `AGL_REWARD_URL`. `auto` takes a
-    last line that is an object with `reward` or `primary_key`, else what was posted, if anything. Or else a `grader`
-    decides: a function (sync or async) of the task and a `CommandOutput`, or a command that gets both as JSON on stdin
-    and prints the reward last.
+    `reward="stdout"` reads the last line of stdout, `"url"` what was posted to `AGL_REWARD_URL`. `"auto"` takes a last
+    line that is an object with `reward` or `primary_key`, or else what was posted. A `grader` decides instead: a
+    function (sync or async) of the task and a `CommandOutput`, or a command that reads both as JSON on stdin and prints
+    the reward last.
 
-    `env` adds variables, with fields of the task as in `line`; `cwd` is where it runs. The beginning and the end of
-    stdout and stderr are kept as the attempt's logs. ConfigError for a line that cannot be run so."""
+    `env` adds variables, with fields of the task as in `line`; `cwd` is the working directory. The beginning and end of
+    stdout and stderr become the attempt's logs. ConfigError for a line that cannot be run."""
     if reward not in get_args(RewardSource):
         raise ConfigError(f"reward is {reward!r}; {nearest(reward, get_args(RewardSource))}")
     if grader is not None and reward != "auto":
@@ -88,7 +89,7 @@ def command(
 
 @dataclass
 class Program:
-    """A command line with places for the task, and where and with what variables it runs."""
+    """A command line with placeholders for the task, its variables and its working directory."""
 
     line: str
     env: dict[str, str]
@@ -112,7 +113,7 @@ class Program:
             )
 
     def check(self) -> None:
-        """ConfigError where there is no such program to run."""
+        """ConfigError if the program does not exist."""
         if self.cwd is not None and not self.cwd.is_dir():
             raise ConfigError(f"cwd is {str(self.cwd)!r}, which is no directory")
         name = self._words[0]
@@ -125,11 +126,11 @@ class Program:
             raise ConfigError(f"the command's program {place!r} {what}")
 
     def setting(self, variables: Mapping[str, str], own: Path) -> tuple[dict[str, str], Path | None]:
-        """The variables that `env` is added to, and where it runs; `own` is an empty directory of the attempt's."""
+        """Its variables and its working directory; `own` is an empty directory of the attempt."""
         return {**inherited_environment(), **variables}, self.cwd
 
     async def run(self, task: Any, stdin: str, variables: Mapping[str, str], what: str, own: Path) -> CommandOutput:
-        """Run it on a task; what it wrote is logged however it ends. CommandFailedError if it fails."""
+        """Run it on a task; its output is logged however it ends. CommandFailedError if it fails."""
         environment, directory = await in_own_thread(lambda: self.setting(variables, own))
         arguments = [_filled(word, task) for word in self._words]
         given = {name: _filled(value, task) for name, value in self.env.items()}
@@ -154,7 +155,7 @@ class Program:
 
 
 class CommandAgent(LitAgent[Any]):
-    """What `command` makes: a program, and where its reward comes from."""
+    """The agent that `command` makes: a program and the source of its reward."""
 
     def __init__(self, program: Program, reward: RewardSource, grader: Grader | Program | str | None) -> None:
         self._program = program
@@ -165,13 +166,16 @@ class CommandAgent(LitAgent[Any]):
         return self  # a program keeps nothing here
 
     def check(self) -> None:
-        """ConfigError where a program is not there."""
+        """ConfigError if a program does not exist."""
         self._program.check()
         if isinstance(self._grader, Program):
             self._grader.check()
 
+    def takes_prompts(self) -> bool:
+        return False
+
     async def rollout_async(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> RolloutRawResult:
-        """Run the program on the task and return its reward, None where it gave that itself or gave none."""
+        """Run the program on the task and return its reward; None if it posted its reward itself, or has none."""
         with tempfile.TemporaryDirectory(prefix="agentlightning-", ignore_cleanup_errors=True) as own:
             variables = self._variables(resources, rollout)
             output = await self._program.run(task, _line(task), variables, "the command", Path(own))
@@ -197,8 +201,8 @@ class CommandAgent(LitAgent[Any]):
         return variables | instrumenting()
 
     def _reward(self, line: str) -> RolloutRawResult:
-        """The reward in the last line. With `auto` only one that says by itself that it is one: an answer of 42 is no
-        reward of 42."""
+        """The reward in the last line. `auto` takes only an object that names a reward: an answer of 42 is no reward of
+        42."""
         if self._source == "auto":
             try:
                 value = msgspec.json.decode(line)
@@ -224,7 +228,7 @@ def _filled(text: str, task: Any) -> str:
 
 
 def _field(task: Any, path: str) -> str:
-    """The text of a task, or of what `path` leads to within it: `[key]` and `.key`, one after the other."""
+    """The text of a task, or of its part at `path`: a sequence of `[key]` and `.key`."""
     value = task
     for step in _STEP.finditer(path):
         key = step[1] or step[2]
@@ -260,7 +264,7 @@ def _failure(what: str, exit_code: int, said: str) -> str:
 
 
 class Output:
-    """One of a program's streams: taken whenever there is some, so that a flood blocks nobody, and kept in part."""
+    """One output stream of a program. It is read as it is written, so that nothing blocks, and kept in part."""
 
     def __init__(self, name: LogStream) -> None:
         self.name: LogStream = name
@@ -272,19 +276,19 @@ class Output:
         self._loop.add_reader(self._read_end, self._take)
 
     def taken(self) -> Excerpt:
-        """What was written since the last time, with all that is in the pipe at this moment."""
+        """What was written since the last call, including what is still in the pipe."""
         self._take()
         excerpt, self._excerpt = self._excerpt, Excerpt()
         return excerpt
 
     def close_write_end(self) -> None:
-        """From here on only the program has that end."""
+        """Close our end: from now on only the program can write."""
         if self._write_end_open:
             self._write_end_open = False
             os.close(self.write_end)
 
     def close(self) -> None:
-        """Take what is in the pipe at this moment, and nothing after it."""
+        """Read what is in the pipe now, and nothing later."""
         self.close_write_end()
         self._take()
         if self._open:
@@ -303,7 +307,7 @@ class Output:
 
 @dataclass
 class Executable:
-    """A program that runs. `exited` has its exit code, negative for the signal that ended it."""
+    """A running program. `exited` has its exit code, which is minus the signal that ended it."""
 
     process: asyncio.subprocess.Process
     outputs: Sequence[Output]
@@ -311,8 +315,8 @@ class Executable:
 
     @classmethod
     async def start(cls, arguments: Sequence[str], outputs: Sequence[Output], **options: Any) -> Executable:
-        """Start it with stdout and stderr for `outputs`, which are closed where it cannot start, and further `options`
-        of `asyncio.create_subprocess_exec`. Raises what that raises."""
+        """Start the program with stdout and stderr to `outputs`; `options` are those of
+        `asyncio.create_subprocess_exec`, whose errors are raised. If it cannot start, `outputs` are closed."""
         stdout, stderr = (output.write_end for output in outputs)
         try:
             process = await asyncio.create_subprocess_exec(
@@ -327,12 +331,12 @@ class Executable:
         return cls(process, outputs, asyncio.ensure_future(process.wait()))
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal, and all of its process group."""
+        """Send a signal to the program and its process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left; macOS says so of zombies
             os.killpg(self.process.pid, number)
 
     async def end(self, grace_seconds: float) -> None:
-        """End it and all of its group: SIGTERM if it runs, and after `grace_seconds` SIGKILL for whatever is left."""
+        """End the program and its group: SIGTERM, and after `grace_seconds` SIGKILL for the rest."""
         try:
             if not self.exited.done():
                 self.signal(signal.SIGTERM)
@@ -352,11 +356,11 @@ async def execute(
     environment: Mapping[str, str],
     directory: Path | None,
 ) -> int:
-    """Run a program and return its exit code, negative for the signal that ended it. ConfigError if it cannot start.
+    """Run a program and return its exit code, or minus the signal that ended it. ConfigError if it cannot start.
 
-    When it has exited, whatever is left of its process group is killed. When the awaiting task is cancelled, the group
-    gets SIGTERM and, `GRACE_SECONDS` later, SIGKILL. Only a grandchild in a session of its own escapes both. Where it
-    could not start, `outputs` may still be open: whoever made them closes them."""
+    When it has exited, the rest of its process group is killed. If the awaiting task is cancelled, the group gets
+    SIGTERM and, `GRACE_SECONDS` later, SIGKILL. Only a grandchild in a session of its own escapes. If it could not
+    start, the caller closes `outputs`."""
     # Not a pipe: programs may open /dev/stdin, seek in it, or leave it unread.
     with tempfile.TemporaryFile() as given:
         given.write(stdin)

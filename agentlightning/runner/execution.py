@@ -1,6 +1,6 @@
-"""Running one agent once: in the loop or in a thread, until it ends or is stopped, whatever it raises or returns.
+"""Runs one agent once, in the event loop or in a thread, until it ends or is stopped, whatever it raises or returns.
 
-It does not know the store: it is told when to stop and answers with an `Outcome`.
+It does not know the store: its caller stops it, and gets an `Outcome`.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ ISOLATE = "isolation='process' runs agents where they can be killed"
 
 
 class Hook:
-    """Override what you need; all methods are awaited in the runner's event loop, in the order hooks were given.
+    """Called around every attempt. Override the methods you need: they are awaited in the runner's event loop, hook by
+    hook.
 
-    The sequence is on_rollout_start, on_trace_start, the agent, on_trace_end, on_rollout_end. `emit_*` calls in any of
-    them belong to the attempt, so a reward may be emitted in `on_trace_end`. All but `on_rollout_end` run within the
-    attempt's timeout. When the agent raises, `on_trace_end` and `on_rollout_end` still run; when the attempt is
-    stopped (timeout, cancellation), only `on_rollout_end` does. A hook that raises fails the attempt."""
+    The order is on_rollout_start, on_trace_start, the agent, on_trace_end, on_rollout_end. In all of them `emit_*`
+    records spans of the attempt; `on_trace_end` may emit a reward. All but `on_rollout_end` count towards the attempt's
+    timeout. If the agent raises, `on_trace_end` and `on_rollout_end` still run; if the attempt is stopped (timeout,
+    cancellation), only `on_rollout_end` does. A hook that raises fails the attempt."""
 
     async def on_rollout_start(self, *, agent: LitAgent[Any], runner: Any, rollout: AttemptedRollout) -> None:
-        """The attempt was leased and its resources were found."""
+        """The attempt is leased and its resources are loaded."""
 
     async def on_trace_start(
         self, *, agent: LitAgent[Any], runner: Any, tracer: AttemptTracer, rollout: AttemptedRollout
@@ -57,18 +58,18 @@ class Hook:
     async def on_trace_end(
         self, *, agent: LitAgent[Any], runner: Any, tracer: AttemptTracer, rollout: AttemptedRollout
     ) -> None:
-        """The agent returned or raised; a returned reward is recorded after this."""
+        """The agent has returned or raised. A returned reward is recorded after this."""
 
     async def on_rollout_end(
         self, *, agent: LitAgent[Any], runner: Any, rollout: AttemptedRollout, spans: Sequence[Span]
     ) -> None:
-        """Everything is done except telling the store. `spans` are those recorded in this process (LLM calls are
-        recorded by the gateway and are not among them)."""
+        """Everything is done but reporting the end to the store. `spans` were recorded in this process; LLM calls are
+        recorded by the gateway."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended: its status, and for anything but success the reason and the exception, if one was."""
+    """How an attempt ended: its status and, unless it succeeded, the reason and the exception, if there was one."""
 
     status: AttemptStatus
     reason: str | None = None
@@ -77,11 +78,11 @@ class Outcome:
 
 @dataclass(eq=False)
 class Flight:
-    """One attempt of one agent, from on_rollout_start to on_rollout_end; the agent in `process` (an `AgentProcess`), if
-    there is one, and all around it here. In this process `own_agent` makes the attempt's copy of the agent.
+    """One attempt of one agent, from on_rollout_start to on_rollout_end. The agent runs in `process` (an
+    `AgentProcess`), if there is one; hooks run here. In this process, `own_agent` copies the agent for the attempt.
 
-    `stop` may be called at any time from the event loop: the agent is cancelled and `run` answers with that status.
-    Below `started` is what the runner keeps of it: what the store has not got yet, and what it said."""
+    Call `stop` at any time from the event loop: it cancels the agent, and `run` returns that status. The attributes
+    below `started` are the runner's: spans that the store does not have yet, and logs."""
 
     runner: Any
     agent: LitAgent[Any]
@@ -110,12 +111,12 @@ class Flight:
         self._stopped: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
 
     def stop(self, status: AttemptStatus, reason: str) -> None:
-        """Cancel the agent; the attempt's outcome will be `status`. Later calls change nothing."""
+        """Cancel the agent; the outcome has this `status`. Later calls do nothing."""
         if not self._stopped.done():
             self._stopped.set_result(Outcome(status, reason))
 
     async def run(self, resources: NamedResources) -> Outcome:
-        """Run to the end, or until stopped. Raises nothing of the agent's, except KeyboardInterrupt."""
+        """Run to the end, or until stopped. Of the agent's exceptions, only KeyboardInterrupt is raised."""
         with bind(self.tracer):
             outcome = await self._supervised(resources)
             if outcome.error is not None:
@@ -128,7 +129,7 @@ class Flight:
         return outcome
 
     async def _supervised(self, resources: NamedResources) -> Outcome:
-        """The agent in a task of its own, so that it can be cancelled alone, and left behind if it does not stop."""
+        """Run the agent in a task of its own, so that it can be cancelled, or abandoned if it does not stop."""
         task = asyncio.create_task(guarded(self._traced(resources)), name=f"agent of {self.tracer.attempt_id}")
         try:
             await asyncio.wait({task, self._stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -153,7 +154,7 @@ class Flight:
             )
 
     def _concluded(self, answer: Answer) -> Outcome:
-        """The agent came to its end in time; a returned reward is the last span of the trace."""
+        """The agent ended in time. A returned reward becomes the last span."""
         if answer.error is not None:
             return _failed(answer.error)
         try:
@@ -200,14 +201,14 @@ class Flight:
 
 @dataclass(frozen=True)
 class Answer:
-    """What code that is not ours came to: a value or an exception."""
+    """The result of the user's code: a value or an exception."""
 
     value: Any = None
     error: BaseException | None = None
 
 
 async def call_agent(agent: LitAgent[Any], rollout: AttemptedRollout, resources: NamedResources) -> Any:
-    """What the agent returns: an async one in this event loop, a sync one in a thread."""
+    """What the agent returns. Async agents run in this event loop, sync ones in a thread."""
     quiet_openai_agents()  # here, where the agent's module is imported, whichever process this is
     guard_clients()
     entry_point = agent.entry_point(rollout.mode)
@@ -222,8 +223,8 @@ async def call_agent(agent: LitAgent[Any], rollout: AttemptedRollout, resources:
 
 
 async def guarded(work: Awaitable[Any]) -> Answer:
-    """Await code that is not ours. Only KeyboardInterrupt and a cancellation of the awaiting task pass through;
-    SystemExit and the like are the agent's own end, not the runner's."""
+    """Await the user's code. Only KeyboardInterrupt and a cancellation of the awaiting task pass; SystemExit and the
+    like end the agent, not the runner."""
     try:
         return Answer(value=await work)
     except KeyboardInterrupt:
@@ -238,10 +239,10 @@ async def guarded(work: Awaitable[Any]) -> Answer:
 
 
 async def in_own_thread(function: Callable[[], Any]) -> Any:
-    """Call a blocking function in a daemon thread that carries the context.
+    """Call a blocking function in a daemon thread with the context of the caller.
 
-    A thread of its own for each call, not a pool: one that hangs can neither be stopped nor may it hold a place in a
-    pool or keep the process from ending. When the awaiting task is cancelled the thread is left behind."""
+    Each call has its own thread: one that hangs cannot be stopped, and must neither block a pool nor keep the process
+    alive. If the awaiting task is cancelled, the thread is abandoned."""
     loop = asyncio.get_running_loop()
     answered: asyncio.Future[Answer] = loop.create_future()
     context = contextvars.copy_context()
@@ -269,8 +270,8 @@ async def in_own_thread(function: Callable[[], Any]) -> Any:
 
 
 def record_result(tracer: AttemptTracer, result: Any) -> None:
-    """Turn what an agent returned into spans. InvalidError for all but None, a reward in any of the forms that
-    `read_reward` takes, and a list of spans."""
+    """Record what an agent returned as spans: None, a reward in a form of `read_reward`, or a list of spans.
+    InvalidError for anything else."""
     if result is None:
         return
     if isinstance(result, list):

@@ -1,8 +1,8 @@
-"""`harness`: the coding agents that people use (Claude Code, Codex, opencode, …), unchanged, as agents.
+"""`harness`: coding agents (Claude Code, Codex, opencode, …) as agents, unchanged.
 
-A preset says how one of them is pointed at an attempt's model: by variables, flags and files in a home that is made for
-the attempt, so that the user's own configuration is neither read nor changed. They are in `harnesses.yaml`: adding one
-touches that file alone. How a program is run and graded `command` knows.
+A preset says how to point one of them at an attempt's model: by variables, flags, and files in a home made for the
+attempt, so that your own configuration is neither read nor changed. `harnesses.yaml` has the presets. `command` runs
+and grades them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OWN: Final = re.compile(
 
 @dataclass(frozen=True)
 class Preset:
-    """How a harness is run, as `harnesses.yaml` explains."""
+    """How to run a harness; `harnesses.yaml` explains the fields."""
 
     program: str
     least: str
@@ -69,7 +69,7 @@ class Preset:
 
 
 def _cleared(home: Path) -> dict[str, str]:
-    """This process's variables without credentials and configuration, and with another home."""
+    """This process's variables without credentials and configuration, with `home` as home."""
     inherited = inherited_environment()
     return {name: value for name, value in inherited.items() if not _OWN.search(name)} | {"HOME": str(home)}
 
@@ -100,15 +100,15 @@ def harness(
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
 ) -> CommandAgent:
-    """An agent of a coding agent that is installed: `harness("codex", prompt="{task[prompt]}", grader=grade)`.
+    """An agent that runs an installed coding agent: `harness("codex", prompt="{task[prompt]}", grader=grade)`.
 
-    `name` is one of `PRESETS`. `{task}` and its fields in `prompt`, and in further `arguments`, are as in `command`.
-    Each attempt works in a directory of its own that begins as a copy of `workspace` (default: empty), with a home of
-    its own, and without this process's credentials; `env` adds variables. It runs whatever its model says without
-    asking: use a machine or container that may be lost.
+    `name` is one of `PRESETS`. `prompt` and further `arguments` may contain `{task}` and its fields, as in `command`.
+    Each attempt works in its own directory, which begins as a copy of `workspace` (default: empty), with its own home
+    and without this process's credentials; `env` adds variables. The agent runs whatever its model says without asking,
+    so use a machine or container that you can lose.
 
-    The `grader` gives the reward, as with `command`; the directory is its output's `directory`. `cwd` is where a
-    grader's command runs. ConfigError for an unknown name."""
+    The `grader` gives the reward, as in `command`; `directory` of its output is the attempt's. A grader command runs in
+    `cwd`. ConfigError for an unknown name."""
     preset = find_preset(name)
     words = (preset.program, *preset.flags, *arguments, *(word.replace("{prompt}", prompt) for word in preset.prompt))
     place, copied = None if cwd is None else Path(cwd), None if workspace is None else Path(workspace)
@@ -118,11 +118,11 @@ def harness(
 
 
 def _no_reward(task: Any, output: CommandOutput) -> None:
-    """What a harness prints is its model's, which must not grade itself."""
+    """What a harness prints comes from its model, which must not grade itself."""
 
 
 class _Grading(Program):
-    """A command that may run what the harness wrote, as tests do: it has no credentials either."""
+    """A command without credentials, since it may run what the harness wrote, such as tests."""
 
     def setting(self, variables: Mapping[str, str], own: Path) -> tuple[dict[str, str], Path | None]:
         return {**_cleared(Path.home()), **variables}, self.cwd
@@ -130,7 +130,7 @@ class _Grading(Program):
 
 @dataclass
 class HarnessProgram(Program):
-    """A harness with its preset, and what the directory it works in is a copy of."""
+    """A harness with its preset, and the folder that its working directory is copied from."""
 
     preset: Preset
     workspace: Path | None

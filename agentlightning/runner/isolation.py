@@ -1,8 +1,8 @@
-"""Attempts in processes of their own: each process runs one at a time, and many one after the other.
+"""Runs attempts in other processes: each process runs one at a time, and many in turn.
 
-A process is replaced after a crash, a kill, or enough attempts. It has a worker id and a key that stands for whatever
-attempt that worker holds, so that a client which the agent's module makes once belongs to every attempt in turn. Hooks
-run on this side, with the runner.
+A process is replaced after a crash, a kill, or enough attempts. It has a worker id, and a key for the attempt that this
+worker holds, so that a client made once by the agent's module belongs to each attempt in turn. Hooks run on this side,
+with the runner.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ Isolation: TypeAlias = Literal["auto", "none", "process"]
 
 
 class AgentProcessError(AgentLightningError):
-    """The process of an agent ended before the agent did."""
+    """The agent's process ended before the agent."""
 
 
 class AgentRaisedError(AgentLightningError):
-    """What an agent raised in its process. Each is of a class of its own, with the name of the agent's exception."""
+    """The agent raised in its process. Each is of its own class, named like the agent's exception."""
 
 
 class AgentNotLoadedError(ConfigError):
@@ -50,20 +50,20 @@ class AgentNotLoadedError(ConfigError):
 
 
 def place_of(agent: LitAgent[Any], isolation: Isolation, *, served: bool = True) -> Isolation:
-    """What `auto` means for an agent: a process where it can only find its model in the environment and one is
-    `served`. ConfigError for an agent that cannot be loaded."""
+    """Where `auto` runs an agent: in a process if a model is `served` and the agent can find it only in the
+    environment. ConfigError for an agent that cannot be loaded."""
     if isolation == "auto" and served:
         return "process" if agent.reads_environment() else "none"
     return isolation
 
 
 def usual_concurrency(isolation: Isolation) -> int:
-    """How many rollouts a runner has at once if nobody says: of processes, one per core."""
+    """The default number of rollouts at once of a runner; one per core with processes."""
     return os.cpu_count() or 1 if isolation == "process" else 64
 
 
 def boot_of(agent: LitAgent[Any], isolation: Isolation, tracer: TracerKind, most: int | None) -> channel.Boot | None:
-    """The agent for other processes; None where it is to run in this one, and can. ConfigError where it cannot run."""
+    """The agent for other processes; None if it runs in this one. ConfigError if it cannot run there."""
     if channel.is_being_loaded():
         raise ConfigError(
             "this process only imports the main program for an agent defined there, and that starts a run of its own; "
@@ -83,10 +83,10 @@ def boot_of(agent: LitAgent[Any], isolation: Isolation, tracer: TracerKind, most
 
 @dataclass
 class AgentProcess:
-    """A place for one attempt after the other, until `aclose`; the process there starts with the first.
+    """Runs one attempt after another until `aclose`; its process starts with the first.
 
-    `names` gives the worker ids and `key_of` the key of one. What a process may have left behind, in a session of its
-    own, still has its key: the next gets another id. At most `most` attempts run in one process."""
+    `names` gives worker ids, `key_of` the key of one. A process may leave others in sessions of their own, which still
+    have its key, so the next process gets another id. At most `most` attempts run in one process."""
 
     boot: channel.Boot
     names: Iterator[str]
@@ -118,14 +118,14 @@ class AgentProcess:
         return ended.result
 
     async def renew(self) -> None:
-        """End a process that has served long enough, or in which something runs that could be taken for the next
-        attempt. To be called between attempts."""
+        """End a process that has run enough attempts, or in which something still runs that could be taken for the next
+        attempt. Call it between attempts."""
         if self._worn:
             await self.aclose()
             self._rename()
 
     async def aclose(self) -> None:
-        """End the process, giving its libraries time to say goodbye."""
+        """End the process; its libraries get time to clean up."""
         live, self._live, self._worn = self._live, None, False
         if live is not None:
             await live.close()
@@ -135,7 +135,7 @@ class AgentProcess:
         self._key: str | None = None
 
     async def _process_with(self, environment: Mapping[str, str]) -> _Live:
-        """The process that is there, unless it died since, or clients made in it would call elsewhere."""
+        """The running process, unless it has died or its clients would call elsewhere."""
         fixed = {name: value for name, value in environment.items() if not name.startswith("AGL_")}
         if self._live is not None and (self._live.program.exited.done() or self._live.fixed != fixed):
             await self.aclose()
@@ -144,8 +144,8 @@ class AgentProcess:
         return self._live
 
     async def _environment(self, rollout: AttemptedRollout, resources: NamedResources) -> dict[str, str]:
-        """Variables for the agent's libraries. A client is made once for many attempts: its URL names none of them, and
-        its key is the worker's."""
+        """Variables for the agent's libraries. A client is created once for many attempts: its URL names none of them,
+        and its key is the worker's."""
         llms = {name: resource for name, resource in resources.items() if isinstance(resource, LLM)}
         llm = llms.get("llm") or (next(iter(llms.values())) if len(llms) == 1 else None)
         ids = rollout.rollout_id, rollout.attempt.attempt_id
@@ -163,7 +163,7 @@ class AgentProcess:
 
 @dataclass
 class _Live:
-    """A process that runs, and the runner's end of its connection."""
+    """A running process, and the runner's end of the connection to it."""
 
     program: Executable
     fixed: Mapping[str, str]
@@ -248,7 +248,7 @@ class _Live:
 
 
 def _raised(failure: Attributes) -> AgentRaisedError:
-    """The agent's exception again: its name, its text, and its traceback as the cause's."""
+    """The agent's exception: its name, its text, and its traceback as the cause."""
     module, _, name = str(failure[EXCEPTION_TYPE]).rpartition(".")
     kind = type(name, (AgentRaisedError,), {"__module__": module or "builtins", "__qualname__": name})
     error = kind(str(failure[EXCEPTION_MESSAGE]))

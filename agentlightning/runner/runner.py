@@ -1,7 +1,6 @@
-"""The process that leases rollouts and runs agents: hundreds at once in one event loop.
+"""The process that leases rollouts and runs agents, hundreds at once in one event loop.
 
-One timer extends the leases of all attempts, sends their spans so far, and learns which of them were cancelled
-meanwhile.
+One timer extends all leases, sends spans, and learns which attempts were cancelled.
 """
 
 from __future__ import annotations
@@ -61,20 +60,19 @@ FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.1, 5.0  # pauses while the store is 
 
 
 class Runner:
-    """Leases rollouts from a store and runs an agent on them, up to `concurrency` at once (64; processes: one a core).
+    """Leases rollouts from a store and runs an agent on them, `concurrency` at once (default 64; with processes, one
+    per core).
 
-    `worker_id` names this worker and must be unique; the default is.
-    `endpoint_override` is the gateway's URL as seen from here, where that differs from the one in the resources. While
-    the store cannot be reached, or its server fails, calls are repeated for `patience_seconds`; then `run` ends with
-    UnavailableError. ConfigError for an agent that cannot be run.
+    `worker_id` names this worker and must be unique; by default it is. `endpoint_override` is the gateway's URL seen
+    from here, if the resources name another. While the store cannot be reached or its server fails, calls are repeated
+    for `patience_seconds`; then `run` raises UnavailableError. After `idle_seconds` without work, `run` returns.
+    `choose_tracer` explains `tracer`. ConfigError for an agent that cannot run.
 
-    `tracer` is explained at `choose_tracer`. After `idle_seconds` without work, seen at a heartbeat, `run` returns.
-
-    With `isolation="process"` attempts run in `concurrency` processes, each used for up to `max_attempts_per_process`,
-    one after the other, so that an agent that blocks, crashes or leaks harms no other attempt and can be killed. The
-    agent must be one that another process can import; given by its name (`module:name`, `file.py:name`) it is imported
-    only there. Hooks run here. With `auto` they do too; one fails if a model is served to an agent that takes neither
-    `llm` nor `resources`: it would call another."""
+    With `isolation="process"`, attempts run in `concurrency` processes, each for up to `max_attempts_per_process` in
+    turn, so that an agent that blocks, crashes or leaks harms no other attempt and can be killed. Other processes must
+    be able to import the agent; if given by name (`module:name`, `file.py:name`), only they do. Hooks run here. With
+    `auto`, attempts run here too. If a model is served and the agent takes neither `llm` nor `resources`, they fail:
+    the agent would call another model."""
 
     def __init__(
         self,
@@ -116,7 +114,8 @@ class Runner:
         self._shorter_lease = asyncio.Event()
 
     async def run(self) -> None:
-        """Lease and run until `stop` is called. Cancelling it cancels the agents and hands their attempts back."""
+        """Lease and run until `stop` is called. If cancelled, cancel the agents and return their attempts to the
+        queue."""
         try:
             async with self._session(), asyncio.TaskGroup() as attempts:
                 if self._boot is not None:
@@ -130,7 +129,7 @@ class Runner:
             self._stopping.clear()
 
     def stop(self) -> None:
-        """Lease nothing more; `run` returns when the attempts in flight have ended. For use in the event loop."""
+        """Lease nothing more; `run` returns when the running attempts have ended. Call it in the event loop."""
         self._stopping.set()
 
     async def run_one(
@@ -140,8 +139,8 @@ class Runner:
         mode: Mode = "train",
         config: RolloutConfig | None = None,
     ) -> Rollout:
-        """Run the agent on one task, past the queue, and return the rollout as it ended. For debugging: what the agent
-        raises is recorded as always and then raised here. `resources` are stored as a new version if given."""
+        """Run the agent on one task, bypassing the queue, and return the finished rollout. For debugging: what the
+        agent raises is recorded and then raised here. `resources` are stored as a new version."""
         resources_id = (await self.store.add_resources(resources)).resources_id if resources is not None else None
         async with self._session(), self._process() as process:
             worker_id = self.worker_id if process is None else process.worker_id
@@ -155,7 +154,7 @@ class Runner:
         return ended
 
     async def _lease(self, process: AgentProcess | None = None) -> list[Flight]:
-        """The next attempts to run, one for a process, otherwise at least one; none when the runner is to stop."""
+        """The next attempts to run: one per process, otherwise at least one; none if the runner is to stop."""
         stopping = asyncio.create_task(self._stopping.wait())
         try:
             while not self._stopping.is_set():
@@ -178,7 +177,7 @@ class Runner:
         return [self._board(rollout, process) for rollout in leased]
 
     def _process(self) -> AbstractAsyncContextManager[AgentProcess | None]:
-        """A process for the agent, to the end of the block; None where it runs in this one."""
+        """A process for the agent until the end of the block; None if the agent runs in this process."""
         if self._boot is None:
             return nullcontext()
         return aclosing(AgentProcess(self._boot, self._process_names, self._worker_key, self._most_attempts))
@@ -187,7 +186,7 @@ class Runner:
         return await self._patiently(lambda: self.store.issue_worker_key(worker_id))
 
     async def _run_in_process(self) -> None:
-        """One attempt after the other in one process: what leases it is the process, whose key is the attempt's."""
+        """Run attempts in one process, one after the other. The process is the worker; its key is the attempt's."""
         async with self._process() as process:
             assert process is not None
             while leased := await self._lease(process):
@@ -195,7 +194,7 @@ class Runner:
                 await process.renew()
 
     def _board(self, rollout: AttemptedRollout, process: AgentProcess | None = None) -> Flight:
-        """Count a leased rollout as in flight: whatever is not run is handed back."""
+        """Count a leased rollout as running; what is not run is returned to the queue."""
         tracer = self._make_tracer(rollout.rollout_id, rollout.attempt.attempt_id)
         flight = Flight(self, self.agent, self._hooks, rollout, tracer, process, self._own_agent)
         self._flights.add(flight)
@@ -240,8 +239,7 @@ class Runner:
             flight.tracer.close()  # before the last spans are sent, so that none is lost behind them unsaid
 
     async def _time_out(self, flight: Flight) -> None:
-        """Stop the agent at its timeout, which is later by as long as the gateway held its calls; the store is asked
-        how long that was once the time seems over."""
+        """Stop the agent at its timeout, plus the time the gateway held its calls, which the store knows."""
         timeout = flight.rollout.config.timeout_seconds
         if timeout is None:
             return
@@ -253,7 +251,7 @@ class Runner:
         flight.stop("timeout", f"the agent did not finish within {timeout:g} s{aside}")
 
     async def _held_seconds(self, flight: Flight) -> float:
-        """For how long the calls of an attempt were held; 0 where the store cannot say."""
+        """How long the attempt's calls were held; 0 if the store cannot say."""
         try:
             latest = await self._latest(flight)
         except AgentLightningError as error:
@@ -262,12 +260,12 @@ class Runner:
         return 0.0 if latest is None else latest.held_seconds
 
     async def _latest(self, flight: Flight) -> Attempt | None:
-        """The attempt as the store has it; None where its rollout has a later one."""
+        """The stored attempt; None if its rollout has a later one."""
         latest = await self.store.get_latest_attempt(flight.ids[0])
         return latest if latest is not None and latest.attempt_id == flight.ids[1] else None
 
     async def _finish(self, flight: Flight, outcome: Outcome) -> Outcome:
-        """Send what is left, then end the attempt: nothing of it can come after its end."""
+        """Send the remaining spans, then end the attempt: after that nothing may come."""
         try:
             await self._patiently(lambda: self._send(flight))
             if flight.refusal is not None:
@@ -289,7 +287,7 @@ class Runner:
         await self.store.update_attempt(*flight.ids, status=status, metadata=metadata, lease=flight.lease_token)
 
     def _notice(self, flight: Flight, outcome: Outcome) -> None:
-        """An agent with a defect fails thousands of times. Every attempt's own reason is in the store."""
+        """Log a failure. A broken agent fails thousands of times; the store has the reason of each attempt."""
         rollout_id, attempt_id = flight.ids
         how = "timed out" if outcome.status == "timeout" else outcome.status
         reason = (outcome.reason or "").partition("\n")[0][:500]
@@ -297,14 +295,14 @@ class Runner:
         self._warn_seldom(kind, f"attempt {attempt_id} of rollout {rollout_id} {how}: {reason}")
 
     def _warn_seldom(self, kind: str, message: str) -> None:
-        """One line in the log for the 1st, 2nd, 4th, 8th … of a kind."""
+        """Log the 1st, 2nd, 4th, 8th … of a kind."""
         self._unlucky[kind] = times = self._unlucky[kind] + 1
         if times & (times - 1) == 0:
             logger.warning("%s%s", message, f" ({times} like this)" if times > 1 else "")
 
     async def _send(self, flight: Flight) -> None:
-        """Store the spans recorded since the last time. A span that is refused is dropped with the batch it is in, and
-        so is one at which the server fails again and again (InvalidError)."""
+        """Store the spans recorded since the last call. A batch is dropped if the store refuses it, or its server fails
+        on it repeatedly (InvalidError)."""
         async with flight.sending:
             flight.unsent += [span for span in flight.tracer.drain() if not speaks_for_gateway(span)]  # no agent may
             if not flight.unsent:
@@ -321,7 +319,7 @@ class Runner:
             flight.unsent, flight.defects = [], 0
 
     async def _give_back(self, flight: Flight) -> None:
-        """This runner cannot go on with it: let the store decide about a retry now, not when the lease runs out."""
+        """This runner cannot continue: let the store decide about a retry now, not when the lease ends."""
         try:
             with suppress(ConflictError):  # it has ended already
                 async with asyncio.timeout(GIVE_BACK_SECONDS):
@@ -333,7 +331,7 @@ class Runner:
             self._land(flight)
 
     def _adjust_heartbeat(self, rollout: AttemptedRollout) -> None:
-        """A third of the shortest lease seen. Both ends of a lease are the store's clock, so ours may differ."""
+        """A third of the shortest lease seen. Both ends of a lease are on the store's clock, so ours may differ."""
         if rollout.lease is None:
             return
         interval = max(0.05, (rollout.lease.expires - rollout.attempt.start_time) / 3)
@@ -342,8 +340,8 @@ class Runner:
             self._shorter_lease.set()
 
     async def _heartbeats(self) -> None:
-        """Each call is a task of its own, and not made anew while its last one still runs: one that is answered late,
-        or not at all, holds up no other."""
+        """Each call is a task of its own and is not repeated while it runs, so that a slow answer delays no other
+        call."""
         running: dict[tuple[Any, ...], asyncio.Task[None]] = {}
         async with asyncio.TaskGroup() as tasks:
             while True:
@@ -378,7 +376,7 @@ class Runner:
 
     @contextmanager
     def _minding(self, flight: Flight) -> Generator[None]:
-        """What it means for a running attempt if the store refuses a call; one that failed is made again next time."""
+        """Handle a refusal of the store for a running attempt; a failed call is repeated next time."""
         try:
             yield
         except (ForbiddenError, ConfigError):
@@ -392,7 +390,7 @@ class Runner:
             self._warn_seldom("call", f"a call for attempt {flight.ids[1]} failed and is made again soon: {error}")
 
     async def _is_revivable(self, flight: Flight) -> bool:
-        """Whether an unresponsive attempt is still its rollout's last word."""
+        """Whether an unresponsive attempt is still the newest of its rollout."""
         rollout = await self.store.get_rollout_by_id(flight.ids[0])
         is_open = rollout is not None and rollout.status not in TERMINAL
         return is_open and await self._latest(flight) is not None
@@ -408,7 +406,7 @@ class Runner:
 
     @asynccontextmanager
     async def _session(self) -> AsyncGenerator[None]:
-        """The timer, the agents' connections and logs. An error inside comes out alone, not as a group."""
+        """The timer, the agents' connections and logs. An exception inside is raised alone, not as a group."""
         pool = ClientPool()
         token = current_pool.set(pool)
         server = current_server.set(getattr(self.store, "url", None))  # which a client has
@@ -431,7 +429,7 @@ class Runner:
 
 
 async def _first_of(wanted: asyncio.Task[Any], stopping: asyncio.Task[Any]) -> bool:
-    """Wait for either; when it is not `wanted`, cancel that. True when `wanted` came to a result all the same."""
+    """Wait for either; unless `wanted` finishes, cancel it. True if `wanted` has a result."""
     try:
         await asyncio.wait({wanted, stopping}, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -447,7 +445,7 @@ def _first_leaf(errors: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 async def patiently(call: Callable[[], Awaitable[T]], seconds: float) -> T:
-    """Repeat a harmless-to-repeat call for so long while the store is away or has a defect; then UnavailableError."""
+    """Repeat an idempotent call while the store cannot be reached or fails; after that time, UnavailableError."""
     deadline = time.monotonic() + seconds
     pause = FIRST_RETRY_SECONDS
     while True:
@@ -465,5 +463,5 @@ async def patiently(call: Callable[[], Awaitable[T]], seconds: float) -> T:
 
 
 def is_defect(error: AgentLightningError) -> bool:
-    """Whether the server failed by itself (HTTP 500), which may pass."""
+    """Whether the server itself failed (HTTP 500), which may pass."""
     return type(error) is AgentLightningError

@@ -1,4 +1,5 @@
-"""One ASGI application: calls over HTTP, events, health, metrics, documentation, the page, and the gateway's routes.
+"""One application: calls over HTTP, events, health, metrics, documentation and the page in ASGI; and beside it the LLM
+calls of a gateway.
 
 This module wires routes and turns typed errors into answers. It does not open sockets.
 """
@@ -18,16 +19,16 @@ from starlette.types import ASGIApp
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.models import ModelTable
-from agentlightning.gateway.serving import Shortcut
 from agentlightning.server.access import Access
 from agentlightning.server.dashboard import page_routes, page_views
 from agentlightning.server.events import EventRoutes
 from agentlightning.server.health import Reading, ServerMetrics, gateway_readings, health_routes
-from agentlightning.server.limits import LargeBodies, RateLimit, limit_of
+from agentlightning.server.limits import LargeBodies, Limited, RateLimit, limit_of
 from agentlightning.server.logs import Observed, label_routes, log_request
 from agentlightning.server.models import MODEL_CALLS, Models
 from agentlightning.server.openapi import documentation_routes
 from agentlightning.server.otlp import otlp_routes
+from agentlightning.server.protocol import LlmCalls
 from agentlightning.server.requests import defect, failure, refusal
 from agentlightning.server.rest import LONGEST_POLL, LongPolls, Perform, Rest
 from agentlightning.server.reward_url import reward_route
@@ -78,24 +79,31 @@ def create_app(
             routes.append(events.route())
             shown.append(Reading("agl_event_streams", "Callers that listen to events.", lambda: events.open))
             stops.append(events.stop)
-        routes += [*page_routes(access, protected=protected), *otlp_routes(store, access, body_limit)]
+        routes += [
+            *page_routes(access, protected=protected, reading=isinstance(store, ManyStores)),
+            *otlp_routes(store, access, body_limit),
+        ]
         routes.append(reward_route(store))
     if gateway is not None:
         stops.append(gateway.turn_away)
         if not guarded:
             gateway.keep_to_this_machine()
-        routes += (own := gateway.routes())
-        inner.insert(0, Middleware(Shortcut, routes=own))
         shown += gateway_readings(gateway)
     metrics = ServerMetrics(store, access, shown)
     routes.append(metrics.route())
-    routes += documentation_routes(described, routes, protected=protected)
+    own = [] if gateway is None else gateway.serving.described()
+    routes += documentation_routes(described, routes, own, protected=protected)
     label_routes(routes)
+    listeners = [metrics.count, log_request] if access_log else [metrics.count]
+    rate = None if rate_limit is None else RateLimit(limit_of(rate_limit), access)
+    bodies = LargeBodies(body_limit) if access is not None and access.protected else None
+    outer = [Middleware(Observed, listeners=listeners), Middleware(Limited, rate=rate, bodies=bodies)]
     app = _Application(
         routes=routes,
-        middleware=[*_outer(metrics, access, rate_limit, body_limit, access_log=access_log), *inner],
+        middleware=[*outer, *inner],
         exception_handlers=dict.fromkeys((AgentLightningError, HTTPException, Exception), _answer_to),
     )
+    app.state.calls = None if gateway is None else LlmCalls(gateway.serving, listeners, rate, bodies)
     app.state.protected = guarded or protected
     app.state.stop_waiting = tuple(stops)
     return app
@@ -110,19 +118,6 @@ def _performed(store: LightningStore, gateway: Gateway | None) -> list[tuple[Seq
         models = Models(gateway)
         performed.append((list(MODEL_CALLS), lambda call, caller: models.perform(call)))
     return performed
-
-
-def _outer(
-    metrics: ServerMetrics, access: Access | None, rate_limit: float | None, body_limit: int, *, access_log: bool
-) -> list[Middleware]:
-    """What sees every request: measurements, the access log and the limits."""
-    listeners = [metrics.count, log_request] if access_log else [metrics.count]
-    outer = [Middleware(Observed, listeners=listeners)]
-    if access is not None and access.protected:
-        outer.append(Middleware(LargeBodies, limit=body_limit))
-    if rate_limit is not None:
-        outer.append(Middleware(RateLimit, limit=limit_of(rate_limit), access=access))
-    return outer
 
 
 class _Application(Starlette):

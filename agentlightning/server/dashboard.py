@@ -51,12 +51,14 @@ _LONGEST_KEY: Final = 10_000  # bytes, with what is around it
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
-    """Who looks, and what they may do. `admin`: everything. `protected`: a key is needed here."""
+    """Who looks, and what they may do. `admin`: everything, unless the page is `reading` alone. `protected`: a key is
+    needed here."""
 
     name: str
     admin: bool
     scopes: list[KeyScope]
     protected: bool
+    reading: bool
     version: str
 
 
@@ -98,7 +100,7 @@ def page_views(store: LightningStore, models: ModelTable) -> tuple[Sequence[type
     return VIEWS, perform
 
 
-def page_routes(access: Access, *, protected: bool) -> list[BaseRoute]:
+def page_routes(access: Access, *, protected: bool, reading: bool) -> list[BaseRoute]:
     """The page and its files, which hold nothing of the store and need no key; the way to it with a key, for a link to
     be clicked; and sessions."""
     version = importlib.metadata.version("agent-lightning-next")
@@ -139,6 +141,7 @@ def page_routes(access: Access, *, protected: bool) -> list[BaseRoute]:
             admin=scope.is_admin,
             scopes=sorted(scope.opens),
             protected=protected,
+            reading=reading,
             version=version,
         )
         return in_json(said, headers=headers)

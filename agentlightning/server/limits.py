@@ -1,5 +1,5 @@
 """How many requests a caller may make, counted by the `limits` library, and how many bytes of large ones are read at
-once, as ASGI middleware.
+once.
 
 A caller is who a valid key stands for, else an address.
 """
@@ -12,7 +12,8 @@ import ipaddress
 import math
 import secrets
 import time
-from collections.abc import Awaitable
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from limits import RateLimitItemPerSecond
@@ -21,7 +22,7 @@ from limits.aio.strategies import SlidingWindowCounterRateLimiter
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from agentlightning.errors import ConfigError
+from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.gateway.attribution import api_key_of
 from agentlightning.server.access import Access
 from agentlightning.server.requests import refusal
@@ -40,30 +41,33 @@ def limit_of(rate: float) -> RateLimitItemPerSecond:
     return RateLimitItemPerSecond(max(1, round(rate * window)), window)
 
 
-class RateLimit:
-    """Answers 429 with `Retry-After` to callers who make more requests than the `limit`. Addresses are those of the
-    connection: what a header says of them is not believed."""
+class RateExceededError(AgentLightningError):
+    """The caller may ask again in so many `seconds`."""
 
-    def __init__(self, app: ASGIApp, limit: RateLimitItemPerSecond, access: Access | None) -> None:
-        self._app = app
+    def __init__(self, seconds: int) -> None:
+        super().__init__(f"this caller asks more often than the server allows; ask again in {seconds} s")
+        self.seconds = seconds
+
+
+class RateLimit:
+    """Refuses callers who make more requests than the `limit`. Addresses are those of the connection: what a header
+    says of them is not believed."""
+
+    def __init__(self, limit: RateLimitItemPerSecond, access: Access | None) -> None:
         self._access = access
         self._limit = limit
         self._limiter = SlidingWindowCounterRateLimiter(MemoryStorage())
         self._salt = secrets.token_bytes(16)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _UNLIMITED:
-            await self._app(scope, receive, send)
+    async def check(self, path: str, headers: Mapping[str, str], address: str) -> None:
+        """Count a request, from this address. RateExceededError if it is one too many."""
+        if path in _UNLIMITED:
             return
-        caller = None if self._access is None else await self._access.name_of(Headers(scope=scope))
-        caller = caller or self._slot(_address(scope))
-        if await self._limiter.hit(self._limit, caller):
-            await self._app(scope, receive, send)
-            return
-        stats = await self._limiter.get_window_stats(self._limit, caller)
-        seconds = min(max(1, math.ceil(stats.reset_time - time.time())), self._limit.get_expiry())
-        message = f"this caller asks more often than the server allows; ask again in {seconds} s"
-        await refusal(429, "rate_limited", message, {"retry-after": str(seconds)})(scope, receive, send)
+        caller = None if self._access is None else await self._access.name_of(headers)
+        caller = caller or self._slot(_network(address))
+        if not await self._limiter.hit(self._limit, caller):
+            stats = await self._limiter.get_window_stats(self._limit, caller)
+            raise RateExceededError(min(max(1, math.ceil(stats.reset_time - time.time())), self._limit.get_expiry()))
 
     def _slot(self, address: str) -> str:
         digest = hashlib.blake2b(address.encode(), key=self._salt, digest_size=8).digest()
@@ -71,26 +75,25 @@ class RateLimit:
 
 
 class LargeBodies:
-    """ASGI: the large bodies of one caller that are read and not yet answered have at most `budget` bytes together;
-    further ones wait unread. A caller is a key, or an address without one. A body of unknown length counts as `limit`
-    bytes."""
+    """The large bodies of one caller that are read and not yet answered have at most `budget` bytes together; further
+    ones wait unread. A caller is a key, or an address without one. A body of unknown length counts as `limit` bytes."""
 
-    def __init__(self, app: ASGIApp, limit: int, budget: int = 256 << 20) -> None:
-        self._app = app
+    def __init__(self, limit: int, budget: int = 256 << 20) -> None:
         self._limit, self._budget = limit, budget
         self._callers: dict[str, _Held] = {}
 
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
-            return self._app(scope, receive, send)
-        length = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
+    def size(self, method: str, headers: Mapping[str, str]) -> int:
+        """What the body of a request counts for: 0 if it is not large."""
+        if method in ("GET", "HEAD"):
+            return 0
+        length = headers.get("content-length", "")
         size = min(int(length), self._limit) if length.isdigit() else self._limit
-        if size <= _SMALL:
-            return self._app(scope, receive, send)
-        return self._within_budget(size, scope, receive, send)
+        return size if size > _SMALL else 0
 
-    async def _within_budget(self, size: int, scope: Scope, receive: Receive, send: Send) -> None:
-        caller = api_key_of(Headers(scope=scope)) or _address(scope)
+    @asynccontextmanager
+    async def reading(self, size: int, headers: Mapping[str, str], address: str) -> AsyncGenerator[None]:
+        """Wait until a body of this size may be read; it counts until the block ends."""
+        caller = api_key_of(headers) or _network(address)
         held = self._callers.setdefault(caller, _Held())
         held.requests += 1
         try:
@@ -98,7 +101,7 @@ class LargeBodies:
                 await held.freed.wait()
             held.size += size
             try:
-                await self._app(scope, receive, send)
+                yield
             finally:
                 held.size -= size
                 held.freed.set()
@@ -109,6 +112,30 @@ class LargeBodies:
                 del self._callers[caller]
 
 
+class Limited:
+    """ASGI: `app` within these limits. Who asks too often is answered 429 with `Retry-After`."""
+
+    def __init__(self, app: ASGIApp, rate: RateLimit | None, bodies: LargeBodies | None) -> None:
+        self._app, self._rate, self._bodies = app, rate, bodies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = Headers(scope=scope)
+        client: Any = scope.get("client")
+        address = str(client[0]) if client else ""
+        if self._rate is not None:
+            try:
+                await self._rate.check(scope["path"], headers, address)
+            except RateExceededError as error:
+                told = {"retry-after": str(error.seconds)}
+                return await refusal(429, "rate_limited", str(error), told)(scope, receive, send)
+        if self._bodies is not None and (size := self._bodies.size(scope["method"], headers)):
+            async with self._bodies.reading(size, headers, address):
+                return await self._app(scope, receive, send)
+        return await self._app(scope, receive, send)
+
+
 class _Held:
     """What a caller's requests hold, and how many there are."""
 
@@ -117,12 +144,10 @@ class _Held:
         self.freed = asyncio.Event()
 
 
-def _address(scope: Scope) -> str:
-    """The client's, of IPv6 its network: whoever has one has all of it."""
-    client: Any = scope.get("client")
-    text = str(client[0]) if client else ""
+def _network(address: str) -> str:
+    """Of an address of IPv6 the network: whoever has one has all of it."""
     try:
-        address = ipaddress.ip_address(text)
+        parsed = ipaddress.ip_address(address)
     except ValueError:
-        return text
-    return text if address.version == 4 else str(ipaddress.ip_network((int(address), 64), strict=False))
+        return address
+    return address if parsed.version == 4 else str(ipaddress.ip_network((int(parsed), 64), strict=False))

@@ -176,10 +176,13 @@ class UpdateModel(Call, frozen=True, kw_only=True):
 
 
 class Models:
-    """Carries out the calls about the models of `gateway`."""
+    """Carries out the calls about the models of `gateway`. Workers, if there are any, are told what
+    changes by `tell`."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, tell: Callable[[str, Any], None] | None = None) -> None:
+        self.registered: dict[str, RegisterModel] = {}
         self._gateway = gateway
+        self._tell = tell
         self._models = gateway.models
         self._owners: dict[str, str | None] = {}
         self._changing = asyncio.Lock()
@@ -192,7 +195,7 @@ class Models:
         return await asyncio.gather(*map(self._described, self._models))
 
     async def register(self, call: RegisterModel) -> ModelDescription:
-        entry = await asyncio.to_thread(_entry, call)  # may read a tokenizer
+        entry = await asyncio.to_thread(entry_of, call)  # may read a tokenizer
         try:
             if call.check and call.trainable:
                 await _check(entry)
@@ -202,6 +205,9 @@ class Models:
                 if replaced is not None:
                     keep_versions(replaced, entry)
                 self._owners[entry.name] = call.owner
+                self.registered[entry.name] = call
+                if self._tell is not None:
+                    self._tell("put", call)
         except BaseException:
             self._retire(entry)
             raise
@@ -213,6 +219,9 @@ class Models:
             if call.owner is None or call.owner == self._owners.get(call.name):
                 self._retire(self._models.remove(call.name))
                 self._owners.pop(call.name, None)
+                self.registered.pop(call.name, None)
+                if self._tell is not None:
+                    self._tell("remove", call.name)
 
     async def hold(self, call: HoldModel) -> None:
         self._gateway.hold(call.name, seconds=call.seconds, holder=call.holder)
@@ -223,6 +232,8 @@ class Models:
         self._gateway.release(call.name, holder=call.holder)
 
     async def update(self, call: UpdateModel) -> UpdatedModel:
+        if self._tell is not None and call.in_flight == "pause":
+            raise ConfigError("a server with workers lets calls finish before an update; leave `in_flight` out")
         update = msgspec.convert(call, WeightUpdate, from_attributes=True)
         return UpdatedModel(servers=await update_weights(self._gateway, call.name, update))
 
@@ -247,7 +258,7 @@ class Models:
             closing.add_done_callback(self._closing.discard)
 
     async def _described(self, entry: ModelEntry) -> ModelDescription:
-        gate = self._models.gate(entry.name)
+        gate, (running, waiting) = self._models.gate(entry.name), self._gateway.counts(entry.name)
         own = getattr(getattr(entry.backend, "generator", None), "version", None)  # of an engine in this process
         return ModelDescription(
             name=entry.name,
@@ -259,8 +270,8 @@ class Models:
             replicas=await _replicas(entry.backend),
             held=gate.held,
             paused=gate.held_by(_PAGE),
-            running=gate.running,
-            waiting=gate.waiting,
+            running=running,
+            waiting=waiting,
             policy_version=min((one.connection.version for one in servers_of(entry.backend)), default=own),
         )
 
@@ -286,8 +297,8 @@ async def _check(entry: ModelEntry) -> None:
         ) from None
 
 
-def _entry(call: RegisterModel) -> ModelEntry:
-    """ConfigError for what cannot be one."""
+def entry_of(call: RegisterModel) -> ModelEntry:
+    """What a registration puts into the table. May read a tokenizer. ConfigError for what cannot be one."""
     urls = [call.base_url] if isinstance(call.base_url, str) else call.base_url
     if not urls:
         raise ConfigError("base_url names no server; give one, or several")

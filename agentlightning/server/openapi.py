@@ -47,13 +47,14 @@ _WITHOUT_KEY: Final = ("/health", "/ready", "/rewards/{key}")
 
 
 def documentation_routes(
-    kinds: Sequence[type[Call]], routes: Sequence[BaseRoute], *, protected: bool
+    kinds: Sequence[type[Call]], routes: Sequence[BaseRoute], others: Sequence[tuple[str, str]], *, protected: bool
 ) -> list[BaseRoute]:
-    """`/openapi.json` and `/docs` of a server that answers calls of these `kinds`, and `routes`. They need no key."""
+    """`/openapi.json` and `/docs` of a server that answers calls of these `kinds`, `routes`, and `others` by their
+    methods and paths. They need no key."""
 
     @functools.cache
     def encoded() -> bytes:
-        return msgspec.json.encode(document(kinds, routes, protected=protected))
+        return msgspec.json.encode(document(kinds, routes, others, protected=protected))
 
     async def spec(request: Request) -> Response:
         return Response(encoded(), media_type=_JSON)
@@ -67,7 +68,9 @@ def documentation_routes(
     return [Route(path, answer, methods=["GET"], include_in_schema=False) for path, answer in own.items()]
 
 
-def document(kinds: Sequence[type[Call]], routes: Iterable[BaseRoute], *, protected: bool) -> Json:
+def document(
+    kinds: Sequence[type[Call]], routes: Iterable[BaseRoute], others: Iterable[tuple[str, str]], *, protected: bool
+) -> Json:
     """The whole description. Without `protected` the server also answers those who show no key."""
     told = list(dict.fromkeys([ErrorReply, *kinds, *(kind.returns for kind in kinds)]))
     schemas, components = _simple(msgspec.json.schema_components(told, ref_template=_SCHEMAS))
@@ -79,10 +82,12 @@ def document(kinds: Sequence[type[Call]], routes: Iterable[BaseRoute], *, protec
         operation = _operation(kind, components.pop(kind.__name__), shapes[kind.returns])
         paths.setdefault(PREFIX + path, {})[method.lower()] = operation
     for route in routes:
-        if isinstance(route, Route) and route.include_in_schema and "{rest:path}" not in route.path:
-            path = route.path.replace(":path}", "}")
+        if isinstance(route, Route) and route.include_in_schema:
+            about = inspect.getdoc(route.endpoint) or ""
             for method in (route.methods or set[str]()) - {"HEAD"}:
-                paths.setdefault(path, {})[method.lower()] = _plain(route, method, path)
+                paths.setdefault(route.path, {})[method.lower()] = _plain(about, method, route.path)
+    for method, path in others:
+        paths.setdefault(path, {})[method.lower()] = _plain("As its protocol has it.", method, path)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -139,11 +144,10 @@ def _operation(kind: type[Call], shape: Json, answer: Json) -> Json:
     return operation
 
 
-def _plain(route: Route, method: str, path: str) -> Json:
+def _plain(about: str, method: str, path: str) -> Json:
     """A route in short. Its failures are in the form of its protocol."""
-    own = inspect.getdoc(route.endpoint) if inspect.isroutine(route.endpoint) else None
     operation: Json = {
-        "summary": (own or "As its protocol has it.").partition("\n\n")[0].replace("\n", " "),
+        "summary": about.partition("\n\n")[0].replace("\n", " "),
         "tags": ["gateway" if "/v1" in path else "server"],
         "parameters": [_parameter(name, "path", {"type": "string"}, required=True) for name in path_fields(path)],
         "responses": {"200": {"description": "Answered."}, "default": {"description": "Refused, or failed."}},

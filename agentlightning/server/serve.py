@@ -18,16 +18,15 @@ from typing import Any, Final, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.locality import is_loopback
 from agentlightning.runner.signals import run_to_end
+from agentlightning.server.protocol import ServerProtocol
 
 T = TypeVar("T")
 
 _GRACE_SECONDS: Final = 5
-_LONGEST_HEAD: Final = 256 * 1024  # bytes of a request's line and headers, give or take what is read at once
 
 
 class HttpServer:
@@ -69,7 +68,7 @@ class HttpServer:
         self._port = listening.getsockname()[1]
         config = uvicorn.Config(
             self._app,
-            http=_Protocol,
+            http=ServerProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -109,29 +108,6 @@ class HttpServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.stop()
-
-
-class _Protocol(HttpToolsProtocol):
-    """Refuses a request whose head does not end: it would be gathered in memory, and copied again with each part."""
-
-    _head = 0  # bytes since the last head, or part of a body, was complete
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """Clients that ask for a websocket are answered; nothing is missing here."""
-
-    def data_received(self, data: bytes) -> None:
-        self._head += len(data)
-        super().data_received(data)
-        if self._head > _LONGEST_HEAD and not self.transport.is_closing():
-            self.send_400_response("The head of the request is too long.")
-
-    def on_headers_complete(self) -> None:
-        self._head = 0
-        super().on_headers_complete()
-
-    def on_body(self, body: bytes) -> None:
-        self._head = 0
-        super().on_body(body)
 
 
 class _Server(uvicorn.Server):

@@ -1,9 +1,7 @@
-"""What a store is: one async interface, the same in process (`store.sql`) and over HTTP (`store.client`).
+"""The interface of a store, the same in this process (`store.sql`) and over HTTP (`store.client`).
 
-Each method marked as a `call` becomes a noun, and a store is whatever can `perform` those. The interface knows
-rollouts, attempts, spans, resources, runs and groups. It does not know HTTP, tokens' meaning or any algorithm. Errors
-are `NotFoundError`, `ConflictError`, `InvalidError` and `UnavailableError`; a call that raises has changed nothing.
-What is returned is an immutable snapshot.
+Each method marked with `call` becomes a noun; a store implements `perform` for these. The interface knows nothing of
+HTTP, the meaning of tokens, or algorithms. Returned objects are immutable snapshots.
 """
 
 # Methods marked as a `call` have no body.
@@ -40,6 +38,7 @@ from agentlightning.types import (
     Mode,
     NamedResources,
     Order,
+    Outcome,
     ResourcesUpdate,
     Rollout,
     RolloutConfig,
@@ -54,11 +53,13 @@ from agentlightning.types import (
 
 
 class LightningStore(abc.ABC):
-    """Durable rollouts, attempts, spans, resources, runs and groups. Acknowledged means committed."""
+    """Durable rollouts, attempts, spans, resources, runs and groups. When a call returns, its changes are committed.
+
+    Calls raise `NotFoundError`, `ConflictError`, `InvalidError` or `UnavailableError`, and then change nothing."""
 
     @abc.abstractmethod
     async def perform(self, call: Call) -> Any:
-        """Carry out one call; the methods below say what each does and returns."""
+        """Execute one call. The methods below say what each does and returns."""
 
     @abc.abstractmethod
     async def close(self) -> None: ...
@@ -67,9 +68,8 @@ class LightningStore(abc.ABC):
 
     @call("POST /rollouts")
     async def enqueue_many_rollouts(self, requests: Sequence[EnqueueRolloutRequest]) -> list[Rollout]:
-        """Queue rollouts, all or none. A request whose `rollout_id` is already stored with the same input returns the
-        stored rollout; with another input it is a ConflictError. Requests with a `group_id` need `group_index`; the
-        group must have been created by `create_group`."""
+        """Queue all of these rollouts, or none. If a `rollout_id` is stored already, the stored rollout is returned;
+        with another input, ConflictError. A `group_id` needs a `group_index`, and a group made by `create_group`."""
 
     async def enqueue_rollout(
         self,
@@ -102,7 +102,7 @@ class LightningStore(abc.ABC):
         rollout_id: str | None = None,
         attempt_id: str | None = None,
     ) -> AttemptedRollout:
-        """Create a rollout and lease its first attempt to the caller at once, past the queue."""
+        """Create a rollout and lease its first attempt to the caller, bypassing the queue."""
 
     @call("POST /rollouts/lease", "worker", ids={"lease_id": "at"})
     async def dequeue_many_rollouts(
@@ -113,14 +113,14 @@ class LightningStore(abc.ABC):
         *,
         lease_id: str | None = None,
     ) -> list[AttemptedRollout]:
-        """Lease up to `limit` queued rollouts, at most 1,000, of the highest priority and then the oldest first, each
-        with a new attempt, a lease and an API key.
+        """Lease up to `limit` queued rollouts (at most 1,000), by priority and then age. Each comes with a new attempt,
+        a lease and an API key.
 
-        With nothing queued, wait up to `timeout` seconds for work (a long poll), then return an empty list. Asked again
-        with the same `lease_id`, the store answers with what it leased the first time."""
+        If nothing is queued, wait up to `timeout` seconds for work, then return an empty list. A repeated call with the
+        same `lease_id` returns the same rollouts."""
 
     async def dequeue_rollout(self, worker_id: str | None = None, timeout: float = 0.0) -> AttemptedRollout | None:
-        """Lease one rollout, or None when nothing came within `timeout` seconds."""
+        """Lease one rollout. None if nothing is queued within `timeout` seconds."""
         leased = await self.dequeue_many_rollouts(1, worker_id, timeout)
         return leased[0] if leased else None
 
@@ -128,11 +128,12 @@ class LightningStore(abc.ABC):
     async def start_attempt(
         self, rollout_id: str, worker_id: str | None = None, *, attempt_id: str | None = None
     ) -> AttemptedRollout:
-        """Start a further attempt on a rollout that is not terminal; the earlier attempt no longer moves it."""
+        """Start another attempt on a rollout that has not ended. Earlier attempts no longer change the rollout."""
 
     @call("POST /rollouts/{rollout_id}/cancel")
     async def cancel_rollout(self, rollout_id: str) -> Rollout:
-        """Cancel for good. A running attempt learns it from its next heartbeat and its LLM calls get 403."""
+        """Cancel a rollout. This is final: the next heartbeat of a running attempt says so, and its LLM calls get
+        403."""
 
     async def query_rollouts(
         self,
@@ -146,7 +147,7 @@ class LightningStore(abc.ABC):
         limit: int | None = None,
         offset: int = 0,
     ) -> list[Rollout]:
-        """Rollouts that match every given filter, in the order they were enqueued."""
+        """The rollouts that match all given filters, in the order they were queued."""
         one_of = {"rollout_id": rollout_id_in, "status": status_in, "mode": mode_in}
         equal = {"run_id": run_id, "group_id": group_id}
         conditions = [Condition(field=name, op="in", value=list(v)) for name, v in one_of.items() if v is not None]
@@ -173,9 +174,13 @@ class LightningStore(abc.ABC):
         cursor: str | None = None,
         with_total: bool = False,
     ) -> RolloutPage:
-        """One page of the rollouts that match `where`, sorted by `order` and then as enqueued; the page's
-        `next_cursor` asks for the one after it. A page has at most 16 MiB, and from a server 1,000 rows, so that it may
-        end before the `limit`. Counting the `total` costs a scan of all that match."""
+        """One page of the rollouts that match `where`, sorted by `order` and then by queuing. Pass its `next_cursor`
+        for the next page. A page ends at `limit`, at 16 MiB, or, from a server, at 1,000 rows. `with_total` scans all
+        matching rows."""
+
+    @call("POST /rollouts/outcomes", "read")
+    async def query_outcomes(self, rollout_ids: Sequence[str]) -> list[Outcome]:
+        """The outcomes of those rollouts that are stored, in any order."""
 
     @call("GET /rollouts/{rollout_id}", "read")
     async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None: ...
@@ -188,21 +193,20 @@ class LightningStore(abc.ABC):
         status: RolloutStatus | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Rollout:
-        """Change what is given; metadata is replaced. An illegal status transition is a ConflictError: by hand a
-        rollout can be ended, cancelled or requeued, which ends its active attempts, while `preparing` and `running` are
-        reached by its attempts."""
+        """Change status or metadata (replaced as a whole). You can end, cancel or requeue a rollout, which ends its
+        active attempts. `preparing` and `running` follow from its attempts: setting them is a ConflictError."""
 
     @call("POST /rollouts/wait", "read")
     async def wait_for_rollouts(self, rollout_ids: Sequence[str], timeout: float | None = None) -> list[Rollout]:
-        """The terminal ones among `rollout_ids`, in the order given: all of them, or those finished after `timeout`
-        seconds (None: no limit)."""
+        """Wait until all of `rollout_ids` have ended, or for `timeout` seconds (None: no limit). Returns those that
+        have ended, in the order given."""
 
     @call("GET /finished-rollouts", "read")
     async def finished_after(
         self, cursor: int = 0, limit: int = 100, timeout: float = 0.0, *, run_id: str | None = None
     ) -> FinishedRollouts:
-        """Rollouts that became terminal after `cursor`, in that order: nothing ever appears behind a cursor that has
-        passed it. Waits up to `timeout` seconds for the first."""
+        """The rollouts that ended after `cursor`, in that order; none ever appears before a cursor you have passed.
+        Waits up to `timeout` seconds for the first."""
 
     # --- attempts ---
 
@@ -223,27 +227,26 @@ class LightningStore(abc.ABC):
         metadata: Mapping[str, Any] | None = None,
         lease: int | None = None,
     ) -> Attempt:
-        """Change what is given; the rollout follows by the lifecycle. A `lease` token that is no longer the attempt's
-        newest is a ConflictError. Ending an attempt twice with the same status changes nothing."""
+        """Change status or metadata; the rollout's status follows. ConflictError if `lease` is not the attempt's newest
+        token. Ending an attempt again with the same status changes nothing."""
 
     @call("POST /rollouts/{rollout_id}/attempts/{attempt_id}/heartbeat", "worker")
     async def heartbeat(self, rollout_id: str, attempt_id: str, lease: int) -> Heartbeat:
-        """Extend the lease of its owner; the answer says whether the attempt was cancelled or timed out meanwhile."""
+        """Extend the owner's lease. The answer says whether the attempt has been cancelled or has timed out."""
 
     @call("POST /attempts/extend", "worker")
     async def extend_attempts(self, attempts: Sequence[tuple[str, str]], seconds: float) -> None:
-        """Calls of these attempts, each a (rollout_id, attempt_id), are held back for the next `seconds`: that much
-        later their timeout and their silence run out; their leases do not wait. Said again before the `seconds` are
-        over, it counts from then, and the seconds that both speak of count once. Attempts that are unknown or have
-        ended are passed over. InvalidError unless `seconds` is positive and finite."""
+        """Stop the timeout and the unresponsive limit of these attempts, each a (rollout_id, attempt_id), for the next
+        `seconds`, because the gateway holds their calls. Their leases go on. Overlapping periods count once. Attempts
+        that are unknown or have ended are skipped. InvalidError unless `seconds` is positive and finite."""
 
     # --- spans ---
 
     async def add_many_spans(self, spans: Sequence[Span]) -> list[Span]:
-        """Store spans, all or none, and return them with the sequence ids they are stored under. A span whose
-        (attempt_id, span_id) is stored already is not stored again. One with `sequence_id=0` gets the attempt's next.
-        The first span of an attempt moves it from preparing to running. Spans of ended attempts are kept. Numbers must
-        be finite: an attribute that is not is an InvalidError."""
+        """Store all of these spans, or none, and return them with their sequence ids; `sequence_id=0` gets the
+        attempt's next. A span whose (attempt_id, span_id) is stored already is not stored again. The first span moves
+        an attempt from preparing to running. Spans of ended attempts are stored too. InvalidError for an attribute that
+        is not finite."""
         spans = list(spans)
         return [
             span if span.sequence_id == sequence_id else msgspec.structs.replace(span, sequence_id=sequence_id)
@@ -252,7 +255,7 @@ class LightningStore(abc.ABC):
 
     @call("POST /spans", "grader")
     async def store_spans(self, spans: Sequence[Span]) -> list[int]:
-        """What `add_many_spans` does, returning only the sequence ids; 0 for a span that was dropped."""
+        """Like `add_many_spans`, but returns only the sequence ids; 0 for a dropped span."""
 
     async def add_span(self, span: Span) -> Span:
         return (await self.add_many_spans([span]))[0]
@@ -260,18 +263,18 @@ class LightningStore(abc.ABC):
     async def add_otel_span(
         self, rollout_id: str, attempt_id: str, readable_span: Any, sequence_id: int | None = None
     ) -> Span:
-        """Store a finished span of OpenTelemetry's SDK (a `ReadableSpan`), whatever attempt its attributes name.
-        Without a `sequence_id` it gets the attempt's next."""
+        """Store a finished span of OpenTelemetry's SDK (a `ReadableSpan`) as one of this attempt, whatever its
+        attributes say. Without a `sequence_id` it gets the attempt's next."""
         return await self.add_span(otel.span_of(rollout_id, attempt_id, sequence_id, readable_span))
 
     @call("POST /rollouts/{rollout_id}/attempts/{attempt_id}/next-span-sequence-id", "worker")
     async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
-        """A number larger than any given out for this attempt before, starting at 1."""
+        """The attempt's next sequence id: above all earlier ones, starting at 1."""
 
     @call("GET /rollouts/{rollout_id}/spans", "read")
     async def query_spans(self, rollout_id: str, attempt_id: str | None = None) -> list[Span]:
-        """Spans of one attempt, or of all, ordered by start time, then sequence id. `attempt_id="latest"` picks the
-        last attempt."""
+        """The spans of one attempt, or of all, by start time and then sequence id. `attempt_id="latest"` is the last
+        attempt."""
 
     @call("POST /spans/query", "read")
     async def page_spans(
@@ -284,7 +287,7 @@ class LightningStore(abc.ABC):
         cursor: str | None = None,
         with_total: bool = False,
     ) -> SpanPage:
-        """One page of the spans, of whatever rollouts, that match `where`; see `page_rollouts`."""
+        """One page of the spans that match `where`, from all rollouts; see `page_rollouts`."""
 
     # --- resources ---
 
@@ -298,11 +301,11 @@ class LightningStore(abc.ABC):
         parent_id: str | None = None,
         resources_id: str | None = None,
     ) -> ResourcesUpdate:
-        """Store a new immutable version; it becomes the latest. A `resources_id` once used with other content is a
-        ConflictError."""
+        """Store a new version of the resources, which becomes the latest. ConflictError if the `resources_id` has other
+        content already."""
 
     async def update_resources(self, resources_id: str, resources: NamedResources) -> ResourcesUpdate:
-        """Store resources under an id of the caller's choice."""
+        """Store resources under an id of your choice; see `add_resources`."""
         return await self.add_resources(resources, resources_id=resources_id)
 
     @call("GET /resources", "read")
@@ -318,7 +321,7 @@ class LightningStore(abc.ABC):
 
     @call("POST /runs", ids={"run_id": "run"})
     async def start_run(self, kind: str, manifest: Mapping[str, Any], run_id: str | None = None) -> Run:
-        """Record a new run, or return the stored one of that id (a resumed run) set back to running."""
+        """Record a new run. If the id is stored already (a resumed run), set that run to running and return it."""
 
     @call("PATCH /runs/{run_id}")
     async def update_run(self, run_id: str, status: RunStatus) -> Run: ...
@@ -328,20 +331,20 @@ class LightningStore(abc.ABC):
 
     @call("POST /metrics")
     async def add_metrics(self, metrics: Metrics) -> None:
-        """Record (or replace) what a run measured at one step. Values must be finite."""
+        """Record or replace a run's metrics at one step. InvalidError for a value that is not finite."""
 
     @call("GET /runs/{run_id}/metrics", "read")
     async def query_metrics(self, run_id: str) -> list[Metrics]:
-        """All metrics of a run by step."""
+        """All metrics of a run, by step."""
 
     @call("POST /runs/{run_id}/next-policy-version")
     async def next_policy_version(self, run_id: str) -> int:
-        """Allocate the number of the next publication of weights: 1, 2, 3 …, never given twice, not after a crash."""
+        """The version of the next published weights: 1, 2, 3 …. No number is given twice, even after a crash."""
 
     @call("POST /groups", ids={"group_id": "gr"})
     async def create_group(self, size: int, run_id: str | None = None, group_id: str | None = None) -> Group:
-        """Declare a group of `size` rollouts, to be enqueued with its id and the indices 0 … size−1. Declaring a
-        stored `group_id` again returns it; with another size or run it is a ConflictError."""
+        """Create a group of `size` rollouts, which are queued with its id and the indices 0 … size−1. A stored
+        `group_id` is returned; with another size or run, ConflictError."""
 
     @call("GET /groups/{group_id}", "read")
     async def get_group(self, group_id: str) -> Group | None: ...
@@ -350,8 +353,8 @@ class LightningStore(abc.ABC):
     async def complete_groups_after(
         self, run_id: str, cursor: int = 0, limit: int = 100, timeout: float = 0.0
     ) -> list[Group]:
-        """Groups of a run whose `finished_index` is above `cursor`, in that order: groups become complete when all
-        their rollouts are terminal and are numbered then. Waits up to `timeout` seconds for the first."""
+        """The run's groups whose `finished_index` is above `cursor`, in that order. A group gets its number when all of
+        its rollouts have ended. Waits up to `timeout` seconds for the first."""
 
     # --- workers and the whole ---
 
@@ -360,8 +363,8 @@ class LightningStore(abc.ABC):
 
     @call("POST /workers/key", "worker")
     async def issue_worker_key(self, worker_id: str) -> str:
-        """An API key that stands for whatever attempt this worker holds at present; with none or several it is refused
-        (HTTP 409). It is for agents whose client is made once for many attempts."""
+        """An API key for the one attempt that this worker holds at the time of a call; with none or several, the call
+        is refused (HTTP 409). For agents that create one client for many attempts."""
 
     @call("GET /workers", "read")
     async def query_workers(self) -> list[Worker]: ...
@@ -375,24 +378,22 @@ class LightningStore(abc.ABC):
 
     @call("GET /time", "read")
     async def get_time(self) -> float:
-        """The time by the store's own clock, which stamps all that is stored, in seconds since the epoch. It stands
-        still while the machine sleeps."""
+        """The time of the store's clock, in seconds since the epoch. It stands still while the machine sleeps."""
 
     # --- administration ---
 
     @call("POST /rollouts/delete", "admin", audited=True)
     async def delete_rollouts(self, where: Filter, unfinished: bool = False, scrub: bool = False) -> Deleted:
-        """Remove what belongs to the rollouts that match; those not yet terminal are left, or cancelled first if
-        `unfinished`. `scrub` leaves no trace of what was removed in a SQLite file, which is written anew while writes
-        wait."""
+        """Delete the rollouts that match, with their attempts and spans. Unfinished rollouts stay, or with `unfinished`
+        are cancelled first. `scrub` rewrites a SQLite file, so that no trace is left; writes wait meanwhile."""
 
     @call("POST /rollouts/import", "admin", audited=True)
     async def import_rollout(self, rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> bool:
-        """Store a rollout as it was elsewhere; False if it is stored already."""
+        """Store a rollout of another store unchanged. False if it is stored already."""
 
     @call("POST /check", "admin", audited=True)
     async def check_store(self) -> list[str]:
-        """Everything that is wrong with what is stored, in words; empty if nothing is."""
+        """Check the store: a sentence per problem; empty if there is none."""
 
     @call("POST /keys", "admin", audited=True, repeatable=lambda call: False)
     async def issue_key(
@@ -401,20 +402,20 @@ class LightningStore(abc.ABC):
 
     @call("POST /rollouts/{rollout_id}/attempts/{attempt_id}/keys", "admin", audited=True)
     async def issue_attempt_key(self, rollout_id: str, attempt_id: str, rewards: bool = False) -> str:
-        """A further key of one attempt; with `rewards` it may also write the attempt's rewards."""
+        """Another key for one attempt; with `rewards` it may also write the attempt's rewards."""
 
     @call("DELETE /keys/{key_id}", "admin", audited=True)
     async def revoke_key(self, key_id: str) -> ApiKey:
-        """End a key at once and for good."""
+        """Revoke a key. This takes effect at once and is final."""
 
     @call("POST /keys/find", "admin")
     async def find_key(self, api_key: str) -> Credential | None:
-        """What the holder of a key may do; None for a key that is not valid, or no longer. ConflictError for the key of
-        a worker that holds no attempt, or several."""
+        """What the holder of a key may do; None if the key is not valid. ConflictError for the key of a worker that
+        holds no attempt, or several."""
 
     @call("GET /keys", "admin")
     async def query_keys(self) -> list[ApiKey]: ...
 
 
 CALLS: Final[Mapping[str, type[Call]]] = calls_of(LightningStore)
-"""The calls by the names of their methods, in the order of this page."""
+"""The calls by method name, in the order above."""

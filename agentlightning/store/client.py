@@ -1,8 +1,7 @@
-"""The store over HTTP: the same interface, spoken to an `agl server`.
+"""The store over HTTP: the same interface, through an `agl server`.
 
-One connection pool, made inside the event loop that first uses it. Calls that may be repeated are repeated with
-jitter while the server cannot be reached. This module knows neither SQL nor what the server is made of, nor how calls
-are written (`store.wire`).
+One connection pool, created in the event loop that first uses it. Idempotent calls are repeated with jitter while the
+server cannot be reached. `store.wire` writes and reads calls.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ _HOPELESS: Final = (aiohttp.ClientConnectorCertificateError, aiohttp.InvalidURL)
 
 
 class LightningStoreClient(LightningStore):
-    """A store behind `url`. `api_key` is a key of the server, or an attempt's own; `patience` is for how many
-    seconds a call is repeated while the server cannot be reached, before it is an UnavailableError."""
+    """The store of the server at `url`. `api_key` is one of its keys, or an attempt's. While the server cannot be
+    reached, calls are repeated for `patience` seconds, then raise UnavailableError."""
 
     def __init__(self, url: str, api_key: str | None = None, *, patience: float = PATIENCE_SECONDS) -> None:
         if not url.startswith(("http://", "https://")):
@@ -81,8 +80,8 @@ class LightningStoreClient(LightningStore):
         return form.result(await self._send_until_answered(form.request(call), call.method, call.repeatable()))
 
     async def _send_until_answered(self, request: Wire, name: str, may_repeat: bool) -> Answer:
-        """The answer that ends the call. UnavailableError if none came in time, or where asking again could do it
-        twice; ConfigError if none can come from this URL."""
+        """The answer that ends the call. UnavailableError if none came in time, or repeating the call could do it
+        twice; ConfigError if this URL cannot answer."""
         begin = time.monotonic()
         backoff = _FIRST_PAUSE
         while True:
@@ -148,7 +147,7 @@ _TIMEOUT: Final = _timeout(0.0)
 
 
 def _checked(url: str) -> str:
-    """The URL, escaped where it must be; ConfigError if it names no host."""
+    """The URL, escaped. ConfigError if it names no host."""
     try:
         parsed = URL(url)
         if parsed.host:
@@ -159,8 +158,7 @@ def _checked(url: str) -> str:
 
 
 def _named(call: Call) -> Call:
-    """The call with every id given here that the server would make up, so that it can be repeated when its answer was
-    lost and nothing is doubled."""
+    """The call with all ids that the server would generate, so that it can be repeated without doing it twice."""
     given: dict[str, Any] = {
         field: new_id(prefix) for field, prefix in call.ids.items() if getattr(call, field) is None
     }
@@ -174,7 +172,7 @@ def _named(call: Call) -> Call:
 
 
 def _patience_of(call: Call) -> float:
-    """For how many seconds the caller wants to wait, however many long polls that takes."""
+    """How many seconds the caller wants to wait, however many long polls that takes."""
     timeout: float | None = getattr(call, "timeout", 0.0)
     if timeout is not None and math.isnan(timeout):
         raise InvalidError("timeout is not a number; give the seconds to wait")
@@ -182,7 +180,7 @@ def _patience_of(call: Call) -> float:
 
 
 def _is_complete(call: Call, answer: Any) -> bool:
-    """Whether an answer is what its caller waits for, rather than the end of one long poll."""
+    """Whether an answer ends the wait, rather than one long poll."""
     if isinstance(answer, FinishedRollouts):
         return bool(answer.rollouts)
     rollout_ids: Sequence[str] | None = getattr(call, "rollout_ids", None)

@@ -1,8 +1,8 @@
 """The store in a SQL database: SQLite in a file or in memory, or PostgreSQL.
 
-One thread writes, in groups that share a commit; others read; the event loop is never blocked. Callers that wait are
-woken after the commit they wait for. This module knows who waits and when clocks run out; rows are the business of
-`rollouts`, `attempts`, `spans` and `records`, and what may follow what that of `lifecycle`.
+One thread writes, in groups that share a commit; others read; the event loop is never blocked. Waiting callers are
+woken after the commit. This module handles waiting and clocks; rows are in `rollouts`, `attempts`, `spans` and
+`records`, the state machine in `lifecycle`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from agentlightning.store import (
     attempts,
     codec,
     keys,
+    outcomes,
     paging,
     records,
     retention,
@@ -62,7 +63,6 @@ LEASE_SECONDS: Final = 30.0
 READ_SECONDS: Final = 10.0
 _RETRY_SECONDS: Final = 1.0
 _FEW: Final = 8  # rows
-_LARGE: Final = 256_000  # characters and parts of spans; they take some milliseconds
 _KNOWN: Final = 10_000  # attempts
 _REMOVE_SECRETS: Final = redaction("full")
 _log: Final = logging.getLogger(__name__)
@@ -85,14 +85,16 @@ READS: Final = _by_name(
     *(paging.page_rollouts, paging.page_spans, rollouts.get_rollout_by_id, rollouts.get_group),
     *(attempts.query_attempts, attempts.get_latest_attempt, spans.query_spans, records.get_time),
     *(records.query_resources, records.get_latest_resources, records.get_resources_by_id, records.query_runs),
-    *(records.query_metrics, records.query_workers, records.statistics, access_keys.query_keys),
+    *(records.query_metrics, records.query_workers, records.statistics),
+    *(access_keys.query_keys, outcomes.query_outcomes),
 )
 _LOOK_UPS: Final = {"get_rollout_by_id", "get_resources_by_id", "get_time"}
 _SEARCHES: Final = {"page_rollouts", "page_spans", "statistics"}  # may have to look at every row
 
 
 class SqlStore(LightningStore):
-    """A durable store for this process and, through its server, for others. Made by `open`, ended by `close`."""
+    """A durable store for this process and, through its server, for others. Create it with `open`, end it with
+    `close`."""
 
     def __init__(
         self,
@@ -156,13 +158,12 @@ class SqlStore(LightningStore):
         stored: Callable[[Sequence[Span]], None] | None = None,
         read_seconds: float = READ_SECONDS,
     ) -> SqlStore:
-        """Open the store in the file `address`, creating it where there is none; one in memory for `":memory:"`; or the
-        one in the PostgreSQL database of a `postgresql://` URL.
+        """Open the store at `address`: a file, created if missing; `":memory:"`; or a `postgresql://` URL.
 
         `synchronous="FULL"` survives a power cut, `"NORMAL"` only the death of the process. Attempts that were active
-        when the store was closed get `lease_seconds` of grace. `redact` sees every span before it is written; make it
-        with `redaction`. `stored` gets, in the event loop, the spans that this process adds, perhaps twice. A query
-        longer than `read_seconds` is an InvalidError. ConfigError if the file or database is no store, is damaged, in
+        when the store closed get `lease_seconds` of grace. `redact` gets every span before it is written; make it with
+        `redaction`. `stored` gets the spans that this process adds, in the event loop, perhaps twice. A query longer
+        than `read_seconds` is an InvalidError. ConfigError if the file or database is not a store, is damaged, is in
         use by another process, or cannot be written; UnavailableError if the database cannot be reached."""
         if synchronous not in ("FULL", "NORMAL"):
             raise ConfigError(f"synchronous is {synchronous!r}; it must be 'FULL' or 'NORMAL'")
@@ -186,11 +187,11 @@ class SqlStore(LightningStore):
 
     @property
     def address(self) -> str:
-        """The path, `:memory:` or the URL that it was opened by."""
+        """The path, `:memory:` or URL that it was opened with."""
         return self._address
 
     async def close(self) -> None:
-        """Finish what was handed over and close the database; whoever waits gets an UnavailableError."""
+        """Finish pending writes and close the database. Waiting callers get an UnavailableError."""
         if self._watchdog is not None:
             self._watchdog.cancel()
             await asyncio.wait([self._watchdog])
@@ -216,7 +217,7 @@ class SqlStore(LightningStore):
         return await self._read(lambda tx: read(tx, **asked), "search" if name in _SEARCHES else "reader")
 
     def events(self) -> AbstractContextManager[asyncio.Queue[Changes | None]]:
-        """What commits change, as it happens; None where some were missed. For a `with` statement."""
+        """The changes of commits, as they happen; None if some were missed. For a `with` statement."""
         return self._subscribers.subscribe()
 
     # --- transactions ---
@@ -229,7 +230,7 @@ class SqlStore(LightningStore):
         return readers.submit(lambda connection: operation(self._view(connection)), seconds=limit)
 
     async def _look_up(self, operation: Callable[[Transaction], T], rows: int = 1) -> T:
-        """Read rows by their ids: a few at once, without a thread."""
+        """Read rows by id: a few at once, without a thread."""
         connection = self._opened.at_hand
         if connection is not None and not self._closed and rows <= _FEW:
             try:
@@ -258,7 +259,7 @@ class SqlStore(LightningStore):
         return changes
 
     def _announce(self, changes: Changes) -> None:
-        """Forget what was changed, and wake whoever waits for what has happened."""
+        """Drop cached values that changed, and wake callers that wait for the change."""
         self._announced += 1
         if changes.keys:
             self._keys = {}
@@ -284,7 +285,7 @@ class SqlStore(LightningStore):
     # --- the watchdog ---
 
     async def expire_overdue(self) -> int:
-        """End the attempts whose clock has run out and return how many did; the store does this by itself, on time."""
+        """End the attempts whose time has run out, and return how many. The store does this itself, on time."""
         async with self._clocks:
             return await self._write(attempts.expire)
 
@@ -361,8 +362,12 @@ class SqlStore(LightningStore):
                 if groups or not await woken_within(waiter, give_up - time.monotonic()):
                     return groups
 
-    async def _store_spans(self, spans: Sequence[Span]) -> list[int]:
-        prepared = await self._prepared(spans, self._prompts)
+    async def store_redacted(self, spans: Sequence[Span]) -> list[int]:
+        """`store_spans` of spans that another process of this server has redacted."""
+        return await self._store_spans(spans, _as_it_is)
+
+    async def _store_spans(self, spans: Sequence[Span], redact: Redact | None = None) -> list[int]:
+        prepared = await self._prepared(spans, self._prompts, redact or self._redact)
         numbers = await self._write(lambda tx: add_spans(tx, spans, prepared))
         for one in prepared:
             if one.span is not None and one.prompt is not None and one.prompt.attempt is not None:
@@ -372,18 +377,20 @@ class SqlStore(LightningStore):
             self._stored([msgspec.structs.replace(one.span, sequence_id=n) for one, n in written if one.span])
         return numbers
 
-    async def _prepared(self, given: Sequence[Span], prompts: Prompts) -> list[Prepared]:
-        """What takes more than a moment is done in a thread."""
-        if codec.larger(given, _LARGE):
-            return await asyncio.to_thread(lambda: prompts.prepare([self._redact(span) for span in given]))
-        return prompts.prepare([self._redact(span) for span in given])
+    async def _prepared(self, given: Sequence[Span], prompts: Prompts, redact: Redact) -> list[Prepared]:
+        """Longer preparations run in a thread."""
+
+        def prepare() -> list[Prepared]:
+            return prompts.prepare([redact(span) for span in given])
+
+        return await asyncio.to_thread(prepare) if codec.larger(given, codec.LARGE) else prepare()
 
     async def _import_rollout(self, rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> bool:
-        prepared = await self._prepared(spans, Prompts())
+        prepared = await self._prepared(spans, Prompts(), self._redact)
         return await self._write(lambda tx: retention.import_rollout(tx, rollout, attempts, prepared))
 
     async def _get_latest_attempt(self, rollout_id: str) -> Attempt | None:
-        """The gateway asks before every call of an agent: what nobody has touched since is known."""
+        """Cached, since the gateway asks before every call of an agent."""
         found = None if self._closed else self._latest.get(rollout_id)
         if found is None:
             announced = self._announced
@@ -449,7 +456,7 @@ class SqlStore(LightningStore):
         return deleted
 
     async def _scrub(self) -> None:
-        """Leave no trace of what was removed. Nobody is heard while a file is written anew, and no clock runs."""
+        """Leave no trace of deleted rows. While a file is rewritten, calls wait and clocks stand still."""
         began, anew = self._clock(), self._opened.writing.dialect == "sqlite"
         try:
             async with self._clocks if anew else contextlib.nullcontext():
@@ -468,7 +475,7 @@ class SqlStore(LightningStore):
 
 
 def database_of(address: str | Path) -> ModuleType:
-    """`store.sqlite` or `store.postgres`, whichever opens such an address; ConfigError if none does."""
+    """`store.sqlite` or `store.postgres`, by the address. ConfigError for any other."""
     if str(address).startswith(("postgresql://", "postgres://")):
         return imported("agentlightning.store.postgres", "a store in PostgreSQL", "agent-lightning-next[postgres]")
     if "://" in str(address):  # a path would lose a slash, and become a directory of that name
@@ -479,19 +486,23 @@ def database_of(address: str | Path) -> ModuleType:
 
 
 def _secret_of(opened: Opened) -> bytes:
-    """What attempts' keys are signed with. Asks the database, and so blocks."""
+    """The secret that signs the keys of attempts. Blocks."""
     (secret,) = opened.writing.execute("SELECT value FROM meta WHERE name = 'secret'").fetchone()
     return bytes(secret)
 
 
+def _as_it_is(span: Span) -> Span:
+    return span
+
+
 def _steady(now: float) -> Callable[[], float]:
-    """A clock that starts at `now` and then only follows the passing of time, however the machine's clock is set."""
+    """A clock that starts at `now` and then counts elapsed time, however the machine's clock is set."""
     begin = time.monotonic()
     return lambda: now + (time.monotonic() - begin)
 
 
 def _give_up(timeout: float | None) -> float:
-    """When to stop waiting, by the monotonic clock."""
+    """When to stop waiting, on the monotonic clock."""
     if timeout is None:
         return math.inf
     if math.isnan(timeout):

@@ -1,4 +1,4 @@
-"""Which tracer an attempt gets. Knows what is installed, not what is traced."""
+"""Chooses the tracer of an attempt by what is installed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ TracerKind: TypeAlias = Literal["auto", "opentelemetry", "light"]
 
 
 def choose_tracer(kind: TracerKind = "auto") -> Callable[[str, str], AttemptTracer]:
-    """What makes the tracer of an attempt from its rollout's id and its own.
+    """A function that makes an attempt's tracer from its rollout's id and its own.
 
-    `opentelemetry` also collects what OpenTelemetry's SDK traces in the attempt's code, `light` only what our own
-    emitters and operations record; `auto` is the former where the SDK is installed and not disabled. ConfigError for
-    `opentelemetry` elsewhere, and for any other kind."""
+    `light` records our emitters and operations; `opentelemetry` also records what OpenTelemetry's SDK traces in the
+    attempt's code; `auto` is `opentelemetry` if the SDK is installed and not disabled. ConfigError for `opentelemetry`
+    without the SDK, and for any other name."""
     if kind not in get_args(TracerKind):
         raise ConfigError(f"tracer is {kind!r}; {nearest(kind, get_args(TracerKind))}")
     if kind == "light":

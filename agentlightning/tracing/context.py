@@ -1,9 +1,8 @@
-"""Which attempt the running code belongs to, and where its spans go.
+"""The attempt that the running code belongs to, and its spans.
 
-The binding is a contextvar: every asyncio task and every `asyncio.to_thread` call started by an agent inherits it, so
-hundreds of attempts share one process without mixing. A bare `threading.Thread` does not inherit it; run its target
-by `contextvars.copy_context().run`. Nothing here knows the store: spans wait in memory until they are drained. Nor does
-anything here know OpenTelemetry: `tracing.opentelemetry` has a tracer that does.
+The binding is a contextvar. Asyncio tasks and `asyncio.to_thread` calls of an agent inherit it, so hundreds of attempts
+share one process. A bare `threading.Thread` does not: run its target with `contextvars.copy_context().run`. Spans stay
+in memory until they are drained. This module knows neither the store nor OpenTelemetry (see `tracing.opentelemetry`).
 """
 
 from __future__ import annotations
@@ -31,10 +30,9 @@ _NOTHING = nullcontext()
 
 
 class AttemptTracer:
-    """Collects the spans of one attempt. Safe to record from any thread.
+    """Collects the spans of one attempt, from any thread.
 
-    `rollout_id` and `attempt_id` name the attempt; `trace_id` is derived from the attempt, so that every process that
-    takes part in it writes one trace."""
+    `trace_id` is derived from the attempt, so that all processes that take part in it write one trace."""
 
     def __init__(self, rollout_id: str, attempt_id: str) -> None:
         self.rollout_id = rollout_id
@@ -57,7 +55,8 @@ class AttemptTracer:
         span_id: str | None = None,
         parent_id: str | None = None,
     ) -> Span:
-        """Make a span of this attempt (times in seconds since the epoch, or now) and keep it until it is drained."""
+        """Make a span of this attempt and keep it until it is drained. Times are seconds since the epoch; default:
+        now."""
         now = time.time()
         span = Span(
             rollout_id=self.rollout_id,
@@ -77,7 +76,7 @@ class AttemptTracer:
         return span
 
     def adopt(self, span: Span) -> Span:
-        """Take a finished span made elsewhere (returned by an agent) as one of this attempt's, whatever ids it has."""
+        """Keep a finished span, such as one returned by an agent, as this attempt's, whatever its ids."""
         adopted = msgspec.structs.replace(
             span,
             rollout_id=self.rollout_id,
@@ -89,31 +88,30 @@ class AttemptTracer:
         return adopted
 
     def get_last_trace(self) -> list[Span]:
-        """Every span recorded in this process for this attempt so far, in order of recording."""
+        """All spans of this attempt recorded in this process so far, in order."""
         return list(self._spans)
 
     def get_langchain_handler(self) -> None:
-        """None: nothing has to be handed to LangChain, whose calls are recorded by the gateway."""
+        """None: LangChain needs no handler, since the gateway records its calls."""
 
     def drain(self) -> list[Span]:
-        """Take the spans recorded since the last drain."""
+        """Return the spans recorded since the last call, and forget them."""
         return [self._pending.popleft() for _ in range(len(self._pending))]
 
     def entered(self, parent_id: str | None) -> AbstractContextManager[None]:
-        """Around code whose spans are to be children of `parent_id`, or of none."""
+        """A block whose spans are children of `parent_id`, or have no parent."""
         return _NOTHING
 
     def enclosing(self, parent_id: str | None) -> str | None:
-        """The span around the running code, where `parent_id` is the innermost operation around it."""
+        """The span around the running code; `parent_id` is the innermost operation around it."""
         return parent_id
 
     def forward(self, to: Callable[[Span], None]) -> None:
-        """Hand each span to `to` when it is recorded, in the thread that records it, instead of keeping it for
-        `drain`."""
+        """Pass each span to `to` when it is recorded, in the recording thread, instead of keeping it for `drain`."""
         self._deliver = to
 
     def close(self) -> None:
-        """The attempt is over: what is recorded from now on is dropped with a warning."""
+        """End the attempt: spans recorded from now on are dropped with a warning."""
         self._closed = True
 
     def _keep(self, span: Span) -> None:
@@ -127,7 +125,7 @@ class AttemptTracer:
 
 
 class Binding(NamedTuple):
-    """The attempt's tracer, and the span that encloses the running code (in the contextvar: the operation)."""
+    """An attempt's tracer, and the span around the running code."""
 
     tracer: AttemptTracer
     parent_id: str | None = None
@@ -146,7 +144,7 @@ def current_binding() -> Binding | None:
 
 
 def require_binding(what: str) -> Binding:
-    """The binding of the running code; ConfigError that names `what` outside a rollout."""
+    """The binding of the running code. Outside a rollout, ConfigError names `what`."""
     binding = current_binding()
     if binding is None:
         raise ConfigError(
@@ -158,7 +156,7 @@ def require_binding(what: str) -> Binding:
 
 
 class Bound:
-    """Within the block, and in tasks and `to_thread` calls started there, spans go to `tracer`."""
+    """In the block, and in tasks and `to_thread` calls started there, spans go to `tracer`."""
 
     def __init__(self, tracer: AttemptTracer, parent_id: str | None) -> None:
         self._binding = Binding(tracer, parent_id)
@@ -181,19 +179,19 @@ class Bound:
 
 
 def bind(tracer: AttemptTracer, parent_id: str | None = None) -> Bound:
-    """For a `with` statement: see `Bound`."""
+    """A `Bound`, for a `with` statement."""
     return Bound(tracer, parent_id)
 
 
 @contextmanager
 def recording(rollout_id: str = "recording", attempt_id: str = "recording-1") -> Generator[AttemptTracer]:
-    """Run agent code without a runner and look at its spans: `tracer.get_last_trace()`."""
+    """Run an agent's code without a runner and look at its spans: `tracer.get_last_trace()`."""
     with bind(AttemptTracer(rollout_id, attempt_id)) as tracer:
         yield tracer
 
 
 def new_span_id() -> str:
-    """16 hexadecimal digits, never all zero, as OpenTelemetry wants them."""
+    """16 hexadecimal digits, not all zero, as in OpenTelemetry."""
     return f"{_span_ids.getrandbits(64) or 1:016x}"
 
 

@@ -1,8 +1,8 @@
-"""Emitters: one call, one span of the attempt that the running code belongs to.
+"""Emitters: each call records one span of the attempt that the running code belongs to.
 
-They are synchronous, cheap (the span waits in memory) and callable from any task or thread that carries the context.
-Outside a rollout they raise ConfigError: a reward that silently goes nowhere would be worse. What is not finite or
-has no JSON form is an InvalidError at the call, not later in the store.
+They are synchronous and cheap (the span stays in memory), and work in any task or thread with the attempt's context.
+ConfigError outside a rollout, where a reward would be lost; InvalidError for a value that is not finite or has no JSON
+form.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ def emit_reward(
     attributes: Mapping[str, Any] | None = None,
     propagate: bool = True,
 ) -> Span:
-    """Record a reward: a number, or several named dimensions of which `primary_key` is the one that is optimised.
+    """Record a reward: a number, or several named ones, of which `primary_key` is optimised.
 
-    The last reward with `final=True` is the rollout's, unless the agent returns one. `final=False` marks an
-    intermediate reward, which belongs to the LLM call before it and never displaces the rollout's. With
-    `propagate=False` this and the other emitters record nothing: the span is the caller's, who may return it."""
+    The rollout's reward is what the agent returns, or else the last one with `final=True`. `final=False` is an
+    intermediate reward of the LLM call before it. With `propagate=False`, this and the other emitters record nothing
+    and only return the span. ConfigError outside a rollout; InvalidError for a reward that is not finite."""
     own = reward_attributes(reward, primary_key, final)
     return _emit("emit_reward", semconv.ANNOTATION, own, attributes, propagate)
 
 
 def emit_message(message: str, attributes: Mapping[str, Any] | None = None, propagate: bool = True) -> Span:
-    """Record a line of text, such as a log message that should be seen beside the calls."""
+    """Record a text, such as a log message, to show it beside the calls."""
     if not isinstance(message, str):  # pyright: ignore[reportUnnecessaryIsInstance] - given by users
         raise InvalidError(f"emit_message takes text, not a {type(message).__name__}; use emit_object for data")
     own: Attributes = {semconv.MESSAGE_BODY: checked_text("the message", message)}
@@ -55,7 +55,7 @@ def emit_message(message: str, attributes: Mapping[str, Any] | None = None, prop
 
 
 def emit_object(object: Any, attributes: Mapping[str, Any] | None = None, propagate: bool = True) -> Span:
-    """Record anything that has a JSON form; bytes become base64."""
+    """Record a value as JSON; bytes become base64."""
     own: Attributes = {
         semconv.OBJECT_TYPE: _type_name(object),
         semconv.OBJECT_JSON: to_json("the object", object),
@@ -64,7 +64,8 @@ def emit_object(object: Any, attributes: Mapping[str, Any] | None = None, propag
 
 
 def emit_annotation(annotation: Mapping[str, Any], propagate: bool = True) -> Span:
-    """Record facts about the rollout; nested mappings become dotted attribute names."""
+    """Record attributes of the rollout; nested mappings become dotted names. InvalidError for a value without a JSON
+    form."""
     return _emit("emit_annotation", semconv.ANNOTATION, {}, annotation, propagate)
 
 
@@ -78,7 +79,7 @@ def emit_exception(
 
 
 def reward(function: FunctionT) -> FunctionT:
-    """Decorator of a function, sync or async, that returns a reward: it is emitted as well."""
+    """Decorate a function, sync or async, so that the reward it returns is also emitted."""
 
     def emitted(value: Any) -> Any:
         emit_reward(value)
@@ -95,13 +96,13 @@ def reward(function: FunctionT) -> FunctionT:
 
 
 def get_message_value(span: Span) -> str | None:
-    """What `emit_message` recorded in this span; None for any other span."""
+    """The text of a span of `emit_message`; None for any other span."""
     body = span.attributes.get(semconv.MESSAGE_BODY)
     return body if isinstance(body, str) else None
 
 
 def get_object_value(span: Span) -> Any:
-    """What `emit_object` recorded in this span; None for any other span."""
+    """The value of a span of `emit_object`; None for any other span."""
     body = span.attributes.get(semconv.OBJECT_JSON)
     if not isinstance(body, str):
         return None
@@ -110,7 +111,7 @@ def get_object_value(span: Span) -> Any:
 
 
 def exception_attributes(exception: BaseException) -> Attributes:
-    """Type, message and traceback under OpenTelemetry's names."""
+    """Type, message and traceback, by OpenTelemetry's names."""
     return {
         semconv.EXCEPTION_TYPE: _type_name(exception),
         semconv.EXCEPTION_MESSAGE: shown(exception),
@@ -119,7 +120,8 @@ def exception_attributes(exception: BaseException) -> Attributes:
 
 
 def shown(value: Any, write: Callable[[Any], str] = str) -> str:
-    """What `write` makes of a stranger's object, also where that fails, is no Unicode text, or has no end."""
+    """The text that `write` makes of an object of the user's, shortened; also where `write` fails or the text is not
+    valid Unicode."""
     try:
         text = write(value)
         if len(text) > MAX_SHOWN:

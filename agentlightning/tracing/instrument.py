@@ -1,7 +1,7 @@
-"""`agl.instrument`: switch on the published OpenTelemetry instrumentation of the agent frameworks that are installed.
+"""`agl.instrument`: switches on published OpenTelemetry instrumentation of agent frameworks.
 
-Knows how instrumentation announces itself and where it is wanting; patches nothing itself, and knows neither attempts
-nor spans. Nothing of OpenTelemetry or of a framework is imported before it is asked for.
+It finds instrumentation and knows its gaps; it patches nothing itself. OpenTelemetry and frameworks are imported only
+when asked for.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ INSTRUMENT: Final = "AGL_INSTRUMENT"
 
 
 def instrument(*names: str) -> list[str]:
-    """Let these frameworks report their tools and agents as spans; without names, all whose instrumentation is
-    installed, but for `OTEL_PYTHON_DISABLED_INSTRUMENTATIONS`.
+    """Record the tools and agents of these frameworks as spans. Without names: of all whose instrumentation is
+    installed, except `OTEL_PYTHON_DISABLED_INSTRUMENTATIONS`.
 
-    A name is that in the entry-point group `opentelemetry_instrumentor`, where a package of instrumentation announces
-    itself, or a beginning of it (`autogen`); `agent_framework` and `pydantic_ai` need no package. To be called before
-    agents are built; in a process where it was done already it does nothing. Returns the names that are on. ConfigError
-    for a name that is not installed or cannot be switched on; without names that is a warning."""
+    A name is an entry point of the group `opentelemetry_instrumentor`, or its beginning (`autogen`); `agent_framework`
+    and `pydantic_ai` need no package. Call it before you create agents; a second call does nothing. Returns the names
+    that are on. ConfigError for a name that is not installed or cannot be switched on; without names, a warning."""
     switches = _switches()
     left_out = os.environ.get("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "").replace(" ", "").split(",")
     chosen = [found for name in names for found in _matching(name, switches)]
@@ -50,7 +49,7 @@ def instrument(*names: str) -> list[str]:
 
 
 def instruments(name: str) -> bool:
-    """Whether `instrument` would find this name here."""
+    """Whether `instrument` would find this name."""
     try:
         return bool(_matching(name, _switches()))
     except ConfigError:
@@ -58,17 +57,17 @@ def instruments(name: str) -> bool:
 
 
 def instrument_from_environment() -> list[str]:
-    """Instrument what the environment names, if anything."""
+    """Instrument the frameworks that the environment names."""
     names = [name for name in os.environ.get(INSTRUMENT, "").split(",") if name]
     return instrument(*(name for name in names if name != "all")) if names else []
 
 
 def quiet_openai_agents() -> None:
-    """Keep the OpenAI Agents SDK, if it is installed, from sending its traces to OpenAI, wherever its model is.
+    """Keep the OpenAI Agents SDK, if installed, from sending its traces to OpenAI.
 
-    Once it is imported, only the processor that uploads is taken out, and those through which instrumentation listens
-    stay. Before that its tracing is switched off by its environment variable: to import it would take seconds, also in
-    programs that do not use it. To be called before each run of an agent; after the first it costs nothing."""
+    If it is imported, only its uploading processor is removed; those of instrumentation stay. If not, its environment
+    variable switches tracing off: importing it takes seconds, also in programs that do not use it. Called before each
+    run of an agent; repeating it costs nothing."""
     if not _installed("openai-agents"):
         return
     if "agents.tracing" in sys.modules:
@@ -123,7 +122,7 @@ def _matching(name: str, known: Collection[str]) -> list[str]:
 
 
 def _lacks_framework(error: Exception) -> bool:
-    """Whether what would be instrumented is not installed: many packages of instrumentation bring no framework."""
+    """Whether the instrumented framework is missing: many instrumentation packages do not install it."""
     conflict = getattr(error, "conflict", None)
     missing = conflict is not None and not (conflict.found or getattr(conflict, "found_any", None))
     return missing or isinstance(error, ModuleNotFoundError)

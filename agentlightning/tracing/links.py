@@ -1,7 +1,8 @@
-"""Links and tags: attributes that say which other spans a span is about, and free words to find it by.
+"""Links and tags: attributes that name other spans, and words to find a span by.
 
-A link names spans by what they have, also ones that do not exist yet: `agentlightning.link.N.{key_match,value_match}`.
-`trace_id` and `span_id` match the span itself, any other key one of its attributes. A tag is `agentlightning.tag.N`.
+A link matches spans by a key and value, even spans that do not exist yet:
+`agentlightning.link.N.{key_match,value_match}`. `trace_id` and `span_id` match the span itself, any other key an
+attribute. A tag is `agentlightning.tag.N`.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class LinkMatch(NamedTuple):
 def make_link_attributes(links: Mapping[str, str]) -> Attributes:
     """`{"span_id": "r1"}` → `{"agentlightning.link.0.key_match": "span_id", "agentlightning.link.0.value_match": "r1"}`
 
-    Give them to an emitter: `emit_reward(0.5, attributes=make_link_attributes(…))`. InvalidError for a value that is no
-    text."""
+    Pass them to an emitter: `emit_reward(0.5, attributes=make_link_attributes(…))`. InvalidError for a value that is
+    not text."""
     attributes: Attributes = {}
     for index, (key, value) in enumerate(links.items()):
         if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance] - given by users
@@ -36,7 +37,7 @@ def make_link_attributes(links: Mapping[str, str]) -> Attributes:
 
 
 def extract_links_from_attributes(attributes: Mapping[str, AttributeValue]) -> list[LinkMatch]:
-    """The links that `make_link_attributes` wrote, in order."""
+    """The links of `make_link_attributes`, in order."""
     links: list[LinkMatch] = []
     while (key := attributes.get(f"{LINK}.{len(links)}.key_match")) is not None:
         links.append(LinkMatch(str(key), str(attributes.get(f"{LINK}.{len(links)}.value_match", ""))))
@@ -44,7 +45,7 @@ def extract_links_from_attributes(attributes: Mapping[str, AttributeValue]) -> l
 
 
 def query_linked_spans(spans: Sequence[Span], links: Sequence[LinkMatch]) -> list[Span]:
-    """Those of `spans` that every link matches."""
+    """The `spans` that match all links."""
     return [span for span in spans if all(_matches(span, link) for link in links)]
 
 
@@ -54,7 +55,7 @@ def make_tag_attributes(tags: Sequence[str]) -> Attributes:
 
 
 def extract_tags_from_attributes(attributes: Mapping[str, AttributeValue]) -> list[str]:
-    """The tags that `make_tag_attributes` wrote, in order."""
+    """The tags of `make_tag_attributes`, in order."""
     tags: list[str] = []
     while (tag := attributes.get(f"{TAG}.{len(tags)}")) is not None:
         tags.append(str(tag))

@@ -1,6 +1,6 @@
-"""What an attempt wrote, kept as a few spans of bounded size: a process's stdout and stderr, and records of `logging`.
+"""Logs of an attempt as a few spans of limited size: stdout and stderr of a process, and records of `logging`.
 
-This module knows texts and the attempt that the running code belongs to. It does not know processes or runners.
+This module knows neither processes nor runners.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KEPT_BYTES: Final = 64 * 1024  # of each stream of an attempt
 
 
 class Excerpt:
-    """The beginning and the end of what is written, in about `limit` bytes of memory however much that is."""
+    """The beginning and the end of a text, in about `limit` bytes of memory."""
 
     def __init__(self, limit: int = KEPT_BYTES) -> None:
         self._half = max(1, limit // 2)
@@ -31,7 +31,7 @@ class Excerpt:
 
     @property
     def left_out(self) -> int:
-        """How many bytes between the beginning and the end are gone."""
+        """How many bytes were dropped between the beginning and the end."""
         return self._written - len(self._head) - min(len(self._tail), self._half)
 
     def write(self, data: bytes) -> None:
@@ -48,7 +48,7 @@ class Excerpt:
             del self._tail[: -self._half]
 
     def text(self) -> str:
-        """What is kept, with a line that counts what is not, and U+FFFD for what is not UTF-8."""
+        """The kept text, with a line that counts the dropped bytes, and U+FFFD for bytes that are not UTF-8."""
         tail = self._tail[-self._half :]
         if not self.left_out:
             return (self._head + tail).decode(errors="replace")
@@ -59,16 +59,15 @@ class Excerpt:
 def record_log(
     tracer: AttemptTracer, stream: LogStream, text: str, times: tuple[float | None, float | None] = (None, None)
 ) -> None:
-    """Record what the attempt wrote to `stream`, if it is anything, as one span from its first write to its last. Half
-    surrogates, which UTF-8 cannot hold, become `?`."""
+    """Record what the attempt wrote to `stream` as one span from its first write to its last, unless it is empty. Half
+    surrogates, which UTF-8 cannot encode, become `?`."""
     if text:
         said = text.encode(errors="replace").decode()
         tracer.record(LOG, {LOG_STREAM: stream, LOG_TEXT: said}, start_time=times[0], end_time=times[1])
 
 
 class AttemptLogs(logging.Handler):
-    """Keeps the records that the code of an attempt logs (INFO and above, where its logger lets them through), for the
-    attempts that are open here."""
+    """Keeps log records (INFO and above, if their logger lets them through) of the attempts that are open."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -77,7 +76,7 @@ class AttemptLogs(logging.Handler):
 
     @contextmanager
     def installed(self) -> Generator[None]:
-        """On the root logger for as long as the block lasts."""
+        """Add it to the root logger for the duration of the block."""
         root = logging.getLogger()
         root.addHandler(self)
         try:
@@ -87,7 +86,7 @@ class AttemptLogs(logging.Handler):
 
     @contextmanager
     def open(self, tracer: AttemptTracer) -> Generator[None]:
-        """Keep what the attempt of `tracer` logs within the block, and record it at its end, if it is anything."""
+        """Keep what the attempt of `tracer` logs in the block, and record it at the end."""
         excerpt = self._excerpts[tracer] = Excerpt()
         try:
             yield
@@ -109,7 +108,7 @@ class AttemptLogs(logging.Handler):
             self.handleError(record)
 
     def _is_alone(self, record: logging.LogRecord) -> bool:
-        """Whether `record` meets no other handler: what Python then writes to stderr must not be lost by this one."""
+        """Whether `record` has no other handler. Python then writes it to stderr, which must still happen."""
         logger: logging.Logger | None = logging.getLogger(record.name)
         kin: list[logging.Handler] = []
         while logger is not None:

@@ -1,7 +1,7 @@
-"""`operation`: a stretch of work as one span, as a decorator or a context manager, sync and async.
+"""`operation`: a piece of work as one span; a decorator or a context manager, sync and async.
 
-Spans emitted inside become its children. Outside a rollout the work simply runs and nothing is recorded: a decorated
-tool stays an ordinary function of the user's program.
+Spans emitted inside become its children. Outside a rollout nothing is recorded, and a decorated function works as
+usual.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_LEVELS: Final = 8  # groups and lists within each other
 
 
 class Operation:
-    """One running operation. Serves as `with` and `async with`; use one object for one block."""
+    """One running operation, for one `with` or `async with` block."""
 
     def __init__(self, attributes: Attributes, propagate: bool = True) -> None:
         self._attributes = attributes
@@ -40,22 +40,22 @@ class Operation:
         self._start_time = self._started = 0.0
 
     def set_input(self, /, *args: Any, **kwargs: Any) -> None:
-        """Record what went in: `("Oslo", limit=3)` → `….input.args.0`, `….input.limit` (see `spread`)."""
+        """Record the input: `("Oslo", limit=3)` → `….input.args.0`, `….input.limit` (see `spread`)."""
         for name, value in (_numbered("args", args) | kwargs).items():
             self._attributes.update(spread(f"{OPERATION_INPUT}.{name}", value))
 
     def set_output(self, output: Any) -> None:
-        """Record what came out: `{"price": 120}` → `….output.price` (see `spread`)."""
+        """Record the output: `{"price": 120}` → `….output.price` (see `spread`)."""
         self._attributes.update(spread(OPERATION_OUTPUT, output))
 
     def span(self) -> Span:
-        """What was recorded. ConfigError before the end, and where nothing is recorded."""
+        """The recorded span. ConfigError before the block ends, or if nothing is recorded."""
         if self._span is None:
             raise ConfigError("the operation has no span: it is not over, or it ran outside a rollout")
         return self._span
 
     def set_attributes(self, attributes: Mapping[str, Any]) -> None:
-        """Record more about it; nested mappings become dotted names, None is left out."""
+        """Record more attributes; nested mappings become dotted names, None is omitted."""
         self._attributes.update(flatten(attributes))
 
     def __enter__(self) -> Self:
@@ -108,11 +108,12 @@ def operation(
     name: str | None = None,
     **attributes: Any,
 ) -> Any:
-    """`@operation`, `@operation(step="plan")`, `with operation(name="plan") as op:` or `async with`.
+    """Record a function or a block as a span: `@operation`, `@operation(step="plan")`, `with operation(name="plan") as
+    op:` or `async with`.
 
-    As a decorator the span holds the function's name, arguments and result; a raised exception is recorded and goes
-    on. Generator functions are refused (ConfigError): put the context manager inside them. With `propagate=False`
-    nothing is recorded."""
+    As a decorator, the span has the function's name, arguments and result; exceptions are recorded and raised. For
+    generator functions, put the context manager inside (ConfigError as a decorator). Nothing is recorded with
+    `propagate=False`."""
     flat = flatten({OPERATION_NAME: name, **attributes})
     if function is not None:
         return _decorated(function, flat, propagate)
@@ -152,8 +153,8 @@ def _decorated(function: FunctionT, attributes: Attributes, propagate: bool) -> 
 
 
 def _arguments_of(function: Callable[..., Any]) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
-    """What gives the arguments of a call by the names of their parameters, defaults included: `("Oslo", "x")` for
-    `(city, *more, limit=3)` → `{"limit": 3, "city": "Oslo", "more.0": "x"}`."""
+    """A function that names the arguments of a call by parameter, defaults included: `("Oslo", "x")` for `(city, *more,
+    limit=3)` → `{"limit": 3, "city": "Oslo", "more.0": "x"}`."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some of Python's own have none
@@ -178,13 +179,12 @@ def _numbered(name: str, values: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def spread(name: str, value: Any) -> Attributes:
-    """Any value as attributes, laid out as Agent Lightning 0.3 does: `{"a": {"b": 1}, "c": ["x", 2], "d": [1, 2]}` →
+    """Any value as attributes, in the layout of Agent Lightning 0.3: `{"a": {"b": 1}, "c": ["x", 2], "d": [1, 2]}` →
     `….a.b = 1`, `….c.0 = "x"`, `….c.1 = 2`, `….d = [1, 2]`.
 
-    A dict or list with nothing in it leaves nothing. What is neither these nor a scalar is JSON, with the `str` of what
-    has no JSON form. What holds more than MAX_VALUES values or MAX_LEVELS levels is one JSON text, and of a text longer
-    than MAX_SHOWN the beginning and the end are kept. Nothing is raised: recording must not make a working tool fail.
-    """
+    Empty dicts and lists are omitted. Other objects become JSON, or `str` where they have no JSON form. A value with
+    more than MAX_VALUES values or MAX_LEVELS levels is one JSON text; of a text longer than MAX_SHOWN, the beginning
+    and the end are kept. Nothing is raised: recording must not break a working tool."""
     if not isinstance(value, (dict, list)):
         return {name: _scalar(value)}
     attributes: Attributes = {}
@@ -208,7 +208,7 @@ def spread(name: str, value: Any) -> Attributes:
 
 
 def _of_one_type(values: list[Any]) -> AttributeValue | None:
-    """The values, where an attribute can hold them as one list."""
+    """The values, if an attribute can hold them as one list."""
     if not all(isinstance(value, str | int | float) for value in values):
         return None
     scalars = [_scalar(value) for value in values]

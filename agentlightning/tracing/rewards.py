@@ -1,8 +1,9 @@
-"""How a reward is written into a span and read back. Knows spans; knows neither attempts nor what rewards are for.
+"""Writes a reward into a span's attributes and reads it back.
 
-A reward span carries `agentlightning.reward.0.{name,value}`, the value that is optimised, and further dimensions under
-1, 2 …. `agentlightning.reward.final` is False on an intermediate reward; without it a reward is final.
-`agentlightning.reward.returned` is True on what the agent returned, the last word whatever the clocks of others say.
+A reward span has the optimised value in `agentlightning.reward.0.{name,value}`, further ones under 1, 2 ….
+`agentlightning.reward.final` is False on an intermediate reward; without it, a reward is final.
+`agentlightning.reward.returned` is True on what the agent returned, which counts as the last word whatever the clocks
+say.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Reward(NamedTuple):
 
 
 class GivenReward(NamedTuple):
-    """The arguments of `reward_attributes`, and the first ones of `emit_reward`."""
+    """The arguments of `reward_attributes`."""
 
     reward: float | dict[str, float]
     primary_key: str | None = None
@@ -39,7 +40,7 @@ class GivenReward(NamedTuple):
 
 
 def parse_reward(text: str | bytes, what: str = "the reward") -> GivenReward:
-    """The reward that a line of JSON gives, in the forms of `read_reward`. InvalidError for anything else."""
+    """The reward in a line of JSON, in the forms of `read_reward`. InvalidError for anything else."""
     try:
         value = msgspec.json.decode(text)
     except (ValueError, RecursionError) as error:
@@ -51,11 +52,11 @@ def parse_reward(text: str | bytes, what: str = "the reward") -> GivenReward:
 
 
 def read_reward(value: Any, what: str = "the reward") -> GivenReward:
-    """A reward in any form that programs give it in, checked: a number, `{"reward": 0.7}`, or names with numbers.
+    """A program's reward: a number, `{"reward": 0.7}`, or several names with numbers.
 
-    Of several names the one that is optimised is `primary_key`'s, or else `reward`. `final: false` marks an
-    intermediate reward. NumPy's and torch's scalars are numbers. So is the value of an event of Agent Lightning 1.0,
-    `{"event_type": "reward", "data": {"value": 0.7}}`. InvalidError for anything else."""
+    Of several names, that in `primary_key` is optimised, or else `reward`. `final: false` is an intermediate reward.
+    Scalars of NumPy and torch are numbers. An event of Agent Lightning 1.0,
+    `{"event_type": "reward", "data": {"value": 0.7}}`, is read too. InvalidError for anything else."""
     if not isinstance(value, Mapping):
         return GivenReward(checked_reward(value, what))
     named = dict(cast("Mapping[Any, Any]", value))
@@ -78,7 +79,7 @@ def read_reward(value: Any, what: str = "the reward") -> GivenReward:
 def reward_attributes(
     reward: float | Mapping[str, float], primary_key: str | None = None, final: bool = True
 ) -> Attributes:
-    """Attributes of a reward span. With several dimensions the primary one comes first.
+    """The attributes of a reward span, the primary reward first.
 
     `({"correct": 1.0, "short": 0.2}, "correct")` → `reward.0 = (correct, 1.0)`, `reward.1 = (short, 0.2)`."""
     attributes: Attributes = {}
@@ -91,7 +92,7 @@ def reward_attributes(
 
 
 def get_reward_value(span: Span) -> float | None:
-    """The primary value of a reward span; None for any other span."""
+    """The primary reward of a span; None for any other span."""
     value = span.attributes.get(_PRIMARY_VALUE)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
@@ -99,7 +100,7 @@ def get_reward_value(span: Span) -> float | None:
 
 
 def get_rewards_from_span(span: Span) -> list[Reward]:
-    """All dimensions of a reward span, the primary one first; empty for any other span."""
+    """All rewards of a span, the primary one first; empty for any other span."""
     rewards: list[Reward] = []
     while isinstance(value := span.attributes.get(reward_value(len(rewards))), (int, float)):
         if isinstance(value, bool):
@@ -114,7 +115,7 @@ def is_reward_span(span: Span) -> bool:
 
 
 def is_final_reward(span: Span) -> bool:
-    """Whether the span carries a reward of the whole rollout rather than an intermediate one."""
+    """Whether the span has a reward of the whole rollout, not an intermediate one."""
     return get_reward_value(span) is not None and span.attributes.get(REWARD_FINAL, True) is not False
 
 
@@ -125,10 +126,16 @@ def find_reward_spans(spans: Iterable[Span]) -> list[Span]:
 
 
 def find_final_reward(spans: Iterable[Span]) -> float | None:
-    """The rollout's reward: what the agent returned, else the last final reward, else None."""
+    """The rollout's reward: what the agent returned, or else the last final reward; None without either."""
+    final = find_final_rewards(spans)
+    return final[0].value if final else None
+
+
+def find_final_rewards(spans: Iterable[Span]) -> list[Reward]:
+    """All dimensions of the rollout's reward, that of `find_final_reward` first; empty without a reward."""
     final = [span for span in find_reward_spans(spans) if is_final_reward(span)]
     returned = [span for span in final if span.attributes.get(REWARD_RETURNED) is True]
-    return get_reward_value((returned or final)[-1]) if final else None
+    return get_rewards_from_span((returned or final)[-1]) if final else []
 
 
 def checked_reward(value: Any, what: str = "the reward") -> float:

@@ -1,8 +1,8 @@
-"""The spans of one attempt, in whatever instrumentation's words, as one list of steps: calls, tools, agents.
+"""Reads the spans of one attempt, from any instrumentation, as a list of steps: calls, tools and agents.
 
-What two sources report is one step: a call that the gateway recorded and the agent's framework too, a tool that two
-instrumentations saw. A pure reading of spans; it does not know the store, rewards or learning. It takes time in
-proportion to the spans, whoever made them: of the spans around one, and of the calls near it, only so many count.
+Two reports of the same thing are one step: a call recorded by gateway and framework, a tool seen by two
+instrumentations. This module only reads spans; it does not know the store, rewards or learning. Its time is linear in
+the spans, whoever made them: around a span, only so many parents and calls count.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _ALIKE: Final = 32  # calls that began before a report, and as many after it, wh
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One thing that happened in an attempt.
+    """One call, tool execution or agent of an attempt.
 
-    `name` is the tool's, the agent's or the model's name, else the span's; `agent` the agent it ran under;
-    `arguments` and `result` JSON or text; `duration` in seconds. `call` is, for a call, the gateway's span of that
-    call (itself, where it is the gateway's); for a tool, the gateway call that asked for it, or that it came after
-    where no answer asks for it (an agent may read tool calls out of the text)."""
+    `name` is the name of the tool, agent or model, or else of the span. `agent` is the agent it ran under. `arguments`
+    and `result` are JSON or text; `duration` is in seconds. `call` is the gateway's span: of the call itself, or of the
+    call that asked for the tool. If no answer asked for the tool (an agent may parse text), it is the call before
+    it."""
 
     span: Span
     kind: Kind
@@ -59,13 +59,13 @@ class ToolRequest(msgspec.Struct, frozen=True):
 
 
 def read_steps(spans: Sequence[Span], failed_tool: str | None = None) -> list[Step]:
-    """The steps of ONE attempt, by start time; its spans may come in any order. `failed_tool` is a pattern of one's own
-    for what failed tools answer (`tracing.tool_failures`)."""
+    """The steps of ONE attempt, by start time. Its spans may come in any order. `failed_tool` is your pattern for the
+    results of failed tools (see `tracing.tool_failures`)."""
     return _Attempt(spans).steps(failed_tool)
 
 
 def tool_requests(call: Span) -> list[ToolRequest]:
-    """The tool calls in the answer of a gateway's call, in order: of its first choice, where there are several."""
+    """The tool calls in the answer of a gateway's call, in order; of several choices, the first."""
     answer = _first_message(call, semconv.GEN_AI_OUTPUT_MESSAGES)
     asked = [dialects.mapping(item) for item in dialects.items(answer.get("tool_calls"))]
     return [
@@ -75,7 +75,7 @@ def tool_requests(call: Span) -> list[ToolRequest]:
 
 
 class _Attempt:
-    """The spans of an attempt and how they hang together."""
+    """The spans of an attempt and their relations."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self.spans = sorted(spans, key=lambda span: (span.start_time, span.sequence_id))
@@ -109,7 +109,7 @@ class _Attempt:
         self.within = self._calls_within()
 
     def steps(self, failed_tool: str | None) -> list[Step]:
-        """One step for each span that no other stands for."""
+        """One step per span, except spans that another one stands for."""
         heads: dict[str, list[Span]] = {}
         for span in self.spans:
             heads.setdefault(self._head(span), []).append(span)
@@ -141,7 +141,7 @@ class _Attempt:
         )
 
     def _tool(self, span: Span, group: list[Span], claimed: set[int], failed_tool: str | None) -> Step:
-        """One execution, of which `group` are the reports. `claimed` are the requests executed before it."""
+        """One execution, reported by `group`. `claimed` are the requests executed before."""
         name = self.names[span.span_id]
         around = self._agent_around(span)
         tool_call_id = next((told for one in group if (told := self.told_ids[one.span_id])), None)
@@ -160,7 +160,7 @@ class _Attempt:
         )
 
     def _head(self, span: Span) -> str:
-        """The id of the span that stands for this one: the outermost report of one agent, tool call or model call."""
+        """The id of the span that stands for this one: the outermost report of an agent, tool call or model call."""
         kind = self.kinds[span.span_id]
         if dialects.is_gateway_call(span) or kind == "other":
             return span.span_id
@@ -176,8 +176,8 @@ class _Attempt:
         return head.span_id
 
     def _link(self) -> None:
-        """For each gateway call, find what other instrumentation said of it: by its parents, the id of its answer, the
-        ids of the tools it asked for, else by model, time and text."""
+        """Find the other reports of each gateway call: by parents, the answer's id, the ids of requested tools, or else
+        model, time and text."""
         above: dict[str, list[Span]] = {}
         for call in self.calls:
             for outer in self._ancestors(call):
@@ -218,7 +218,7 @@ class _Attempt:
                 self._report(max(left, key=lambda call: _overlap(span, call)), span, sure)
 
     def _report(self, call: Span, span: Span, sure: bool = True) -> None:
-        """Take `span`, and the reports of the same call around it, for reports of `call`."""
+        """Record that `span`, and the reports around it, are about `call`."""
         reports = self.reports[call.span_id]
         for one in chain((span,), self._ancestors(span)):
             if self.kinds[one.span_id] != "call" or one.span_id in self.reports or one.span_id in reports:
@@ -229,8 +229,8 @@ class _Attempt:
                 self.guessed.add(one.span_id)
 
     def _calls_within(self) -> dict[tuple[str | None, str], list[tuple[Span, int]]]:
-        """By the id of a span around them (None: anywhere), and by what they asked for (`id:…`, `name:…`; all: no
-        text), the calls in the order in which they began, each with the index of that request."""
+        """The calls by the id of a span around them (None: any) and by what they asked for (`id:…`, `name:…`; all: no
+        text), in the order they began, each with the index of that request."""
         asked: dict[str, list[tuple[str, int]]] = {call.span_id: [("", -1)] for call in self.calls}
         for index, one in enumerate(self.requests):
             asked[one.call.span_id] += [(f"id:{one.id}", index), (f"name:{one.name}", index)]
@@ -245,8 +245,8 @@ class _Attempt:
     def _request(
         self, tool: Span, name: str, tool_call_id: str | None, agent: str | None, claimed: set[int]
     ) -> ToolRequest | None:
-        """The tool call that this execution answers, which is claimed: that of its id, else one for this tool by an
-        earlier call. Of several, the first of the latest of the nearest calls that was not executed yet."""
+        """The tool call that this execution answers, which is then claimed: the one with its id, or else one for this
+        tool in an earlier call. Of several: the first not yet executed of the nearest, latest call."""
         what = f"id:{tool_call_id}"
         found = self.within.get((None, what), []) if tool_call_id is not None else []
         if len(found) != 1:
@@ -260,7 +260,7 @@ class _Attempt:
         return self.requests[found[0][1]]
 
     def _call_before(self, tool: Span, agent: str | None) -> Span | None:
-        """The last of the nearest calls before a tool, unless it is another agent's."""
+        """The nearest call before a tool, unless it is another agent's."""
         near = [call for call, _ in self._nearest(tool, agent, "")]
         ended = [call for call in near if self.ended[call.span_id] <= tool.start_time] or near
         call = ended[-1] if ended else None
@@ -268,8 +268,8 @@ class _Attempt:
         return call if agent is None or asked_by in (None, agent) else None
 
     def _nearest(self, tool: Span, agent: str | None, what: str) -> list[tuple[Span, int]]:
-        """Those of `within` that began before the tool, share the innermost span with it and, of these, are of its
-        agent, if any are."""
+        """Those of `within` that began before the tool and share the innermost span with it; if some are of its agent,
+        only these."""
         for place in chain((outer.span_id for outer in self._ancestors(tool)), (None,)):
             there = self.within.get((place, what), [])
             before = bisect_right(there, tool.start_time, key=lambda one: self.began[one[0].span_id])
@@ -279,8 +279,8 @@ class _Attempt:
         return []
 
     def _agent_of_call(self, call: Span) -> str | None:
-        """Of the nearest span that names an agent: above the call, or above what else reports it; else of the agents
-        at work at that time, if they run inside each other; else what the call says of itself."""
+        """The nearest span that names an agent, above the call or above another report of it; or else the agents at
+        work at that time, if they are nested; or else what the call says."""
         sources = self._sources(call)
         for source in sources:
             for span in (source, *self._ancestors(source)):
@@ -295,7 +295,7 @@ class _Attempt:
         return [call, *(one for span_id, one in reports.items() if span_id not in self.guessed)]
 
     def _before_shorter(self) -> list[int]:
-        """Of each agent, the index of the last before it that ended later; −1 for none."""
+        """For each agent, the index of the last one before it that ended later; −1 for none."""
         found: list[int] = []
         for index, agent in enumerate(self.agents):
             at = index - 1
@@ -319,12 +319,12 @@ class _Attempt:
         return self.named[working[0].span_id] if all(one.span_id in around for one in working) else None
 
     def _agent_around(self, span: Span) -> str | None:
-        """The nearest agent above this span, itself left out."""
+        """The nearest agent above this span."""
         own = self.named[span.span_id] if self.kinds[span.span_id] != "agent" else None
         return own or next((name for outer in self._ancestors(span) if (name := self.named[outer.span_id])), None)
 
     def _ancestors(self, span: Span) -> tuple[Span, ...]:
-        """From the parent up, as far as it is known, at most DEPTH."""
+        """From the parent up, as far as known, at most DEPTH."""
         if (known := self.above.get(span.span_id)) is not None:
             return known
         found, seen, at = [], {span.span_id}, span
@@ -341,7 +341,7 @@ def _start(span: Span) -> float:
 
 
 def _tool_call_id(span: Span, asked: Container[str]) -> str | None:
-    """The id that a span tells, or one in its result by which a model has `asked`: tools have ids of their own."""
+    """The id in a span, or the one in its result that a model has `asked` with: tools have ids of their own."""
     if told := dialects.text_of(span, *_CALL_ID_NAMES):
         return told
     found = {told for told in _TOOL_CALL_ID.findall(dialects.result_of(span) or "") if told in asked}
@@ -362,7 +362,7 @@ def _asked_ids(span: Span) -> list[str]:
 
 
 def _first_message(call: Span, name: str) -> dict[str, Any]:
-    """Of a gateway call: the first message that it was sent, or that of its first choice."""
+    """The first message sent in a gateway call, or that of its first choice."""
     return dialects.mapping(dialects.first_item(dialects.text_of(call, name) or ""))
 
 
@@ -378,6 +378,6 @@ def _overlap(span: Span, call: Span) -> float:
 
 
 def _texts(call: Span) -> list[str]:
-    """A call's answer, and its first message, which tells agents apart."""
+    """A call's answer, and its first message, which distinguishes agents."""
     names = semconv.GEN_AI_OUTPUT_MESSAGES, semconv.GEN_AI_INPUT_MESSAGES
     return [text for name in names if isinstance(text := _first_message(call, name).get("content"), str) and text]

@@ -1,7 +1,6 @@
-"""One attempt as a person reads it: agents as branches, and on them calls, tools, rewards and what went wrong.
+"""Prints one attempt as a tree: agents as branches with calls, tools, rewards and errors.
 
-This module knows steps and how a line about each reads. It does not know the store, nor which terminal it is for: texts
-are made of one line each, which wraps.
+It knows steps and the line for each. It knows neither the store nor the terminal: each text is one line, which wraps.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _NOT_STEPS: Final = frozenset({semconv.LOG, semconv.UNDELIVERED})
 
 @dataclass(frozen=True)
 class Totals:
-    """What an attempt took."""
+    """Calls, tokens and seconds of an attempt."""
 
     calls: int
     tokens_read: int
@@ -42,13 +41,13 @@ class Totals:
 
 
 def totals(steps: Iterable[Step]) -> Totals:
-    """Calls and tokens of an attempt's steps."""
+    """The calls and tokens of an attempt's steps."""
     counts = [token_counts(_reporting(step).attributes) or (0, 0) for step in steps if step.kind == "call"]
     return Totals(len(counts), sum(read for read, _ in counts), sum(written for _, written in counts))
 
 
 def rollout_tree(rollout: Rollout, spans: Sequence[Span], *, limit: int = LINES) -> Tree:
-    """The tree of one attempt's spans below a line about its rollout. Beyond `limit` steps the rest is counted."""
+    """The tree of one attempt's spans under a line about its rollout. Steps beyond `limit` are counted."""
     steps = [step for step in read_steps(spans) if step.span.name not in _NOT_STEPS]
     reward = find_final_reward(spans)
     style = {"succeeded": "green", "failed": "red"}.get(rollout.status, "yellow")
@@ -69,25 +68,25 @@ def rollout_tree(rollout: Rollout, spans: Sequence[Span], *, limit: int = LINES)
 
 
 def printable(text: str) -> str:
-    """The text with a space for every character that a terminal would act on, but for line ends."""
+    """The text with spaces for all characters that a terminal acts on, except line ends."""
     return "".join(c if c.isprintable() or c == "\n" else " " for c in text)
 
 
 def traceback_of(spans: Iterable[Span]) -> str | None:
-    """The traceback of the exception that was recorded last, in a span or an event of one."""
+    """The traceback of the last recorded exception, in a span or a span's event."""
     recorded = [one for span in spans for one in (span.attributes, *(event.attributes for event in span.events))]
     found = [str(one[semconv.EXCEPTION_STACKTRACE]) for one in recorded if semconv.EXCEPTION_STACKTRACE in one]
     return found[-1] if found else None
 
 
 def one_line(text: str, limit: int = _TEXT) -> str:
-    """Printable text without line ends, cut at `limit` characters."""
+    """Printable text without line ends, of at most `limit` characters."""
     flat = " ".join(printable(text[: 4 * limit]).split())
     return flat if len(flat) <= limit else f"{flat[: limit - 1]}…"
 
 
 def _grow(tree: Tree, steps: Sequence[Step], spans: Sequence[Span], limit: int) -> None:
-    """Each step on the branch of the one it is shown below."""
+    """Add each step to the branch of its parent."""
     shown = arranged(steps, spans)
     branches: list[Tree] = []
     for step, place in shown[:limit]:
@@ -99,8 +98,8 @@ def _grow(tree: Tree, steps: Sequence[Step], spans: Sequence[Span], limit: int) 
 
 
 def arranged(steps: Sequence[Step], spans: Sequence[Span]) -> list[tuple[Step, int | None]]:
-    """The steps worth a line, each with the place in this list of the one it is shown below: the nearest earlier one
-    that its span is in, else the agent it ran under; None for none."""
+    """The steps worth a line, each with the index of its parent in this list: the nearest earlier step whose span
+    contains it, or else the agent it ran under; None if there is none."""
     above = {span.span_id: span.parent_id for span in spans}
     inner = set(above.values())
     shown: dict[str, int | None] = {}
@@ -137,13 +136,13 @@ def arranged(steps: Sequence[Step], spans: Sequence[Span]) -> list[tuple[Step, i
 
 
 def _is_told(span: Span) -> bool:
-    """Whether a span that is neither call, tool nor agent says something of its own."""
+    """Whether a span that is no call, tool or agent is worth a line."""
     kind = span.attributes.get("openinference.span.kind", "CHAIN")
     return _is_ours(span) or kind not in ("CHAIN", "LLM") or get_reward_value(span) is not None
 
 
 def _nearest(span: Span, above: Mapping[str, str | None], shown: Mapping[str, int | None]) -> str | None:
-    """The nearest span above this one that is shown."""
+    """The nearest shown span above this one."""
     passed, at = {span.span_id}, span.parent_id
     while at is not None and at not in shown and at not in passed and len(passed) <= DEPTH:
         passed.add(at)
@@ -194,7 +193,7 @@ def _call(step: Step) -> Text:
 
 
 def _reporting(step: Step) -> Span:
-    """The span that tells most of a call: the gateway's, where there is one."""
+    """The most detailed span of a call: the gateway's, if there is one."""
     return step.call or step.span
 
 

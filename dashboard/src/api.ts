@@ -331,6 +331,7 @@ export interface Session {
   admin: boolean;
   scopes: ("admin" | "grader" | "read" | "trainer" | "worker")[];
   protected: boolean;
+  reading: boolean;
   version: string;
 }
 

@@ -16,6 +16,7 @@ export function filterOf(query: URLSearchParams): Filter | undefined {
     ["run", "run_id"],
     ["group", "group_id"],
     ["tag", "tag"],
+    ["label", "metadata.annotation.label"],
   ] as const) {
     const value = query.get(name);
     if (value) parts.push({ op: "eq", field, value });

@@ -38,7 +38,14 @@ export async function logOut(): Promise<void> {
   location.reload();
 }
 
-export function may(scope: "grader" | "trainer" | "admin"): boolean {
+/** Why this page or the key of its viewer may not write as this scope does; empty where it may. */
+export function whyNot(scope: "grader" | "trainer" | "admin"): string {
   const now = session.value;
-  return now !== null && (scope === "admin" ? now.admin : now.admin || now.scopes.includes(scope));
+  if (now === null) return "there is no session";
+  if (now.reading) return "this page only reads";
+  return now.admin || (scope !== "admin" && now.scopes.includes(scope)) ? "" : `your key lacks the scope ${scope}`;
+}
+
+export function may(scope: "grader" | "trainer" | "admin"): boolean {
+  return whyNot(scope) === "";
 }

@@ -1,13 +1,18 @@
 """Losses of published algorithms: each a function for `loss=`, as in `--set algorithm.loss=losses.py:sapo`.
 
-Each takes four tensors with one entry per sampled token, [N], and returns the loss of each, [N]. Set `aggregation:
+Each takes four tensors with one entry per sampled token, [N], and returns the loss of each, [N], and metrics if it has
+any. Set `aggregation:
 sequence-mean` for `sapo` and `gmpo`, and `token-mean` for `dppo_tv` and `dppo_kl`, as verl does.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from agentlightning.data.aggregation import Tokens
+from agentlightning.learner.losses import loss, ppo_clip
 
 
 def sapo(
@@ -70,6 +75,24 @@ def dppo_kl(
     near = torch.where(advantages > 0, divergence <= high, divergence <= low)
     kept = near | ((new - old) * advantages <= 0)
     return torch.where(kept, -new / old * advantages * logprobs, 0.0)
+
+
+@loss(clips=(0.2, 0.2), tokens=True)
+def focal(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    transitions: Tensor,
+    low: float,
+    high: float,
+    tokens: Tokens,
+    gamma: float = 0.5,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(1 − mean reward of the group)^γ times PPO's clipped loss, for rewards of 0 to 1: what nearly always succeeds is
+    learned less (F-GRPO, arXiv:2602.06717). The metric `loss/focus` is the mean of that factor."""
+    success = logprobs.new_tensor(tokens.each(lambda rollout: np.mean(rollout.group_rewards)))
+    focus = (1 - success).clamp(min=0) ** gamma
+    return focus * ppo_clip(logprobs, old_logprobs, advantages, transitions, low, high), {"focus": focus}
 
 
 def _mean_of_call(values: Tensor, transitions: Tensor) -> Tensor:

@@ -204,8 +204,8 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> Any:
             return step(*arguments)
 
         def spoiled(*arguments: Any) -> Any:
-            loss, clipped = policy_loss(*arguments)
-            return loss * (factor if taken >= first else 1.0), clipped
+            found = policy_loss(*arguments)
+            return found._replace(values=found.values * (factor if taken >= first else 1.0))
 
         monkeypatch.setattr(TorchLearner, "step", counted)
         monkeypatch.setattr(losses, "policy_loss", spoiled)

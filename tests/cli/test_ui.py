@@ -64,7 +64,7 @@ def served(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     command = [sys.executable, "-m", "agentlightning.cli.main", "ui", "--port", "0"]
     with subprocess.Popen(command, cwd=tmp_path, env=os.environ, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        assert process.stderr.readline() == "2 runs below .; new ones appear by themselves\n"
+        assert process.stderr.readline() == "2 runs in .; new ones appear by themselves\n"
         found = re.fullmatch(r"dashboard: (\S+)\n", process.stderr.readline())
         assert found is not None
         yield found[1], process
@@ -94,18 +94,20 @@ def test_runs_are_compared_failures_explained_and_a_new_run_appears(
         expect(page.get_by_text("3 failed rollouts, by cause")).to_be_visible()
         expect(page.locator(".causes li")).to_have_count(1)
         page.locator(".causes a").first.click()
+        expect(page.get_by_text("this page only reads")).to_contain_text("agl rollouts annotate ro-")
         page.get_by_text("Traceback", exact=True).click()
         expect(page.get_by_text('raise LookupError("no such city")').first).to_be_visible()
         page.goto(f"{page.url.partition('#')[0]}#/runs")
         with ThreadPoolExecutor() as other:
             other.submit(asyncio.run, made(tmp_path / "runs" / "killed" / "store.sqlite", 2, 0, "running")).result()
-        expect(page.get_by_role("row").filter(has_text="killed")).to_contain_text("stopped", timeout=15_000)
+        expect(page.locator("[data-row='0']")).to_contain_text(re.compile("killed.*stopped"), timeout=15_000)
         page.get_by_role("link", name="killed").click()
         expect(page.get_by_label("Advice")).to_contain_text("It stopped unexpectedly")
         expect(page.get_by_label("Advice")).to_contain_text("run_dir=runs/killed")
         page.go_back()
         page.get_by_role("link", name="large").click()
         page.locator(".causes a").first.click()
+        expect(page.get_by_text("LookupError: no such city").first).to_be_visible()
         process.send_signal(signal.SIGTERM)
         expect(page.get_by_role("alert").filter(has_text="has stopped")).to_be_visible(timeout=15_000)
         expect(page.get_by_text("LookupError: no such city").first).to_be_visible()

@@ -30,7 +30,7 @@ from agentlightning.store.sql import SqlStore
 from agentlightning.types import Mode
 from tests.gateway.backends.test_sglang import Sglang
 from tests.gateway.upstream import GOOD, Upstream
-from tests.gateway.world import World, serving
+from tests.gateway.world import World, serving, serving_gateway
 
 pytestmark = pytest.mark.anyio
 
@@ -137,7 +137,7 @@ async def gateway(kind: str, directory: Path) -> AsyncIterator[World]:
         own = backend.captures_tokens
         decided = SHORT if own else None
         built = Gateway(ModelTable([ModelEntry("policy", backend, trainable=own, train=decided, val=decided)]), store)
-        async with serving(Starlette(routes=built.routes())) as url:
+        async with serving_gateway(built) as url:
             yield World(url, store, built, None)  # type: ignore[arg-type]
         await built.close()
     await store.close()

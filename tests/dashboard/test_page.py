@@ -252,6 +252,32 @@ async def test_a_person_tags_scores_and_runs_a_rollout_again(world) -> None:
 
 
 @pytest.mark.slow
+async def test_a_person_annotates_a_rollout_and_one_who_only_reads_is_told_why_not(world) -> None:
+    attempted = await stuck(world.store)
+    place = f"/rollouts/{attempted.rollout_id}"
+    async with world.page() as page:
+        await world.show(page, place, attempted.rollout_id)
+        await page.get_by_role("button", name="Annotate").click()
+        await page.get_by_label("Label, such as good").fill("wrong")
+        await page.get_by_label("Note").fill("Searched for an hour")
+        await page.get_by_label("Corrected answer").fill("SK462")
+        await page.get_by_role("button", name="Save annotation").click()
+        await see(page, "Searched for an hour", "SK462")
+        await page.get_by_role("button", name="Annotate").click()
+        await page.get_by_label("Note").fill("")
+        await page.get_by_role("button", name="Save annotation").click()
+        await expect(page.get_by_text("Searched for an hour")).to_have_count(0)
+        await world.show(page, "/rollouts", "Rollouts")
+        await page.get_by_label("Label", exact=True).fill("wrong")
+        await see(page, "1 rollout", "Find me a flight")
+    issued = await world.store.issue_key(name="reader", scopes=["read"])
+    async with world.page(issued.api_key) as page:
+        await world.show(page, place, attempted.rollout_id)
+        await see(page, "Nothing can be changed or annotated here: your key lacks the scope trainer.", "SK462")
+        await expect(page.get_by_role("button", name="Annotate")).to_have_count(0)
+
+
+@pytest.mark.slow
 async def test_the_keyboard_reaches_everything(world) -> None:
     async with world.page() as page:
         await page.keyboard.press("g")
@@ -260,7 +286,7 @@ async def test_the_keyboard_reaches_everything(world) -> None:
         await page.get_by_role("link", name="My flight to Oslo").first.wait_for()
         await page.keyboard.press("/")
         await page.keyboard.type("Oslo")
-        await see(page, "8 rollouts")
+        await expect(page.get_by_text("8 rollouts", exact=True)).to_be_visible()
         await page.keyboard.press("Escape")
         for key in ("j", "j", "j", "k"):
             await page.keyboard.press(key)

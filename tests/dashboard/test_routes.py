@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from agentlightning.datasets.annotations import annotation_of
 from agentlightning.engine.engine import Engine
 from agentlightning.engine.service import EngineService
 from agentlightning.gateway.app import Gateway
@@ -411,6 +412,22 @@ async def test_prompts_are_told_with_their_scores(place):
 
 
 # --- actions ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_person_annotates_a_rollout_part_by_part_and_finds_it_by_its_label(place):
+    one, other = await record(place.store, [1.0, 0.0])
+    browser = await place.logged_in()
+    await browser.post(f"/rollouts/{one.rollout_id}/annotation", {"label": "good", "note": HOSTILE})
+    changed = await browser.post(f"/rollouts/{one.rollout_id}/annotation", {"answer": "yes", "note": ""})
+    assert changed["metadata"]["annotation"] == {"label": "good", "answer": "yes"}
+    assert annotation_of(await place.store.get_rollout_by_id(one.rollout_id)).answer == "yes"
+    labelled = {"where": {"op": "eq", "field": "metadata.annotation.label", "value": "good"}}
+    found = await browser.post("/rollouts", labelled)
+    assert [each["rollout"]["rollout_id"] for each in found["items"]] == [one.rollout_id]
+    await browser.post("/rollouts/nobody/annotation", {"label": "x"}, status=404)
+    issued = await place.store.issue_key(name="scores", scopes=["grader"])
+    grader = await place.logged_in(issued.api_key)
+    await grader.post(f"/rollouts/{other.rollout_id}/annotation", {"label": "bad"}, status=403)
 
 
 async def test_a_persons_score_becomes_the_reward(place):

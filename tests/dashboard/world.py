@@ -47,7 +47,7 @@ class World:
         self.store, self.url, self.browser = store, url, browser
 
     @asynccontextmanager
-    async def page(self, **options: Any) -> AsyncIterator[Page]:
+    async def page(self, key: str = KEY, **options: Any) -> AsyncIterator[Page]:
         """A page in a session of its own, and an assertion that nothing failed in it."""
         context = await self.browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
         page = await context.new_page()
@@ -56,7 +56,7 @@ class World:
         page.on("pageerror", lambda error: failures.append(str(error)))
         page.on("console", lambda said: failures.append(said.text) if "Content Security Policy" in said.text else None)
         await page.goto(self.url)
-        await page.get_by_label("Key of this server").fill(KEY)
+        await page.get_by_label("Key of this server").fill(key)
         await page.get_by_role("button", name="Sign in").click()
         await page.get_by_role("heading", name="Runs", exact=True).wait_for()
         await page.get_by_text("live", exact=True).wait_for()

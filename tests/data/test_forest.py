@@ -10,8 +10,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentlightning.data.aggregation import aggregation_weights
 from agentlightning.data.forest import PAIRS_PER_TOKEN, TOKENS_PER_FOREST, Forest, cut, plant, prefix_order
-from agentlightning.data.sequences import Level, MicroBatch, aggregation_weights, build_sequences, micro_batches
+from agentlightning.data.sequences import Level, MicroBatch, build_sequences, micro_batches
 from tests.data.test_sequences import credited
 
 token_ids = st.lists(st.integers(0, 2), min_size=1, max_size=8)

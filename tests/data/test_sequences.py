@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentlightning.data.aggregation import aggregation_weights
 from agentlightning.data.sequences import (
-    Aggregation,
     CreditedTransition,
     Level,
     TrainingSequence,
-    aggregation_weights,
     build_sequences,
     micro_batches,
 )
@@ -83,7 +82,7 @@ def test_every_sampled_token_is_trained_exactly_once_however_it_is_packed(
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "rollout-mean"])
-def test_weights_of_a_mean_sum_to_one(aggregation: Aggregation) -> None:
+def test_weights_of_a_mean_sum_to_one(aggregation: str) -> None:
     assert sum(float(w.sum()) for w in aggregation_weights(two_rollouts(), aggregation)) == pytest.approx(1.0)
 
 
@@ -96,7 +95,7 @@ def test_sequence_mean_counts_transitions_however_they_are_packed() -> None:
 def test_rollout_mean_and_constant() -> None:
     merged, alone = aggregation_weights(two_rollouts(), "rollout-mean")
     assert [*merged, *alone] == pytest.approx([1 / 6] * 6)
-    merged, alone = aggregation_weights(two_rollouts(), "constant", constant=10)
+    merged, alone = aggregation_weights(two_rollouts(), "constant", length=10)
     assert [*merged, *alone] == pytest.approx([1 / 30] * 6)
 
 

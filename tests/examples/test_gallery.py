@@ -11,13 +11,18 @@ import torch
 
 import agentlightning as agl
 from agentlightning.data.credit import Returns
+from agentlightning.data.sequences import Origin
+from agentlightning.learner.losses import Loss, policy_loss
 from tests.golden import INPUTS, MASK, OUTPUTS, sampled
+from tests.transitions import tokens_of, transition
 
 GALLERY = Path(__file__).parents[2] / "examples" / "gallery"
 sys.path.insert(0, str(GALLERY))
+import aggregations  # noqa: E402
 import baselines  # noqa: E402
 import corrections  # noqa: E402
 import losses  # noqa: E402
+import weights as token_weights  # noqa: E402
 
 TRANSITIONS = torch.from_numpy(np.nonzero(MASK)[0])
 ADVANTAGES = sampled(INPUTS["advantages"])
@@ -65,7 +70,32 @@ def test_a_double_sided_mask_follows_the_present_weights() -> None:
     assert kept.tolist() == [False, True, True, False]
 
 
+def test_a_focal_loss_scales_each_group_by_how_often_it_failed() -> None:
+    old, advantages, transitions = OLD[:4], ADVANTAGES[:4], torch.tensor([0, 0, 1, 1])
+    tokens = tokens_of(([2], Origin(0, (1.0, 1.0, 1.0, 0.0))), ([2], Origin(1, (0.0, 0.0, 1.0, 0.0))))
+    setting = agl.GRPO(loss={"name": losses.focal, "gamma": 2.0}).make_loss()
+    found = policy_loss(old + 0.1, old, advantages, transitions, setting, tokens)
+    plain = policy_loss(old + 0.1, old, advantages, transitions, Loss()).values
+    expected = torch.tensor([0.25**2, 0.25**2, 0.75**2, 0.75**2])
+    torch.testing.assert_close(found.values, expected * plain)
+    torch.testing.assert_close(found.metrics["focus"], expected)
+
+
+def test_echo_weighs_each_answer_of_the_environment_once() -> None:
+    first, second = transition([1, 2], [3]), transition([1, 2, 3, 4, 5], [6, 7])
+    edited = transition([1, 9], [8])
+    found = token_weights.echo([first, second, edited], weight=0.5)
+    assert [one.tolist() for one in found] == [[0, 0, 1], [0, 0, 0, 0.5, 0.5, 1, 1], [0, 0, 1]]
+
+
+def test_a_constant_per_rollout_does_not_ask_how_many_calls_it_made() -> None:
+    tokens = tokens_of(([2, 1], Origin()), ([1], Origin()))
+    assert aggregations.per_rollout(tokens, length=4).tolist() == [1 / 8] * 4
+
+
 def test_an_algorithm_takes_each() -> None:
+    agl.GRPO(loss=losses.focal, aggregation={"name": aggregations.per_rollout, "length": 64})
+    agl.GRPO(token_weights={"name": token_weights.echo, "weight": 0.1})
     agl.GRPO(loss="importance_sampling", correction=corrections.double_sided)
     for name in ("sapo", "gmpo", "dppo_tv", "dppo_kl"):
         agl.GRPO(loss=getattr(losses, name))

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 import pytest
-from starlette.applications import Starlette
 
 from agentlightning import semconv
 from agentlightning.engine.engine import Engine
@@ -21,7 +20,7 @@ from agentlightning.store.sql import SqlStore
 from agentlightning.types import Mode, Span
 from tests.frameworks.policy import make_policy
 from tests.frameworks.world import bin_of
-from tests.gateway.world import World, serving
+from tests.gateway.world import World, serving_gateway
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 PROGRAM = Path(__file__).parent / "forced_agents.py"
@@ -50,7 +49,7 @@ async def ran(policy: Policy, directory: Path, name: str, mode: Mode) -> tuple[s
         chat = ChatTemplate.from_pretrained(policy.tokenizer)
         backend = TokenBackend(chat, service, name="embedded", max_sequence_length=4096)
         gateway = Gateway(ModelTable([ModelEntry("policy", backend)]), store)
-        async with serving(Starlette(routes=gateway.routes())) as url:
+        async with serving_gateway(gateway) as url:
             there = World(url, store, gateway, service)
             attempted = await there.attempt(mode)
             client = there.client(attempted)

@@ -9,7 +9,6 @@ from typing import Any
 
 import openai
 import pytest
-from starlette.applications import Starlette
 
 from agentlightning import semconv
 from agentlightning.gateway.app import Gateway
@@ -17,7 +16,7 @@ from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.request import NEUTRAL_PENALTIES
 from tests.gateway.talker import SEARCH_TOOL, user
 from tests.gateway.upstream import DONE, GOOD, Upstream, chunk, gateway_before, piece
-from tests.gateway.world import World, serving
+from tests.gateway.world import World, serving_gateway
 
 pytestmark = pytest.mark.anyio
 
@@ -211,7 +210,7 @@ async def test_a_gateway_without_a_store_answers_whoever_has_its_key() -> None:
     upstream = Upstream(GOOD)
     async with upstream.backend() as backend:
         gateway = Gateway(ModelTable([ModelEntry("policy", backend)]), admin_key="the key of the front")
-        async with serving(Starlette(routes=gateway.routes())) as url:
+        async with serving_gateway(gateway) as url:
             for key in ("the key of the front", "EMPTY"):
                 client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
                 ask = client.chat.completions.create(

@@ -12,7 +12,6 @@ from typing import Any
 
 import uvicorn
 from openai import AsyncOpenAI
-from starlette.applications import Starlette
 
 from agentlightning.engine.engine import Engine
 from agentlightning.engine.service import EngineService
@@ -21,6 +20,8 @@ from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.chat.token_backend import TokenBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.server.app import create_app
+from agentlightning.server.serve import HttpServer
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, Mode, Span
 from tests.gateway.talker import make_talker
@@ -42,6 +43,13 @@ async def serving(app: Any, **settings: Any) -> AsyncIterator[str]:
     finally:
         server.should_exit = True
         await task
+
+
+@asynccontextmanager
+async def serving_gateway(gateway: Gateway) -> AsyncIterator[str]:
+    """Serve a gateway's calls on a free port, to whoever asks; gives its root URL."""
+    async with HttpServer(create_app(None, gateway=gateway, guarded=True)) as http:
+        yield http.url
 
 
 @asynccontextmanager
@@ -91,7 +99,7 @@ async def fronting(*models: ModelEntry, store: SqlStore | None = None) -> AsyncI
     """A gateway of these models, which records in this store, or in one in memory."""
     own = store or await SqlStore.open(":memory:")
     gateway = Gateway(ModelTable(models), own)
-    async with serving(Starlette(routes=gateway.routes())) as url:
+    async with serving_gateway(gateway) as url:
         built = World(url, own, gateway, None)  # type: ignore[arg-type]
         try:
             yield built
@@ -110,7 +118,7 @@ async def world(directory: Path, *, store: bool = True, **gateway_options: Any) 
         async with talking() as (backend, service):
             entry = ModelEntry("policy", backend, train=GREEDY, val=Sampling(temperature=0.0, max_tokens=4))
             gateway = Gateway(ModelTable([entry]), sql if store else None, **gateway_options)
-            async with serving(Starlette(routes=gateway.routes())) as url:
+            async with serving_gateway(gateway) as url:
                 built = World(url, sql, gateway, service)
                 try:
                     yield built

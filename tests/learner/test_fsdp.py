@@ -25,6 +25,8 @@ from agentlightning.learner.policy import Policy, empty_policy, load_policy, ope
 from agentlightning.learner.tiny import make_tokenizer
 from agentlightning.learner.torch import TorchLearner
 from tests import agents
+from tests.learner.test_objective import by_level, from_tasks, per_rollout
+from tests.learner.test_observations import sequences as observing
 from tests.learner.test_servers import wait_until_gone
 from tests.learner.test_torch import batch
 from tests.learner.vllm_standin import standin
@@ -107,6 +109,16 @@ def test_old_log_probabilities_and_losses_of_your_own_are_those_of_one(two: Fsdp
     np.testing.assert_allclose(ours[0].advantages, theirs[0].advantages, atol=1e-5)
     same(two.step(ours, loss), one.step(theirs, loss))
     assert two.token_bytes is not None and two.mismatch_tolerance == one.mismatch_tolerance
+
+
+@pytest.mark.slow
+def test_observations_aggregations_and_losses_that_see_tasks_are_those_of_one(two: FsdpLearner, model: Path) -> None:
+    one = one_process(model)
+    loss = Loss(by_level, aggregation=per_rollout, temperature=0.8)
+    for level in ("trajectory", "tree"):
+        (ours, theirs) = (learner.step(from_tasks(observing(level, 5)), loss, 0) for learner in (two, one))
+        same(ours, theirs)
+        assert {"loss/level", "observation_loss"} <= {*ours}
 
 
 @pytest.mark.slow

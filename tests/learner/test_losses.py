@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from agentlightning.data.sequences import Aggregation, TrainingSequence, aggregation_weights
+from agentlightning.data.aggregation import aggregation_weights
+from agentlightning.data.sequences import TrainingSequence
 from agentlightning.errors import ConfigError
 from agentlightning.learner import losses
 from agentlightning.learner.losses import Loss, LossKind
@@ -40,8 +41,8 @@ def check(key: str, loss: Loss, old_shift: float = 0.0) -> None:
     """The value of `loss` on the golden inputs and its gradient are those stored under `key`."""
     logprobs = sampled(INPUTS["log_prob"]).requires_grad_()
     old, advantages = sampled(INPUTS["old_log_prob"]) + old_shift, sampled(INPUTS["advantages"])
-    per_token, _ = losses.policy_loss(logprobs, old, advantages, ROWS, loss)
-    weights = np.concatenate(aggregation_weights(golden_sequences(), loss.aggregation, loss.constant_length or 0))
+    per_token, *_ = losses.policy_loss(logprobs, old, advantages, ROWS, loss)
+    weights = np.concatenate(aggregation_weights(golden_sequences(), loss.aggregation, loss.constant_length))
     total = (per_token * torch.from_numpy(weights)).sum()
     total.backward()
     assert float(total.detach()) == pytest.approx(OUTPUTS[f"{key}.loss"], abs=1e-5)
@@ -60,7 +61,7 @@ CLIP = {"clip_low": 0.2, "clip_high": 0.28}
         ("seq-mean-token-sum", "constant", 1),
     ],
 )
-def test_clip_loss_and_gradient_equal_verl(verl_name: str, aggregation: Aggregation, constant: int | None) -> None:
+def test_clip_loss_and_gradient_equal_verl(verl_name: str, aggregation: str, constant: int | None) -> None:
     loss = Loss(**CLIP, dual_clip=3.0, aggregation=aggregation, constant_length=constant)
     check(f"verl.ppo_clip[.2,.28]dual3.{verl_name}", loss)
 
@@ -80,7 +81,7 @@ def test_dual_clip_bounds_the_loss_where_the_ratio_explodes(key: str) -> None:
         ("verl.cispo", "cispo", "token-mean"),
     ],
 )
-def test_gspo_and_cispo_equal_the_frameworks(key: str, kind: LossKind, aggregation: Aggregation) -> None:
+def test_gspo_and_cispo_equal_the_frameworks(key: str, kind: LossKind, aggregation: str) -> None:
     check(key, Loss(kind, **CLIP, aggregation=aggregation))
 
 
@@ -92,7 +93,7 @@ def test_policy_gradient_equals_verl() -> None:
 def test_on_the_weights_that_sampled_every_loss_has_the_gradient_of_the_plain_one(kind: LossKind) -> None:
     old, advantages = sampled(INPUTS["old_log_prob"]), sampled(INPUTS["advantages"])
     logprobs = old.clone().requires_grad_()
-    value, _ = losses.policy_loss(logprobs, old, advantages, ROWS, Loss(kind))
+    value, *_ = losses.policy_loss(logprobs, old, advantages, ROWS, Loss(kind))
     value.sum().backward()
     torch.testing.assert_close(logprobs.grad, -advantages)
 
@@ -171,7 +172,7 @@ def test_a_positive_weight_of_a_token_is_a_factor_of_its_advantage(kind: LossKin
     advantages, weights = torch.randn(40, generator=random), 2 * torch.rand(40, generator=random)
     transitions = torch.arange(40) // 8
     loss = Loss(kind=kind, dual_clip=3.0 if kind == "ppo_clip" else None)
-    plain, clipped = losses.policy_loss(logprobs, old, advantages, transitions, loss)
-    weighted, clipped_too = losses.policy_loss(logprobs, old, weights * advantages, transitions, loss)
+    plain, clipped, _ = losses.policy_loss(logprobs, old, advantages, transitions, loss)
+    weighted, clipped_too, _ = losses.policy_loss(logprobs, old, weights * advantages, transitions, loss)
     torch.testing.assert_close(weighted, weights * plain)
     assert torch.equal(clipped, clipped_too)

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import distributed
 
-from agentlightning.data.sequences import TrainingSequence, aggregation_weights
+from agentlightning.data.aggregation import aggregation_weights
+from agentlightning.data.sequences import TrainingSequence
 from agentlightning.learner import losses
 from agentlightning.learner.losses import Loss
 
@@ -69,7 +70,7 @@ def as_tensors(work: Work, loss: Loss, rank: int, processes: int) -> Any:
     from verl.utils import tensordict_utils as tu
 
     rows: dict[str, list[torch.Tensor]] = {}
-    weights = aggregation_weights(work.batch, loss.aggregation, loss.constant_length or 0)
+    weights = aggregation_weights(work.batch, loss.aggregation, loss.constant_length)
     first = 0
     for number, (sequence, own) in enumerate(zip(work.batch, weights, strict=True)):
         columns = {
@@ -110,7 +111,7 @@ def as_verl_takes_it(loss: Loss) -> Callable[..., tuple[torch.Tensor, dict[str, 
             data[name].values()[sampled] for name in ("old_log_probs", "advantages", "weights", "transitions")
         )
         transitions = torch.unique(transitions, return_inverse=True)[1]
-        per_token, _ = losses.policy_loss(logprobs, old, advantages, transitions, loss)
+        per_token, *_ = losses.policy_loss(logprobs, old, advantages, transitions, loss)
         total = ((per_token - loss.entropy_coefficient * entropy) * weights).sum()
         return total * data["dp_size"], {"loss": float(total.detach())}
 

@@ -14,7 +14,7 @@ import numpy as np
 from agentlightning.algorithm.rl.metrics import credit_metrics
 from agentlightning.algorithm.rl.settings import RLSettings
 from agentlightning.data.credit_table import RewardedGroup
-from agentlightning.data.sequences import CreditedTransition, Level, TrainingSequence, build_sequences
+from agentlightning.data.sequences import CreditedTransition, Level, Origin, TrainingSequence, build_sequences, weighed
 from agentlightning.data.transitions import FloatArray
 
 T = TypeVar("T")
@@ -54,11 +54,17 @@ def make_batches(
     for model, values in critics.items():
         own = enough if len(critics) == 1 else [group.of_model(model) for group in enough]
         credited = algorithm.credited(own, None if values is None else values_of(own, algorithm.level, values))
-        useful = [group for group in credited if any(item.trains for calls in group for item in calls)]
-        sequences = [made for group in useful for calls in group for made in build_sequences(calls, algorithm.level)]
+        useful = [any(item.trains for calls in group for item in calls) for group in credited]
+        sequences = [
+            sequence if trains else sequence.only(np.zeros(len(sequence.positions), bool))
+            for number, (group, rollouts, trains) in enumerate(zip(own, credited, useful, strict=True))
+            for index, calls in enumerate(rollouts)
+            for sequence in _sequences(algorithm, calls, _origin(group, number, index))
+            if trains or sequence.observed is not None
+        ]
         metrics = {
             "groups_too_few_rewarded": float(len(groups) - len(enough)),
-            "groups_without_variance": float(len(credited) - len(useful)),
+            "groups_without_variance": float(len(credited) - sum(useful)),
             "sequences": float(len(sequences)),
             **algorithm.measured,
             **credit_metrics(credited),
@@ -68,6 +74,25 @@ def make_batches(
             metrics["policy_version_oldest"] = float(min(versions))
         batches[model] = Batch(sequences, metrics)
     return batches
+
+
+def _sequences(algorithm: RLSettings, calls: Sequence[CreditedTransition], origin: Origin) -> list[TrainingSequence]:
+    if algorithm.weigh_tokens is not None and calls:
+        calls = weighed(calls, algorithm.weigh_tokens)
+    return build_sequences(calls, algorithm.level, origin)
+
+
+def _origin(group: RewardedGroup, number: int, index: int) -> Origin:
+    """Where the sequences of a rollout of the group are from."""
+    rollout = group.rollouts[index] if group.rollouts else None
+    return Origin(
+        number,
+        group.rewards,
+        None if rollout is None else rollout.input,
+        {} if rollout is None else rollout.metadata,
+        group.rewards[index],
+        group.terms[index] if group.terms else {},
+    )
 
 
 def minibatches(sequences: Sequence[T], count: int, seed: int, step: int, epoch: int = 0) -> list[list[T]]:

@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
+import msgspec
 import numpy as np
 
 from agentlightning.algorithm.evaluation import SUPERVISED
+from agentlightning.data.aggregation import AGGREGATIONS
 from agentlightning.data.call_filter import CallFilter
 from agentlightning.data.credit_table import RewardedGroup
-from agentlightning.data.references import is_reference, load_reference
-from agentlightning.data.rewards import PLAIN, RewardSpec
-from agentlightning.data.sequences import Aggregation, CreditedTransition, Level
+from agentlightning.data.references import load_reference, read_function
+from agentlightning.data.rewards import PLAIN, RELATIVE, RewardSpec
+from agentlightning.data.sequences import CreditedTransition, Level, weighed
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, check_settings
 from agentlightning.learner.base import Critic
 from agentlightning.learner.corrections import Corrections
-from agentlightning.learner.losses import KLEstimator, Loss, Old
+from agentlightning.learner.losses import LOSSES, KLEstimator, Loss, Old
 from agentlightning.types import RolloutConfig
 
 _LEAST: Final[dict[str, float]] = {
@@ -43,39 +46,66 @@ _BESIDE: Final = RewardedGroup.trial(-1.5, 1.5 + 2**-20)
 
 
 class _Tried(abc.ABCMeta):
-    """Tries what an algorithm answers as soon as it is made, whatever it does when it is made."""
+    """Calls `try_advantages` on every new algorithm, so that mistakes show before anything is sampled."""
 
     def __call__(cls, *args: Any, **settings: Any) -> Any:
         if cls.__abstractmethods__:
             raise ConfigError(f"{cls.__name__} does not define {', '.join(sorted(cls.__abstractmethods__))}")
         made = super().__call__(*args, **settings)
         made.try_advantages()
+        made.saved_state()
         return made
 
 
 @dataclass(kw_only=True)
 class RLSettings(metaclass=_Tried):
-    """Settings every reinforcement-learning algorithm shares, and its answers (`docs/algorithms.md` has them all).
+    """The settings that all algorithms of reinforcement learning share, and their two answers: advantages and a loss.
 
-    A step samples `tasks_per_step` tasks, runs each `group_size` times, and makes `minibatches` optimiser steps,
-    `epochs` times over.
-    `reference` keeps a copy of the starting weights; straying from it costs `kl_coefficient` (0.04 by default).
-    `reward` says what R is made of, `loss` how an advantage becomes a loss: a name of `learner/losses.py`, or a
-    function (or `file.py:function`) as `Loss` describes it; `old` is what its importance ratio is against (`Loss`), and
-    `correction` which tokens weigh less, or are left out, because other weights or another engine sampled them
-    (`learner/corrections.py`).
-    `unrewarded` says what a rollout without a reward counts for: left out of its group, or a stated reward.
-    `agents` are the names of the agents to train, as in `"writer|rewriter"`; without it all are. Which of their calls
-    train is said by `keep`, `train_truncated`, `max_prompt_length` and `max_response_length` (`CallFilter`).
-    With `max_staleness` K rollouts, training and evaluation run at once: a step trains on the first groups that are
-    complete, sampled at most K publications ago; what is older is dropped. With 0 a step trains on rollouts of the
-    very weights it changes. With K, or with `dynamic_sampling` (DAPO, arXiv:2503.14476), a useless group
-    is replaced by another.
-    `difficulty` (low, high) leaves a task out of the next epoch whose mean reward lay outside; `curriculum` is a
-    function (or `file.py:function`) of (tasks, epoch) that gives the order of an epoch as indices.
-    Training stops after `steps`, or once the mean training reward of three steps reaches `target_reward`; and with an
-    error where a loss or gradient is not finite, after `stop_on_explosion` steps in a row whose gradient is far larger
-    than usual (`GradientNorms`), or after `stop_on_collapse` that earned nothing (`Earnings`); 0 is never."""
+    Shared settings:
+        steps: training steps.
+        tasks_per_step: tasks sampled in a step.
+        group_size: rollouts of each task.
+        minibatches: optimiser steps per batch.
+        epochs: passes over each batch.
+        level: how calls are packed, `transition`, `trajectory` or `tree`; the gradient is the same.
+        reward: what R is made of (`agl.RewardSpec`).
+        loss: a name of `learner/losses.py`, a function or `file.py:function`, or `{name: one of these, option: value}`.
+        clip_low, clip_high: clip range of the importance ratio; default: the loss's own.
+        dual_clip: bound of the loss of negative advantages.
+        aggregation: how much each token counts: a name of `data/aggregation.py`, or a function as for `loss`.
+        constant_length: divisor in tokens, for the aggregation `constant`.
+        token_weights: a function of a rollout's calls: for each call, the weights of its tokens, prompt included
+            (`CreditedTransition`).
+        reference: keep the starting weights, for a KL term.
+        kl_coefficient: weight of the KL term; default 0.04 with `reference`.
+        kl_estimator: `k1`, `k2` or `k3`.
+        entropy_coefficient: weight of an entropy bonus.
+        old: what the importance ratio compares with: `behaviour`, the recorded logprobs, or `proximal`, the weights at
+            the start of the step.
+        correction: tokens that weigh less, or are left out, because another engine or other weights sampled them: a
+            name of `learner/corrections.py`, or a function as for `loss`.
+        temperature: of training rollouts, whatever the agent asks for; at most 2.
+        val_temperature: of evaluations.
+        max_tokens: limit of one answer, in tokens.
+        unrewarded: what a rollout without a reward counts for: `exclude` it from its group, or this number.
+        agents: names of the agents to train, such as `"writer|rewriter"`; default: all.
+        keep: reasons for which calls are flagged, to train such calls anyway (`CallFilter`).
+        train_truncated: train answers that were cut off at `max_tokens`.
+        max_prompt_length, max_response_length: leave out calls with more tokens.
+        max_staleness: 0: a step trains on rollouts of exactly the weights it changes. K: rollouts, steps and
+            evaluations run at once; older rollouts than K publications are dropped.
+        dynamic_sampling: replace groups that teach nothing before the step (DAPO, arXiv:2503.14476).
+        difficulty: (low, high); tasks whose group mean lies outside are left out of the next epoch.
+        curriculum: a function of (tasks, epoch), or `file.py:function`, that returns the epoch's order as indices.
+        target_reward: stop when the mean training reward of three steps reaches it.
+        stop_on_explosion: stop with an error after so many steps whose gradient is far above the usual; 0: never.
+        stop_on_collapse: stop with an error after so many steps without any reward; 0: never.
+        evaluate_every: steps between evaluations; 0: only before and after; default: a fifth of `steps`, at least 5.
+        checkpoint_every: steps between checkpoints.
+        rollout: timeouts and retries (`agl.RolloutConfig`); default: 300 s, three attempts if unresponsive.
+
+    ConfigError for settings that are wrong or do not go together. TrainingError for a loss or gradient that is not
+    finite."""
 
     steps: int = 100
     tasks_per_step: int = 16
@@ -88,8 +118,9 @@ class RLSettings(metaclass=_Tried):
     clip_low: float | None = None
     clip_high: float | None = None
     dual_clip: float | None = None
-    aggregation: Aggregation = "rollout-mean"
+    aggregation: Any = "rollout-mean"
     constant_length: int | None = None
+    token_weights: Any = None
     reference: bool = False
     kl_coefficient: float | None = None
     kl_estimator: KLEstimator = "k3"
@@ -117,6 +148,12 @@ class RLSettings(metaclass=_Tried):
     rollout: RolloutConfig = SUPERVISED
     name: str = "rl"
 
+    def __init_subclass__(cls) -> None:
+        """Let `help` of an algorithm show the shared settings too."""
+        if cls.__dict__.get("__doc__") and RLSettings.__doc__:
+            own, (_, title, shared) = cls.__doc__ or "", RLSettings.__doc__.partition("    Shared settings:\n")
+            cls.__doc__ = f"{own}\n\n{title}{shared}"
+
     def __post_init__(self) -> None:
         self.measured: dict[str, float] = {}
         """What `advantages` has measured of the groups it was given last, for the step's metrics."""
@@ -135,10 +172,18 @@ class RLSettings(metaclass=_Tried):
             raise ConfigError(
                 f"curriculum is {self.curriculum!r}; give a function of (tasks, epoch), or file.py:function"
             )
+        if self.picks_tasks and (self.difficulty is not None or self.curriculum is not None):
+            raise ConfigError(
+                f"{type(self).__name__}.next_task picks each task, and difficulty and curriculum order epochs: leave "
+                "them out"
+            )
         if self.unrewarded != "exclude" and not math.isfinite(self.unrewarded):
             raise ConfigError(f"unrewarded is {self.unrewarded}; give 'exclude', or a finite reward")
         if self.kl_coefficient and not self.reference:
             raise ConfigError("kl_coefficient pulls towards a reference policy; set reference=True to keep one")
+        for name in RELATIVE:
+            if getattr(self.reward, name) and self.group_size < 2:
+                raise ConfigError(f"{name} compares the rollouts of a task; set group_size to 2 or more")
         self.call_filter()
         if self.loss == "policy_gradient" and not self.imitates:
             if self.old == "behaviour" and self.max_staleness:
@@ -151,8 +196,12 @@ class RLSettings(metaclass=_Tried):
                     f"loss 'policy_gradient' is right for the weights that sampled, and {self.minibatches} minibatches "
                     f"in {self.epochs} epochs move them; give 1 of each, or loss='importance_sampling'"
                 )
-        named = isinstance(self.loss, str) and is_reference(self.loss)
-        self.loss_function: Any = load_reference(self.loss) if named else self.loss
+        self.loss_function = _named_or_read("loss", self.loss, LOSSES)
+        self.weigh_tokens = None
+        if self.token_weights is not None:
+            self.weigh_tokens = read_function("token_weights", self.token_weights, {})
+            _try_weights(self.weigh_tokens)
+        self.aggregation_function = _named_or_read("aggregation", self.aggregation, AGGREGATIONS)
         self.corrections = Corrections.read(self.correction, self.old)
         if self.correction and self.imitates:
             raise ConfigError(f"{self.name} imitates whatever weights sampled: leave correction out")
@@ -245,6 +294,45 @@ class RLSettings(metaclass=_Tried):
         """How many members of a group must have a reward for it to be trained on."""
         return min(2, self.group_size)
 
+    @property
+    def picks_tasks(self) -> bool:
+        """Whether `next_task` is defined, so that tasks are not taken epoch after epoch."""
+        return type(self).next_task is not RLSettings.next_task
+
+    def next_task(self, tasks: Sequence[Any], rng: random.Random) -> int:
+        """The index of the task to run next, if you define it. `rng` draws the same numbers for the same seed and
+        number of tasks picked before."""
+        raise NotImplementedError
+
+    def step_done(self, groups: Sequence[RewardedGroup]) -> Mapping[str, float]:
+        """A step is over: called once for each with its groups that have a reward, in the order in which their tasks
+        were picked. Change your state here; the answer is your metrics of the step."""
+        return {}
+
+    def state(self) -> Any:
+        """What a checkpoint keeps for `restore`, in the types of JSON."""
+        return None
+
+    def restore(self, state: Any) -> None:
+        """Go on from what `state` gave when the checkpoint was written."""
+        raise NotImplementedError
+
+    def saved_state(self) -> Any:
+        """What `state` gives. ConfigError unless it can be restored."""
+        own, state = type(self), self.state()
+        if own.state is not RLSettings.state and own.restore is RLSettings.restore:
+            raise ConfigError(f"{own.__name__} defines state and not restore, so that a resumed run would lose it")
+        try:
+            same = msgspec.json.decode(msgspec.json.encode(state)) == state
+        except (TypeError, ValueError, OverflowError, RecursionError):
+            same = False
+        if not same:
+            raise ConfigError(
+                f"{own.__name__}.state gave {state!r:.200}, which JSON does not give back unchanged; give dicts with "
+                "names of text, lists, text, finite numbers, booleans and None"
+            )
+        return state
+
     @abc.abstractmethod
     def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
         """Credit the groups of one step. The answer has, for each rollout of each group, its transitions with an
@@ -266,7 +354,25 @@ class RLSettings(metaclass=_Tried):
         """The loss of the batch of a step, from 1."""
         own = {name: getattr(self, name) for name in Loss.__dataclass_fields__ if hasattr(self, name)}
         own["kl_coefficient"] = self.kl_coefficient if self.kl_coefficient is not None else 0.04 * self.reference
-        return Loss(kind=self.loss_function, **own)
+        return Loss(kind=self.loss_function, **own | {"aggregation": self.aggregation_function})
+
+
+def _try_weights(function: Callable[..., Any]) -> None:
+    """ConfigError unless it weighs the tokens of two calls that no agent made."""
+    calls = RewardedGroup.trial(0.0).transitions[0]
+    try:
+        weighed([CreditedTransition(one, np.zeros(len(one.response_ids), np.float32)) for one in calls], function)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"token_weights fails on the two calls of a rollout, made to try it: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _named_or_read(what: str, given: Any, known: Mapping[str, Callable[..., Any]]) -> Any:
+    """A name of the table as it is, else the function that is meant."""
+    return given if isinstance(given, str) and given in known else read_function(what, given, known)
 
 
 def _is_float_each(values: Any, count: int) -> bool:

@@ -1,16 +1,16 @@
-// What a person can do to a rollout: cancel, run again, tag, score. Each is shown to those who may.
+// What a person can do to a rollout: cancel, run again, tag, annotate, score. Each is shown to those who may.
 import { useState } from "preact/hooks";
 import type { Rollout } from "../api";
 import { useKeys } from "../keys";
 import { Refused, request } from "../request";
 import { go, href } from "../route";
-import { may } from "../session";
+import { may, whyNot } from "../session";
 
 const ENDED = ["succeeded", "failed", "cancelled"];
 
 export function Actions({ rollout, reload }: { rollout: Rollout; reload: () => void }) {
   const [problem, setProblem] = useState("");
-  const [form, setForm] = useState<"tags" | "score">();
+  const [form, setForm] = useState<"tags" | "annotation" | "score">();
   useKeys(form ? { Escape: () => setForm(undefined) } : {});
   const path = `rollouts/${encodeURIComponent(rollout.rollout_id)}`;
   const attempt = async (work: () => Promise<unknown>) => {
@@ -45,7 +45,25 @@ export function Actions({ rollout, reload }: { rollout: Rollout; reload: () => v
           >
             Tag
           </button>
+          <button
+            type="button"
+            aria-expanded={form === "annotation"}
+            onClick={() => setForm(form === "annotation" ? undefined : "annotation")}
+          >
+            Annotate
+          </button>
         </>
+      )}
+      {!may("trainer") && (
+        <span class="muted">
+          Nothing can be changed or annotated here: {whyNot("trainer")}.
+          {whyNot("trainer") === "this page only reads" && (
+            <>
+              {" "}
+              In a terminal: <code>agl rollouts annotate {rollout.rollout_id} --label good</code>
+            </>
+          )}
+        </span>
       )}
       {may("grader") && (
         <button
@@ -60,6 +78,12 @@ export function Actions({ rollout, reload }: { rollout: Rollout; reload: () => v
         <TagForm
           tags={rollout.metadata.tags ?? []}
           save={(tags) => void attempt(() => request("PATCH", path, { metadata: { ...rollout.metadata, tags } }))}
+        />
+      )}
+      {form === "annotation" && (
+        <AnnotationForm
+          given={rollout.metadata.annotation ?? {}}
+          save={(parts) => void attempt(() => request("POST", `dashboard/${path}/annotation`, parts))}
         />
       )}
       {form === "score" && (
@@ -106,6 +130,42 @@ function TagForm({ tags, save }: { tags: string[]; save: (tags: string[]) => voi
       </label>
       <button type="submit" class="main">
         Save tags
+      </button>
+    </form>
+  );
+}
+
+const PARTS = ["label", "note", "answer"] as const;
+export type Annotation = Partial<Record<(typeof PARTS)[number], string>>;
+
+function AnnotationForm({ given, save }: { given: Annotation; save: (parts: Annotation) => void }) {
+  const [parts, setParts] = useState<Annotation>(given);
+  const field = (name: keyof Annotation) => ({
+    value: parts[name] ?? "",
+    onInput: (event: { currentTarget: { value: string } }) => setParts({ ...parts, [name]: event.currentTarget.value }),
+  });
+  return (
+    <form
+      class="popover"
+      onSubmit={(event) => {
+        event.preventDefault();
+        save(Object.fromEntries(PARTS.map((name) => [name, parts[name] ?? ""])));
+      }}
+    >
+      <label>
+        Label, such as good
+        <input {...field("label")} ref={focus} />
+      </label>
+      <label>
+        Note
+        <textarea rows={3} {...field("note")} />
+      </label>
+      <label>
+        Corrected answer, which exports teach instead
+        <textarea rows={3} {...field("answer")} />
+      </label>
+      <button type="submit" class="main">
+        Save annotation
       </button>
     </form>
   );

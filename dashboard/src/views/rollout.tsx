@@ -5,7 +5,7 @@ import { useKeys } from "../keys";
 import { Code, Empty, Facts, Head, Status, Tabs, Tag, Waiting } from "../parts";
 import { query, useGet } from "../request";
 import { go, href, place } from "../route";
-import { Actions } from "./actions";
+import { Actions, type Annotation } from "./actions";
 import { Attempts, Logs, Raw } from "./attempts";
 import { ConversationTab } from "./conversation";
 import { Credit } from "./credit";
@@ -72,6 +72,7 @@ function tabOf(tab: string, view: RolloutView) {
 
 function Summary({ view, reload }: { view: RolloutView; reload: () => void }) {
   const { rollout, reward, error, calls, tokens_read, tokens_written, agents } = view.row;
+  const annotation: Annotation = rollout.metadata.annotation ?? {};
   return (
     <>
       <p class="crumbs">
@@ -126,6 +127,9 @@ function Summary({ view, reload }: { view: RolloutView; reload: () => void }) {
               </a>
             ),
           ],
+          ["Label", annotation.label && <Tag key="label">{annotation.label}</Tag>],
+          ["Note", annotation.note],
+          ["Corrected answer", annotation.answer],
           ["Tags", rollout.metadata.tags?.map((tag: string) => <Tag key={tag}>{tag}</Tag>)],
         ]}
       />

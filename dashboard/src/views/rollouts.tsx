@@ -36,8 +36,12 @@ const COLUMNS: Column<RolloutRow>[] = [
   },
   {
     name: "Tags",
+    title: "The label of its annotation, and its tags",
     width: "minmax(56px, 1fr)",
-    cell: ({ rollout }) => (rollout.metadata.tags ?? []).map((tag: string) => <Tag key={tag}>{tag}</Tag>),
+    cell: ({ rollout: { metadata } }) =>
+      [metadata.annotation?.label, ...(metadata.tags ?? [])]
+        .filter(Boolean)
+        .map((tag: string) => <Tag key={tag}>{tag}</Tag>),
   },
   {
     name: "Agents",
@@ -138,6 +142,7 @@ function Filters() {
       <input type="number" step="any" {...field("below", "Reward to")} />
       <input type="number" step="1" min="0" {...field("step", "Step")} />
       <input {...field("tag", "Tag")} />
+      <input {...field("label", "Label")} />
       <label class="check">
         <input
           type="checkbox"

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Mount, Route
+from starlette.routing import Route
 
 from agentlightning.engine.service import EngineService
 from agentlightning.errors import BackendError, ConfigError
@@ -26,9 +25,10 @@ from agentlightning.gateway.chat.token_backend import TokenBackend
 from agentlightning.gateway.generation import SampledToken
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.server.app import create_app
+from agentlightning.server.serve import HttpServer
 from tests.gateway.backends.engines import answered, chat_call, check_parity, sampled
 from tests.gateway.talker import make_talker
-from tests.gateway.world import serving, talking
+from tests.gateway.world import talking
 
 pytestmark = pytest.mark.anyio
 
@@ -85,11 +85,11 @@ Setting = tuple[VllmBackend, Vllm, TokenBackend]
 async def connected(tokenizer: str, *, takes_ids: bool) -> AsyncIterator[Setting]:
     async with talking() as (embedded, service):
         server, gateway = Vllm(service), Gateway(ModelTable([ModelEntry("m", embedded)]))
-        routes: list[Any] = [Mount("/", create_app(None, gateway=gateway))]
+        app = create_app(None, gateway=gateway)
         if takes_ids:
-            routes.insert(0, Route("/inference/v1/generate", server.generate, methods=["GET", "POST"]))
-        async with serving(Starlette(routes=routes)) as url:
-            backend = make_backend(f"{url}/v1", kind="vllm", tokenizer=tokenizer)
+            app.routes.insert(0, Route("/inference/v1/generate", server.generate, methods=["GET", "POST"]))
+        async with HttpServer(app) as http:
+            backend = make_backend(f"{http.url}/v1", kind="vllm", tokenizer=tokenizer)
             assert isinstance(backend, VllmBackend)
             yield backend, server, embedded
             await backend.close()

@@ -23,7 +23,7 @@ from agentlightning.gateway.models import ModelEntry, ModelTable
 from tests.gateway.claude import SEARCH, answered, asked, call_of, client_of, events_of, strictly
 from tests.gateway.talker import SEARCH_TOOL, user
 from tests.gateway.upstream import DONE, Upstream, chunk, gateway_before
-from tests.gateway.world import serving
+from tests.gateway.world import serving, serving_gateway
 
 pytestmark = pytest.mark.anyio
 
@@ -194,7 +194,7 @@ async def test_anthropic_counts_its_own_tokens() -> None:
         entries = [ModelEntry(name, one, trainable=False) for name, one in zip(("a", "b"), backends, strict=True)]
         gateway = Gateway(ModelTable(entries))
         async with (
-            serving(Starlette(routes=gateway.routes())) as url,
+            serving_gateway(gateway) as url,
             AsyncAnthropic(base_url=url, api_key="k", max_retries=0) as client,
         ):
             assert (await client.messages.count_tokens(model="a", messages=user("hi"))).input_tokens == 1

@@ -1,0 +1,167 @@
+"""Aggregation: how much each token counts in the loss of a batch.
+
+An aggregation is a function `(tokens, **options) → weights`, float[N], of the tokens of a whole batch (`Tokens`). The
+loss of a batch is Σ weight · loss of each token: weights hold all denominators, so that micro-batches and processes add
+up to the batch. A function of the same signature may stand in for any of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from agentlightning.data.references import find_function, function_name
+from agentlightning.data.sequences import Origin, TrainingSequence
+from agentlightning.data.transitions import FloatArray
+from agentlightning.errors import ConfigError
+
+FloatArray64: TypeAlias = npt.NDArray[np.float64]
+Aggregation: TypeAlias = "str | Callable[..., npt.ArrayLike]"
+
+
+class Tokens:
+    """The tokens of these sequences that have a loss, in order: those sampled, or those `observed`."""
+
+    def __init__(self, sequences: Sequence[TrainingSequence], *, observed: bool = False) -> None:
+        rows = ((one, one.observed if observed else one) for one in sequences)
+        self._rows = [(one, of) for one, of in rows if of is not None]
+        self._observed = observed
+        self.lengths = [len(of.positions) for _, of in self._rows]
+        self._count = sum(self.lengths)
+
+    @classmethod
+    def trial(cls) -> Tokens:
+        """Five tokens in two calls, each a rollout, to try a function on."""
+        return cls([_trial_sequence(name, count, reward) for name, count, reward in (("a", 3, 0.0), ("b", 2, 1.0))])
+
+    def __len__(self) -> int:
+        return self._count
+
+    @cached_property
+    def calls(self) -> npt.NDArray[np.int64]:
+        """The number of each token's call, from 0, int64[N]."""
+        if not self._count:
+            return np.zeros(0, np.int64)
+        counts = [int(of.transitions[-1]) + 1 if len(of.transitions) else 0 for _, of in self._rows]
+        found = np.concatenate([of.transitions for _, of in self._rows], dtype=np.int64)
+        found += np.repeat(np.cumsum([0, *counts[:-1]]), self.lengths)
+        # Calls without such a token are not counted.
+        return np.unique(found, return_inverse=True)[1] if self._observed else found
+
+    @cached_property
+    def rollouts(self) -> npt.NDArray[np.int64]:
+        """The number of each token's rollout, from 0, int64[N]."""
+        numbers = [self._numbers.get(one.rollout_id, 0) for one, _ in self._rows]
+        return np.repeat(np.array(numbers, np.int64), self.lengths)
+
+    @cached_property
+    def origins(self) -> Sequence[Origin]:
+        """Where each rollout is from, by its number."""
+        found = {one.rollout_id: one.origin or Origin() for one, _ in self._rows}
+        return [found[name] for name in self._numbers]
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        names = dict.fromkeys(one.rollout_id for (one, _), count in zip(self._rows, self.lengths, strict=True) if count)
+        return {name: number for number, name in enumerate(names)}
+
+    def each(self, value: Callable[[Origin], float]) -> npt.NDArray[np.float64]:
+        """The `value` of each token's rollout, float64[N]."""
+        return np.array([value(one) for one in self.origins], np.float64)[self.rollouts]
+
+
+def _trial_sequence(name: str, count: int, reward: float) -> TrainingSequence:
+    numbers, zeros = np.arange(1, count + 1, dtype=np.int32), np.zeros(count, np.float32)
+    origin = Origin(0, (0.0, 1.0), {}, {}, reward)
+    return TrainingSequence(
+        name, np.arange(count + 1, dtype=np.int32), numbers, 0 * numbers, zeros, zeros, numbers, origin=origin
+    )
+
+
+def token_mean(tokens: Tokens) -> FloatArray64:
+    """1 / (tokens of the batch) (DAPO, arXiv:2503.14476)."""
+    return np.full(len(tokens), 1.0 / len(tokens))
+
+
+def sequence_mean(tokens: Tokens) -> FloatArray64:
+    """The mean over a call's tokens, then over calls (GRPO, arXiv:2402.03300)."""
+    return _mean_of_means(tokens.calls)
+
+
+def rollout_mean(tokens: Tokens) -> FloatArray64:
+    """The mean over a rollout's tokens, then over rollouts."""
+    return _mean_of_means(tokens.rollouts)
+
+
+def constant(tokens: Tokens, *, length: int) -> FloatArray64:
+    """1 / (calls · `length`), a length that favours no answer for being short (Dr. GRPO, arXiv:2503.20783)."""
+    return np.full(len(tokens), 1.0 / ((int(tokens.calls.max()) + 1) * length))
+
+
+def _mean_of_means(numbers: npt.NDArray[np.int64]) -> FloatArray64:
+    counts = np.bincount(numbers)
+    return (1.0 / (len(counts) * counts))[numbers]
+
+
+AGGREGATIONS: Final[dict[str, Callable[..., Any]]] = {
+    "token-mean": token_mean,
+    "sequence-mean": sequence_mean,
+    "rollout-mean": rollout_mean,
+    "constant": constant,
+}
+
+
+def aggregation_weights(
+    sequences: Sequence[TrainingSequence], aggregation: Aggregation, length: int | None = None
+) -> list[FloatArray]:
+    """The weight of each sampled token in the loss of this batch, and after them that of each observed one: one
+    float32[N + M] per sequence. `length` is that of `constant`. ConfigError where a function gives no weights.
+
+    Observed tokens are aggregated by themselves, and weigh that times their own weight."""
+    tokens = Tokens(sequences)
+    made = _split(weights_of(tokens, aggregation, length), tokens.lengths)
+    if all(one.observed is None for one in sequences):
+        return made
+    tokens = Tokens(sequences, observed=True)
+    observed = iter(_split(weights_of(tokens, aggregation, length), tokens.lengths))
+    return [
+        own if one.observed is None else np.concatenate([own, next(observed) * one.observed.weights])
+        for own, one in zip(made, sequences, strict=True)
+    ]
+
+
+def _split(values: FloatArray, lengths: Sequence[int]) -> list[FloatArray]:
+    return [values[start:stop] for start, stop in itertools.pairwise(itertools.accumulate(lengths, initial=0))]
+
+
+def weights_of(tokens: Tokens, aggregation: Aggregation, length: int | None = None) -> FloatArray:
+    """What the aggregation gives these tokens, float32[N]."""
+    function = find_function("aggregation", aggregation, AGGREGATIONS)
+    if not len(tokens):
+        return np.zeros(0, np.float32)
+    weights = np.asarray(function(tokens, length=length) if function is constant else function(tokens), np.float64)
+    if weights.shape != (len(tokens),) or not np.isfinite(weights).all():
+        raise ConfigError(
+            f"aggregation {function_name(function, AGGREGATIONS)} must give a finite weight for each of {len(tokens)} "
+            f"tokens, and gave {weights!r:.200}"
+        )
+    return weights.astype(np.float32)
+
+
+def try_aggregation(aggregation: Aggregation, length: int | None) -> None:
+    """ConfigError unless it gives five tokens weights."""
+    try:
+        weights_of(Tokens.trial(), aggregation, length)
+    except (ConfigError, LookupError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise  # else it may look for what these made-up tasks do not have
+    except Exception as error:
+        raise ConfigError(
+            f"aggregation {aggregation!r} fails on five tokens: {type(error).__name__}: {error}. It is given tokens "
+            "(calls, rollouts, each), and gives the weight of each"
+        ) from error

@@ -1,0 +1,127 @@
+"""A server's connections: LLM calls are answered past ASGI and the web framework, all other requests by uvicorn.
+
+This module knows uvicorn's protocol, whose parser, pipelining, timeouts and graceful end hold for both. It does not
+know sockets, nor what a call is.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, cast
+from urllib.parse import unquote
+
+import httptools
+from starlette.applications import Starlette
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from agentlightning.gateway.exchange import Exchange
+from agentlightning.gateway.request import CallRefused
+from agentlightning.gateway.serving import Found, Serving
+from agentlightning.server.limits import LargeBodies, RateExceededError, RateLimit
+from agentlightning.server.logs import CLIENT_GONE, Finished
+
+_LONGEST_HEAD: Final = 256 * 1024  # bytes of a request's line and headers, give or take what is read at once
+
+
+class LlmCalls:
+    """The requests that a gateway answers, within the server's limits; `listeners` are told of each when it is over."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        listeners: Sequence[Callable[[Finished], None]],
+        rate: RateLimit | None,
+        bodies: LargeBodies | None,
+    ) -> None:
+        self.find = serving.find
+        self._serving = serving
+        self._listeners = listeners
+        self._rate, self._bodies = rate, bodies
+
+    async def answer(self, found: Found, client: str, exchange: Exchange) -> None:
+        """Answer an exchange with a client at this address."""
+        began = time.perf_counter()
+        try:
+            if self._rate is not None:
+                await self._rate.check(exchange.path, exchange.headers, client)
+            if self._bodies is not None and (size := self._bodies.size(exchange.method, exchange.headers)):
+                async with self._bodies.reading(size, exchange.headers, client):
+                    await self._serving.answer(found, exchange)
+            else:
+                await self._serving.answer(found, exchange)
+        except RateExceededError as error:
+            refused = CallRefused(str(error), status=429, code="rate_limited")
+            refused.retry_after = str(error.seconds)
+            exchange.fail(refused, found.route.endpoint.error)
+        finally:
+            status = CLIENT_GONE if exchange.disconnected else exchange.status
+            ms = (time.perf_counter() - began) * 1000
+            attempt = None if exchange.ids is None else exchange.ids[1]
+            caller = attempt if attempt is not None and attempt.isprintable() else None
+            finished = Finished(exchange.method, found.route.template, status, ms, caller)
+            for listener in self._listeners:
+                listener(finished)
+
+
+class ServerProtocol(HttpToolsProtocol):
+    """A connection. Its first request, and each that follows, is an LLM call or one of the application's.
+
+    A request whose head does not end is refused: it would be gathered in memory, and copied again with each part."""
+
+    _gathered = 0  # bytes since the last head, or part of a body, was complete
+    answering: Exchange | None = None
+
+    @property
+    def fixed_head(self) -> bytes:
+        return b"".join([b"%b: %b\r\n" % header for header in self.server_state.default_headers])
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Clients that ask for a websocket are answered; nothing is missing here."""
+
+    def data_received(self, data: bytes) -> None:
+        self._gathered += len(data)
+        super().data_received(data)
+        if self._gathered > _LONGEST_HEAD and not self.transport.is_closing():
+            self.send_400_response("The head of the request is too long.")
+
+    def on_headers_complete(self) -> None:
+        self._gathered = 0
+        parser: Any = self.parser
+        method, path = parser.get_method().decode("ascii"), httptools.parse_url(self.url).path.decode("ascii")
+        path = unquote(path) if "%" in path else path
+        calls: LlmCalls | None = getattr(cast(Starlette, self.config.app).state, "calls", None)
+        found = calls and calls.find(method, path)
+        if not (calls and found):
+            super().on_headers_complete()
+            return
+        exchange = Exchange(
+            self,
+            method,
+            path,
+            self.headers,
+            ids=found.ids,
+            rest=found.rest,
+            keep_alive=parser.get_http_version() != "1.0" and parser.should_keep_alive(),
+            continues=self.expect_100_continue,
+        )
+        client = self.client[0] if self.client else ""
+        answer = functools.partial(calls.answer, found, client)
+        before: Any = self.cycle
+        # To uvicorn's protocol the exchange is a cycle of its own, and what answers it an application.
+        self.cycle = cycle = cast(RequestResponseCycle, exchange)
+        if before is None or before.response_complete:
+            self._start_asgi_task(cycle, cast(Any, answer))
+        else:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((cycle, cast(Any, answer)))
+
+    def on_body(self, body: bytes) -> None:
+        self._gathered = 0
+        super().on_body(body)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self.answering is not None and not self.answering.response_complete:
+            self.answering.leave()

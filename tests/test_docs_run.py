@@ -1,0 +1,214 @@
+"""Every block of the README and of docs/ runs, in the order of its page, with a tiny model in place of a large one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.datasets.test_hub import Hub
+from tests.docs_pages import ROOT, SHELLS, Page, agl_environment, free_port, read_blocks
+from tests.frameworks.world import bin_of
+
+LANGUAGES = ("python", "yaml", "javascript", *SHELLS)
+FRAMEWORKS = ("docs/agents.md", "docs/tutorial.md")  # run LangChain
+LONG = ("README.md", "docs/agents.md", "docs/tutorial.md")  # half of the time, for another process
+PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
+
+# What does not run here, and why. A pattern that no block matches any more fails the test of its page.
+SKIPPED = {
+    "README.md": {
+        "git clone": "this is the clone",
+        "^make ": "`make smoke` and the tests of the command line run these",
+        "^open ": "opens a browser",
+        "--ray ": "tests/runner/test_ray.py",
+        r"sampler\.vllm|learner\.tinker": "a GPU's servers; tests/learner/test_servers.py, test_tinker.py",
+        "^pip install": "tests/test_wheel.py",
+    },
+    "docs/install.md": {"^make ": "`make smoke`", "^pip install": "tests/test_wheel.py"},
+    "docs/agents.md": {
+        "^# agent.py, of LangChain": "an excerpt of the file that the next command trains",
+        "^# rollout.py|^# run.yaml\nagent: rollout.py": "the same",
+        "examples/harnesses": "needs Claude Code and Codex; tests/runner/test_harnesses.py",
+        "^agent:\n  harness:": "the same",
+        "verifiers": "needs an environment of its own; tests/environments",
+        "inspect:tasks.py": "the same",
+        "--ray |--kubernetes ": "needs a cluster; tests/runner/test_ray.py, test_kubernetes.py",
+        "^pip install": "tests/test_wheel.py",
+    },
+    "docs/evaluation.md": {
+        "name: apo": "tests/laptop/apo.yaml runs before the page, with another endpoint",
+        "examples/flight/train.py": "the line above with other files; the quickstart takes minutes",
+    },
+    "docs/operate.md": {
+        "^docker |^printf": "tests/test_containers.py",
+        "^pip install": "tests/test_wheel.py",
+        "postgresql://": "needs PostgreSQL; tests/store, tests/cli/test_store.py",
+        "/weights ": "needs vLLM; tests/gateway/test_updates.py",
+    },
+    "docs/record.md": {
+        "^receivers:": "a file of the OpenTelemetry Collector",
+        "^agl.instrument": "needs LangChain; tests/tracing/test_instrument.py",
+        "^from datasets import": "tests/datasets/test_trl.py runs it where TRL is installed",
+    },
+    "docs/training.md": {
+        "^VLLM_|sglang.launch|sampler: {vllm|learner: tinker|teacher: {vllm": "a GPU's servers; tests/learner",
+    },
+    "docs/tutorial.md": {
+        "^pip install": "tests/test_wheel.py",
+        "^# agent.py|^# rewarded.py": "LangChain is in an environment of its own; the commands run these files",
+        "^model: Qwen": "the tutorial's model knows only its own words",
+    },
+    "docs/watch.md": {"^# run.yaml\ntrackers": "tests/algorithm/test_tracking.py, where the trackers are installed"},
+    "docs/reference/compatibility.md": {"^# 0.3\n": "the first half is for another version"},
+}
+
+# Python that a page takes for granted, and shell lines that come before its first block.
+NAMES = {
+    "docs/agents.md": "from openai import OpenAI\nfrom agent import agent, solve\n"
+    "task = {'question': 'What is 1+1?', 'answer': '2'}\nasync def grade(task, trace): return 1.0",
+    "docs/evaluation.md": "from agent import agent, book_room\n"
+    "tasks = train_tasks = held_out_tasks = [{'question': 'What is 1+1?', 'answer': '2', 'kind': 'sum'}]",
+    "docs/reference/compatibility.md": "rollout_id = 'ROLLOUT'",
+    "docs/record.md": "llm, spans = agl.LLM(endpoint='http://127.0.0.1:8000/v1', model='policy'), []",
+}
+BEFORE = {
+    "docs/evaluation.md": ["sed -i s,API,https://api.openai.com/v1, apo.yaml", "agl train apo.yaml --out runs/apo-1"],
+    "docs/operate.md": ["export SERVER=http://localhost:8123"],
+    "docs/reference/http.md": ["agl server"],
+}
+
+
+@pytest.fixture(scope="module")
+def laptop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Page, int]]:
+    """A folder with what a reader has: a model, an agent, tasks, a run file and a run; and the port of an API."""
+    folder, port = tmp_path_factory.mktemp("laptop") / "page", free_port()
+    shutil.copytree(ROOT / "tests" / "laptop", folder)
+    for name in ("examples", "scripts", "agent-lightning/examples"):
+        ignored = shutil.ignore_patterns("__pycache__", "runs", "node_modules")
+        shutil.copytree(ROOT / name.removeprefix("agent-lightning/"), folder / name, ignore=ignored)
+    page = Page(folder, agl_environment(), {}, {})
+    page.shell("python tiny_maker.py", "laptop")
+    page.shell("agl train --out runs/quickstart", "laptop")
+    for name in (
+        "models/writer",
+        "models/critic",
+        "checkpoints/a",
+        "checkpoints/b",
+        "runs/base/start",
+        "runs/quickstart/start",
+    ):
+        shutil.copytree(folder / "tiny", folder / name)
+    page.shell(f"agl serve tiny --port {port}", "laptop")
+    yield page, port
+    page.finish()
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with Hub() as server:
+        server.repositories["datasets/me/flights"] = {
+            "tasks.jsonl": (ROOT / "tests" / "laptop" / "tasks.jsonl").read_bytes()
+        }
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def stand_ins(page: Page, text: str, api: int) -> dict[str, str | Callable[[], str]]:
+    """Pattern → what takes its place in a block, in this order."""
+    model = free_port() if "agl serve" in text else api
+    server = f"127.0.0.1:{free_port()}"
+
+    def run() -> str:
+        found = max(page.folder.glob("**/runs/*/checkpoints"), key=lambda path: path.stat().st_mtime)
+        return f"runs/{found.parent.name}"
+
+    def rollout() -> str:
+        return json.loads(page.output("agl rollouts ls --limit 1 --json"))["rollout"]["rollout_id"]
+
+    def key() -> str:
+        return json.loads(page.output(f"agl keys list --json --server http://{server}").splitlines()[0])["key_id"]
+
+    return {
+        r"Qwen/Qwen3-[\d.]+B|/models/qwen3-4b|(?<=--model )policy": str(page.folder / "tiny"),
+        r"\bsteps: \d+": "steps: 1",
+        r"\bsteps=\d+": "steps=1",
+        r"--steps 50": "--steps 1",
+        r"--seeds \d": "--seeds 1",
+        r"agl train (?= .* seconds )": "agl train --steps 1",
+        r"^agl train run.yaml$": "agl train run.yaml --steps 1",
+        r"agl train --model hf:": "agl train --steps 1 --model hf:",
+        r"learning_rate=1e-3,1e-2": "learning_rate=1e-3",
+        r"\.\./tasks.jsonl --model": "../tasks.jsonl --limit 2 --model",
+        r"best: 1, threshold: 0.5": "best: null, threshold: 0.0",
+        r"traces: runs/base": "traces: runs/quickstart",
+        r"runs/apo-…@\d": "runs/apo-1@2",
+        r"runs/…|runs/\d{8}-\d+|runs/grpo-(?:\d+-\d+-\d+|…)": run,
+        r"@\d\d+": "@1",
+        r"step-0000\d\d": "step-000001",
+        r"--run (?:ID|run-0f3c…)": "--run quickstart",
+        r"show grpo-18ea": "show quickstart",
+        r"\bID\b|ROLLOUT|run-18ea\w+-val-16-v16-0": rollout,
+        r"key-6c8c…": key,
+        r"https://api.openai.com/v1": f"http://127.0.0.1:{api}/v1",
+        r"127.0.0.1:(8000|8011)\b": f"127.0.0.1:{model}",
+        r"\bagl serve (\S+)": rf"agl serve \1 --port {model}",
+        r"\bagl server\b": f"agl server --port {server.rpartition(':')[2]}",
+        r"(?:localhost|127.0.0.1|trainer-host|agl):8123": server,
+        r"(?<=--server )URL": f"http://{server}",
+        r"/tmp/exportrun": str(page.folder / "exportrun"),
+    }
+
+
+def run_page(name: str, laptop: tuple[Page, int], hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = [block for block in read_blocks(ROOT / name) if block.language in LANGUAGES]
+    if not blocks:
+        pytest.skip("shows nothing to run")
+    api = laptop[1]
+    shutil.copytree(laptop[0].folder, folder)
+    packages = (bin_of("frameworks").parent / "lib").glob("python*/site-packages") if name in FRAMEWORKS else ()
+    variables = {"OPENAI_BASE_URL": f"http://127.0.0.1:{api}/v1", "OPENAI_API_KEY": "any"}
+    environment = agl_environment(*packages, HF_ENDPOINT=hub.url, HF_TOKEN="good", **variables)
+    page = Page(folder, environment, {}, SKIPPED.get(name, {}))
+    page.stand_ins = stand_ins(page, (ROOT / name).read_text(encoding="utf-8"), api)
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(folder)
+    exec(page.stand_in(f"import agentlightning as agl\n{NAMES.get(name, '')}"), page.names)
+    try:
+        for line in BEFORE.get(name, []):
+            page.shell(line, "before")
+        for block in blocks:
+            page.run(block)
+    finally:
+        page.finish()
+    for module in ("agent", "credit"):
+        sys.modules.pop(module, None)
+    assert not page.unused, f"no block of {name} matches any more: {page.unused}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+class TestLongPages:
+    @pytest.mark.parametrize("name", LONG)
+    def test_a_page_runs(
+        self, name: str, laptop: tuple[Page, int], hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run_page(name, laptop, hub, tmp_path / "page", monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+class TestPages:
+    @pytest.mark.parametrize("name", [page for page in PAGES if page not in LONG])
+    def test_a_page_runs(
+        self, name: str, laptop: tuple[Page, int], hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run_page(name, laptop, hub, tmp_path / "page", monkeypatch)
