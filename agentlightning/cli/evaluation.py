@@ -23,8 +23,9 @@ from agentlightning.cli.config import TrainConfig, key_flags, load_config
 from agentlightning.cli.fit import fit
 from agentlightning.cli.options import Numbers, json_option, make_table, print_json, print_table
 from agentlightning.cli.place import Place
-from agentlightning.cli.training import INTERRUPTED
-from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning.cli.training import INTERRUPTED, RUN_FILE
+from agentlightning.errors import ConfigError, NotFoundError, nearest
+from agentlightning.runner.agent import as_agent
 from agentlightning.tracing.tree import printable, rollout_tree
 from agentlightning.types import LLM, Mode, PromptTemplate, Rollout
 
@@ -95,7 +96,8 @@ def eval(
     Without an agent, nothing is run: the rollouts that runs have stored are measured.
 
     \b
-    agl eval agent.py:agent heldout.jsonl --model Qwen/Qwen3-0.6B --show
+    agl eval --show                                  # run.yaml of this folder, the first 5 tasks
+    agl eval agent.py:agent heldout.jsonl --model Qwen/Qwen3-0.6B
     agl eval agent.py:agent heldout.jsonl --model runs/…/checkpoints/… --samples 8 -k 1,4,8
     agl eval run.yaml --compare prompt=old.txt prompt=new.txt
     agl eval --rollouts runs/grpo-…
@@ -106,6 +108,8 @@ def eval(
     measures = Measures(ks and tuple(sorted({*ks})), threshold)
     console = Console(stderr=as_json, highlight=False)
     fields = by or TAG_FIELDS
+    if show and agent is None and RUN_FILE.is_file():
+        agent = str(RUN_FILE)
     _check(ctx, agent, rollouts, compare)
     if agent is None:
         place = Place(running["store"], running["server"], running["api_key"])
@@ -192,10 +196,15 @@ def _run(
             )
             for name, side in zip(compare, ("a", "b"), strict=True)
         ]
-    groups: list[list[Measured]] = []
     for one in configs:
         if one.model is None and not isinstance(one.initial_resources.get("llm"), LLM):
             raise click.UsageError("choose the model: --model, or --endpoint and --model")
+        if compare is not None and isinstance(one.model, str):
+            from agentlightning.learner.policy import check_model
+
+            check_model(one.model)  # before the first of them is measured, which may take hours
+    groups: list[list[Measured]] = []
+    for one in configs:
         result = fit(one, console, limit)
         tasks = result.evaluations[0].tasks
         if show:
@@ -225,6 +234,11 @@ def _variant(config: TrainConfig, name: str) -> TrainConfig:
             text = Path(file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the prompt {file}: {error}") from None
+        prompts = [key for key, value in config.initial_resources.items() if isinstance(value, PromptTemplate)]
+        if prompts and template not in prompts:
+            raise ConfigError(f"there is no prompt {template!r} to replace; {nearest(template, prompts)}")
+        if not as_agent(config.load_agent()).takes_prompts():
+            raise ConfigError("the agent takes no prompt: give it a parameter `prompt_template` or `resources`")
         present = config.initial_resources.get(template)
         engine = present.engine if isinstance(present, PromptTemplate) else "f-string"
         changed = {template: PromptTemplate(template=text, engine=engine)}

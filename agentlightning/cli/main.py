@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib
 import keyword
 import os
+import re
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 
 import click
 
@@ -80,7 +82,16 @@ class LazyGroup(click.Group):
             click.echo(f"agl {' '.join(former)} is now agl {' '.join(FORMER[former])}", err=True)
         elif args and args[0] not in COMMANDS and not args[0].startswith("-"):
             raise click.UsageError(f"no command {args[0]!r}; {nearest(args[0], COMMANDS)}", ctx)
-        return super().resolve_command(ctx, args)
+        return super().resolve_command(ctx, _with_all_instruments(args))
+
+
+def _with_all_instruments(args: list[str]) -> list[str]:
+    """`--instrument run.yaml` → `--instrument=all run.yaml`: click would take the file for the names."""
+    end = args.index("--") if "--" in args else len(args)
+    for index, (word, following) in enumerate(pairwise(args[:end])):
+        if word == "--instrument" and not re.fullmatch(r"[\w,-]+", following):
+            args = [*args[:index], "--instrument=all", *args[index + 1 :]]
+    return args
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})

@@ -91,7 +91,7 @@ def _store_files(path: Path) -> list[str]:
         return [str(path)]
     servers = [SERVER_STORE] if path == RUNS and SERVER_STORE.is_file() else []
     if not path.is_dir() and not servers:
-        raise ConfigError(f"no store file and no folder of runs at {path} (looked in {Path.cwd()})")
+        raise ConfigError(f"there are no runs here: {path.absolute()} does not exist; give --store, --server or a path")
     levels = ("", "*/", "*/*/")  # a run, a folder of runs, a folder of runs with several seeds
     return [*map(str, servers), *sorted(str(file) for level in levels for file in path.glob(f"{level}{STORE_FILE}"))]
 
@@ -113,6 +113,8 @@ async def choose_run(name: str | None, place: Place) -> StoredRun:
     found = await stored_runs(RUNS, place)
     if not found and not run_id:
         raise NotFoundError(f"there is no run in {name or place}; name another place with --store or --server")
+    if not found:
+        raise NotFoundError(f"there is no run {name!r}: {place} has no run at all; --store or --server name another")
     alike = [one for one in found if one.run.run_id == run_id]
     alike = alike or ([one for one in found if one.run.run_id.startswith(run_id)] if run_id else found[-1:])
     if len(alike) != 1:

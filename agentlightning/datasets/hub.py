@@ -17,6 +17,7 @@ from agentlightning.errors import ConfigError, imported
 PREFIX: Final = "hf:"
 _NAME: Final = re.compile(r"hf:(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w.-]+))?(/(?P<file>[^@]+))?")
 
+_PATIENCE_SECONDS: Final = 5.0  # for the hub's first word; its own package would try again for a minute
 _NOT_THE_MODEL: Final = ["loop.json", "optimizer.pt"]  # of a checkpoint, what only the run itself goes on with
 
 T = TypeVar("T")
@@ -53,6 +54,26 @@ def fetched_model(source: T) -> T | str | Path:
         return name.repository
     with _hub(source) as hub:
         return Path(hub.snapshot_download(name.repository, revision=name.revision))
+
+
+def reachable_model(repository: str) -> str | Path:
+    """The id itself where the hub answers, whatever it says of it; else the model's directory in the cache here.
+    ConfigError, within seconds, where neither is there."""
+    hub = imported("huggingface_hub", repository, "huggingface_hub")
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        hub.utils.get_session().head(hub.constants.ENDPOINT, timeout=_PATIENCE_SECONDS)
+        return repository
+    except Exception as error:  # noqa: BLE001 - of the HTTP client, another one by version
+        reason = " ".join(str(error).split()).rstrip(".")
+    try:
+        return Path(hub.snapshot_download(repository, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        raise ConfigError(
+            f"there is no model {repository!r} here, neither a directory nor in the hub's cache, and "
+            f"{hub.constants.ENDPOINT} cannot be asked: {reason}. Give a directory written by save_pretrained"
+        ) from None
 
 
 def fetched_file(source: str) -> Path:
