@@ -90,7 +90,7 @@ def _measure(
     return result.metrics[-1].values, frozen
 
 
-def _lines(plan: dict[str, Any], at_once: int) -> Iterator[str]:
+def _lines(plan: dict[str, Any], at_once: float) -> Iterator[str]:
     from agentlightning.display import duration
 
     told = {key: number(value) for key, value in plan.items() if isinstance(value, int | float)}
