@@ -1,4 +1,4 @@
-"""The groups of a step → its training sequences. The loop and a replay from the store give the same batch."""
+"""Makes training sequences of a step's groups. The training loop and a replay from the store give the same batch."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ BATCHES_FILE: Final = "batches.jsonl"  # in the run's directory, one `RecordedBa
 
 
 class RecordedBatch(msgspec.Struct, frozen=True):
-    """What a step trained on: the rollouts of each group, in order, and by which weights. Of a step that was done again
-    after a kill the last line holds."""
+    """What a step trained on: the rollouts of each group, in order, and the weights. If a step was repeated after a
+    kill, the last line counts."""
 
     step: int
     policy_version: int
@@ -52,7 +52,7 @@ def recorded_batches(directory: Path) -> dict[int, RecordedBatch]:
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step trains one policy on; empty where every group is useless."""
+    """What a step trains one policy on; empty if every group was skipped."""
 
     sequences: list[TrainingSequence]
     metrics: dict[str, float]
@@ -120,7 +120,7 @@ def minibatches(sequences: Sequence[T], count: int, seed: int, step: int, epoch:
 
 
 def values_of(groups: Sequence[RewardedGroup], level: Level, values: Values) -> list[FloatArray]:
-    """The values of each transition, in order, computed as their sequences will be trained."""
+    """The values of each transition, in order, computed like their sequences in training."""
     rollouts = [transitions for group in groups for transitions in group.transitions]
     ends = np.cumsum([len(transition.response_ids) for transitions in rollouts for transition in transitions])
     if not len(ends):
