@@ -1,6 +1,5 @@
-"""What a person sees while a job runs: phase, step, reward, speed and the time that is left.
-
-On a terminal it is one live panel; elsewhere (a log file, a CI job) it is a line now and then.
+"""Shows a running job: phase, step, reward, speed and time left. A live panel on a terminal; elsewhere, a line now and
+then.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ LONG_PHASE = 30.0  # seconds without a line after which there is one about a pha
 
 
 def runnable(command: str, folder: Path = Path()) -> str:
-    """`agl …` as it runs in `folder` in this shell: with its path where the PATH has another `agl`, or none."""
+    """`agl …` as it runs in `folder` in this shell: with its path if PATH has another `agl`, or none."""
     name, _, arguments = command.partition(" ")
     program = Path(sys.executable).with_name(name)
     found = shutil.which(name)
@@ -49,7 +48,7 @@ def runnable(command: str, folder: Path = Path()) -> str:
 
 
 def resume_command(directory: Path | None, manifest: Mapping[str, Any]) -> str:
-    """What continues a run in this directory, or in one that is not known, after it was interrupted."""
+    """The command that continues the interrupted run in this directory, or in an unknown one."""
     command = [str(word) for word in manifest.get("command", ())]
     where = "" if directory is None else shlex.quote(os.path.relpath(directory))
     if command[1:2] == ["quickstart"]:
@@ -67,8 +66,7 @@ def duration(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 40, span: tuple[float, float] | None = None) -> str:
-    """The last `width` values as blocks, from the low to the high end of `span`; without one from min(0, values) to
-    max(1, values).
+    """The last `width` values as blocks over `span`, by default min(0, values) to max(1, values).
 
     `[0.0, 0.5, 1.0]` → `▁▄█`."""
     shown = values[-width:]
@@ -80,7 +78,7 @@ def sparkline(values: Sequence[float], width: int = 40, span: tuple[float, float
 
 
 class Pace:
-    """How far something is that is done piece by piece, how fast it goes and how long it still takes."""
+    """How many items are done, how fast, and how long the rest takes."""
 
     def __init__(self, name: str, total: int | None, clock: Callable[[], float]) -> None:
         self.name = name
@@ -90,7 +88,7 @@ class Pace:
         self._start = clock()
 
     def words(self) -> str:
-        """`120/480 · 24/s · about 0:15 left`; without a total `120 · 24/s`, and before anything is done `0/480`."""
+        """`120/480 · 24/s · about 0:15 left`; without a total `120 · 24/s`; before the first `0/480`."""
         done = self.done if self.total is None else min(self.done, self.total)  # of rollouts more may be there already
         words = [f"{done:,}" if self.total is None else f"{done:,}/{self.total:,}"]
         elapsed = self._clock() - self._start
@@ -104,16 +102,16 @@ class Pace:
 
 @contextmanager
 def counting(name: str, total: int | None = None) -> Generator[Callable[[int], None]]:
-    """Show on stderr how far a job of many pieces is while it lasts; call what it gives with the number done."""
+    """Show on stderr how far a job of many items is. Call the returned function with the number done."""
     with LiveProgress() as progress:
         progress.current = Pace(name, total, time.monotonic)
         yield progress.advance
 
 
 class LiveProgress:
-    """A `Progress` that a person can watch, on stderr or a console. Use it as a context manager around the job.
+    """A `Progress` to watch, on stderr or a console. Use it as a context manager around the job.
 
-    `steps` and `time_limit` (seconds) are what the job was asked for, None where it was not."""
+    `steps` and `time_limit` (seconds) are the limits of the job; None if there are none."""
 
     def __init__(
         self,
@@ -181,8 +179,8 @@ class LiveProgress:
             self._live.console.print(Text(printable(message)))
 
     def time_left(self) -> float | None:
-        """Seconds until the last step at the pace of the recent ones, or until the time limit if that is sooner;
-        None before either is known."""
+        """Seconds until the last step at the recent pace, or until the time limit if that is sooner; None if neither is
+        known."""
         limits: list[float] = []
         if self._time_limit is not None:
             limits.append(self._time_limit - self._elapsed())
@@ -195,7 +193,7 @@ class LiveProgress:
         return self._clock() - self._start
 
     def _headline(self) -> str:
-        """`step 3/40`, or without a known number of steps `step 3`."""
+        """`step 3/40`, or without a limit `step 3`."""
         return f"step {self._step}/{self._steps}" if self._steps else f"step {self._step}"
 
     def _figures(self) -> list[str]:
@@ -227,7 +225,7 @@ class LiveProgress:
 
 
 def hide_library_progress() -> None:
-    """Ours shows the progress; transformers' own bars would tear it. Downloads from the hub keep theirs."""
+    """Hide the progress bars of transformers, which would break ours. Downloads from the hub keep theirs."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()

@@ -1,4 +1,4 @@
-"""How often Python looks for reference cycles. It does not know what runs meanwhile."""
+"""How often Python looks for reference cycles."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Generator
 
 @contextlib.contextmanager
 def garbage_sought_seldom() -> Generator[None]:
-    """Calls, rollouts and training steps leave next to no cycles. Looking for them at Python's usual pace takes a tenth
-    of a server's time, a twelfth of a training's and a quarter of a runner's."""
+    """Look for cycles less often: calls, rollouts and training steps leave almost none. At Python's usual pace, looking
+    takes a tenth of a server's time, a twelfth of a training's and a quarter of a runner's."""
     usual = gc.get_threshold()
     gc.set_threshold(20_000, 50, 100)
     try:

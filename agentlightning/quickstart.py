@@ -1,7 +1,6 @@
-"""The quickstart: a tiny policy made on the spot learns to use tools in the flight example, in minutes on a laptop.
+"""The quickstart: a new tiny policy learns to use tools in the flight example, in minutes on a laptop.
 
-It goes the way of any training run: the example's agent, a policy, `Trainer.fit`. What it adds is the making of the
-policy and a report of what changed.
+It trains like any run: an agent, a policy, `Trainer.fit`. It also makes the policy and reports what changed.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ Pair: TypeAlias = tuple[float, float]  # before and after
 
 
 class FlightExample:
-    """The modules of examples/flight, imported by name as its own scripts do."""
+    """The modules of examples/flight, imported by name as its scripts do."""
 
     def __init__(self, directory: Path) -> None:
         if str(directory) not in sys.path:
@@ -52,7 +51,7 @@ class FlightExample:
 
 
 def load_flight_example() -> FlightExample:
-    """From the installed package, or from the checkout it runs in."""
+    """Load it from the installed package, or from the checkout."""
     package = Path(__file__).parent
     for directory in (package / "examples" / "flight", package.parent / "examples" / "flight"):
         if (directory / "agent.py").is_file():
@@ -105,7 +104,7 @@ def _choose_directory(out: Path | None, resume: bool, seed: int | None) -> Path:
 
 
 def _starting_policy(example: FlightExample, directory: Path, resume: bool, seed: int, progress: Progress) -> Policy:
-    """The policy training starts from: loaded, or made, warm-started and saved so that a resumed run finds it."""
+    """The policy that training starts from: loaded, or made, warm-started and saved, so that a resumed run finds it."""
     if resume:
         from agentlightning.learner.policy import load_policy
 
@@ -119,7 +118,7 @@ def _starting_policy(example: FlightExample, directory: Path, resume: bool, seed
 
 
 def make_starting_policy(example: FlightExample, seed: int, progress: Progress) -> Policy:
-    """The tiny policy, warm-started on deliberately mediocre demonstrations; the same for the same seed."""
+    """The tiny policy, warm-started on deliberately mediocre demonstrations. The same seed gives the same policy."""
     from agentlightning.learner.warm_start import make_policy
 
     recipe = example.recipe
@@ -141,10 +140,10 @@ def make_starting_policy(example: FlightExample, seed: int, progress: Progress) 
 
 @dataclass(frozen=True)
 class QuickstartReport:
-    """What changed. Shares and rewards are over the held-out tasks, sampled at temperature 1.
+    """What changed on the held-out tasks, sampled at temperature 1.
 
-    `first_tools[kind][tool]` is the share of tasks of that kind whose first call was `tool` ("none" for no call),
-    `right[kind]` the right one."""
+    `first_tools[kind][tool]` is the share of the kind's tasks whose first call was `tool` ("none" for no call),
+    `right[kind]` the right tool."""
 
     result: FitResult
     seed: int
@@ -162,7 +161,7 @@ class QuickstartReport:
         return self.result.evaluations[0].reward, self.result.evaluations[-1].reward
 
     def summary(self) -> dict[str, Any]:
-        """The object that `--json` prints."""
+        """The object printed by `--json`."""
         right = {kind: _rounded(self.first_tools[kind][tool]) for kind, tool in self.right.items()}
         return {
             "memory_first": right["cancelled"],
@@ -177,7 +176,7 @@ class QuickstartReport:
         }
 
     def show(self, console: Console) -> None:
-        """Print it, and what to try next."""
+        """Print it, with what to try next."""
         console.print(self._table())
         before, after = self.reward
         console.print(
@@ -199,7 +198,7 @@ class QuickstartReport:
             console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def _table(self) -> Table:
-        """Rows are kinds of task, columns first tools; the right one of each kind is marked."""
+        """Rows are kinds of task, columns first tools; the right tool of each kind is marked."""
         table = Table(title="First tool called, share of held-out tasks before → after", title_justify="left")
         table.add_column("kind of task")
         for tool in next(iter(self.first_tools.values())):

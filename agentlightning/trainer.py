@@ -185,16 +185,17 @@ class Trainer:
     def fit(
         self, agent: AnyAgent, train_dataset: Any = None, val_dataset: Any = None, *, resume: bool = False
     ) -> FitResult:
-        """Train the agent on `train_dataset`, evaluating on `val_dataset` before and after; blocks until done.
+        """Train the agent on `train_dataset`, with evaluations on `val_dataset`, and block until done.
 
-        Datasets are lists, paths (JSONL, JSON, CSV, Parquet), DataFrames or Hugging Face datasets; environments and
-        recorded rollouts need none. Ctrl-C saves what was learned; `resume=True` goes on in `run_dir` or the newest."""
+        A dataset is a list, a path (JSONL, JSON, CSV, Parquet), a DataFrame or a Hugging Face dataset; environments and
+        recorded rollouts need none. Ctrl-C saves and returns. `resume=True` continues the run in `run_dir`, or the
+        newest. ConfigError for wrong settings or tasks, TrainingError if training cannot continue."""
         return run_blocking(self.fit_async(self._imported(agent), train_dataset, val_dataset, resume=resume))
 
     async def fit_async(
         self, agent: AnyAgent, train_dataset: Any = None, val_dataset: Any = None, *, resume: bool = False
     ) -> FitResult:
-        """`fit` for code that runs in an event loop already."""
+        """`fit` for code that runs in an event loop."""
         if self._rl is not None and not self.models:
             endpoint = self.initial_resources.get("llm")
             why = f", and those behind {endpoint.endpoint} cannot be had" if isinstance(endpoint, LLM) else ""
@@ -211,11 +212,12 @@ class Trainer:
         return await self._run(as_agent(agent), train_tasks, val_tasks, resume)
 
     def dev(self, agent: AnyAgent, train_dataset: Any) -> list[EvaluatedTask]:
-        """Run the agent once on every task without training; print each trace and the mean reward, and return them."""
+        """Run the agent once on each task without training, print the traces and the mean reward, and return the
+        traces."""
         return run_blocking(self.dev_async(self._imported(agent), train_dataset))
 
     async def dev_async(self, agent: AnyAgent, train_dataset: Any) -> list[EvaluatedTask]:
-        """`dev` for code that runs in an event loop already."""
+        """`dev` for code that runs in an event loop."""
         trial = copy.copy(self)
         trial.algorithm = Baseline(mode="test")
         result = await trial._run(as_agent(agent), [], load_dataset(train_dataset), resume=False)
@@ -230,7 +232,7 @@ class Trainer:
         return tasks
 
     def _imported(self, agent: AnyAgent) -> LitAgent[Any]:
-        """The agent, imported while Ctrl-C still interrupts whatever runs."""
+        """The agent, imported so that Ctrl-C interrupts whatever runs."""
         agent = as_agent(agent)
         if self.n_runners != 0:
             place_of(agent, self.isolation)
@@ -312,7 +314,7 @@ class Trainer:
         val_tasks: list[Any],
         progress: Progress,
     ) -> RunContext:
-        """Start everything the job needs; `stack` stops it again, last started first."""
+        """Start everything the job needs; `stack` stops it in reverse order."""
         store = await self._open_store(stack, directory.path)
         with interrupted_at_once():
             opened: dict[str, Pair] = {}
@@ -361,8 +363,8 @@ class Trainer:
     async def _connect(
         self, stack: AsyncExitStack, store: LightningStore, entries: list[ModelEntry], run_id: str
     ) -> tuple[str, str, Callable[[], AbstractAsyncContextManager[None]]]:
-        """Put the models behind a gateway, this process's own or the server's: its URL, that of the dashboard, and what
-        lets calls of the trained ones wait."""
+        """Put the models behind a gateway, this process's or the server's. Returns its URL, the dashboard's, and a
+        function that holds the calls of trained models."""
         held = [entry.name for entry in entries if entry.trainable]
         if self.server is not None:
             url = self.server.rstrip("/")
@@ -417,12 +419,12 @@ class Trainer:
         )
 
     def _optimizer(self) -> AdamW:
-        """Its schedule ends with the training."""
+        """The optimiser, whose schedule ends with the training."""
         rl = self._rl
         return AdamW() if rl is None else self.optimizer.until(rl.steps * rl.minibatches * rl.epochs)
 
     def _model_entries(self, backends: Mapping[str, Backend]) -> list[ModelEntry]:
-        """The models behind the gateway: the policies being trained, or the endpoint the caller gave, then others."""
+        """The models behind the gateway: the trained policies or the given endpoint, then the frozen ones."""
         train = val = Sampling()
         if (rl := self._rl) is not None:
             train = Sampling(temperature=rl.temperature, max_tokens=rl.max_tokens)
@@ -435,7 +437,7 @@ class Trainer:
         return entries + [frozen_entry(name, one) for name, one in self.frozen.items()]
 
     async def _run_beside_runner(self, agent: LitAgent[Any], context: RunContext) -> None:
-        """Run the algorithm with this process's runner beside it; whichever fails first ends both."""
+        """Run the algorithm and this process's runner; the first to fail ends both."""
         job = asyncio.ensure_future(self.algorithm.run(context))
         samplers = [policy.sampler for policy in context.policies.values()]
         tasks = {job, *(asyncio.ensure_future(one.watch(context.calls_held)) for one in samplers)}

@@ -131,6 +131,14 @@ class AttemptedRollout(Rollout, frozen=True, kw_only=True):
     reward_key: str | None = None
 
 
+class Outcome(Noun, frozen=True, kw_only=True):
+    """What a rollout's latest attempt came to: its final reward, and the reason why it failed."""
+
+    rollout_id: str
+    reward: float | None = None
+    error: str | None = None
+
+
 class Heartbeat(Noun, frozen=True, kw_only=True):
     """The store's answer to a heartbeat: the attempt's status, and when its lease ends."""
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from agentlightning.data.aggregation import Tokens
+from agentlightning.data.sequences import CreditedTransition, Origin, build_sequences
 from agentlightning.data.transitions import Transition
 
 
@@ -26,3 +28,19 @@ def transition(prompt: Sequence[int], response: Sequence[int], **changes: Any) -
         "finish_reason": "stop",
     }
     return Transition(**(usual | changes))
+
+
+def tokens_of(*rollouts: tuple[list[int], Origin]) -> Tokens:
+    """The tokens of rollouts, of each how many its calls sampled and where it is from."""
+    return Tokens(
+        [
+            made
+            for number, (counts, origin) in enumerate(rollouts)
+            for count in counts
+            for made in build_sequences(
+                [CreditedTransition(transition([1], [2] * count, rollout_id=str(number)), np.ones(count, np.float32))],
+                "transition",
+                origin,
+            )
+        ]
+    )

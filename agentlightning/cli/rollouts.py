@@ -1,8 +1,7 @@
-"""`agl rollouts`: what rollouts a store holds, and what one of them did, as a tree."""
+"""`agl rollouts`: lists the rollouts of a store, and shows one as a tree."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
@@ -14,7 +13,6 @@ from agentlightning.cli.options import STATUSES, make_table, print_json, print_t
 from agentlightning.cli.place import ANY_RUN, NEWEST, Place, stores_here, with_place
 from agentlightning.cli.runs import ListingGroup, repeated, watch_option
 from agentlightning.errors import NotFoundError
-from agentlightning.semconv import reward_value
 from agentlightning.store.codec import plain
 from agentlightning.store.redaction import text_without_secrets
 from agentlightning.types import And, Attempt, Condition, Order, Rollout, Span
@@ -22,9 +20,7 @@ from agentlightning.types import And, Attempt, Condition, Order, Rollout, Span
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from agentlightning.store.base import LightningStore
 
-_SPANS_AT_ONCE: Final = 1000
 _LOG_LINES: Final = 10  # the last ones of each stream, and of a traceback
 
 
@@ -37,7 +33,7 @@ def rollouts() -> None:
 
 
 class ListedRollout(msgspec.Struct, frozen=True):
-    """A rollout, and the reward of its last attempt."""
+    """A rollout and its last attempt's reward."""
 
     rollout: Rollout
     reward: float | None
@@ -69,7 +65,9 @@ async def ls(
     async def show() -> None:
         async with place.open(reading=True) as store:
             page = await store.page_rollouts(And(where) if where else None, [newest], limit=limit, with_total=True)
-            listed = await with_rewards(store, page.items)
+            outcomes = await store.query_outcomes([one.rollout_id for one in page.items])
+        rewards = {one.rollout_id: one.reward for one in outcomes}
+        listed = [ListedRollout(one, rewards.get(one.rollout_id)) for one in page.items]
         if as_json:
             for one in listed:
                 print_json(one)
@@ -77,28 +75,6 @@ async def ls(
             _print_list(listed, str(place), (page.total or 0) - len(listed))
 
     await repeated(show, watch, as_json)
-
-
-async def with_rewards(store: LightningStore, found: Sequence[Rollout]) -> list[ListedRollout]:
-    by_id: dict[str, list[Span]] = {rollout.rollout_id: [] for rollout in found}
-    rewarded = And([Condition("rollout_id", "in", list(by_id)), Condition(f"attributes.{reward_value(0)}", "exists")])
-    cursor = None
-    while by_id:
-        page = await store.page_spans(rewarded, limit=_SPANS_AT_ONCE, cursor=cursor)
-        for span in page.items:
-            by_id[span.rollout_id].append(span)
-        cursor = page.next_cursor
-        if cursor is None:
-            break
-    rewards = await asyncio.gather(*(_reward(store, *item) for item in by_id.items()))
-    return [ListedRollout(rollout, reward) for rollout, reward in zip(found, rewards, strict=True)]
-
-
-async def _reward(store: LightningStore, rollout_id: str, spans: Sequence[Span]) -> float | None:
-    from agentlightning.tracing.rewards import find_final_reward
-
-    latest = await store.get_latest_attempt(rollout_id) if spans else None
-    return find_final_reward(span for span in spans if latest and span.attempt_id == latest.attempt_id)
 
 
 def _print_list(listed: Sequence[ListedRollout], place: str, more: int) -> None:
@@ -193,7 +169,7 @@ async def annotate(place: Place, rollout_id: str, as_json: bool, **parts: str | 
 
 
 async def _find(named: Place, rollout_id: str) -> tuple[Place, Rollout]:
-    """The rollout and where it is: in the store that is named, or in whichever below runs/ has it."""
+    """The rollout and its store: the named one, or whichever below runs/ has it."""
     places = [named] if named.named else [Place(store) for store in stores_here()]
     for place in places:
         async with place.open(reading=True) as store:
@@ -207,7 +183,7 @@ async def _find(named: Place, rollout_id: str) -> tuple[Place, Rollout]:
 
 
 def _print_attempts(console: Console, attempts: Sequence[Attempt], shown: Attempt | None) -> None:
-    """How each ended and why, where there is more to say than the tree's first line does."""
+    """How each attempt ended and why, unless the tree's first line says so."""
     from agentlightning.tracing.tree import printable
 
     for attempt in attempts:
@@ -221,7 +197,7 @@ def _print_attempts(console: Console, attempts: Sequence[Attempt], shown: Attemp
 
 
 def _print_texts(console: Console, spans: Sequence[Span], *, everything: bool) -> None:
-    """The tracebacks of what was raised, and the logs."""
+    """Tracebacks and logs."""
     from agentlightning.semconv import EXCEPTION, EXCEPTION_STACKTRACE, LOG, LOG_STREAM, LOG_TEXT
     from agentlightning.tracing.tree import one_line, printable
 

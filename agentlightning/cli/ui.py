@@ -1,7 +1,8 @@
-"""`agl ui`: the page of all runs below some folders, before, while and after they run."""
+"""`agl ui`: the page of all runs below some folders and in other stores, before, while and after they run."""
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -9,41 +10,59 @@ from urllib.parse import urlsplit
 import click
 
 from agentlightning.cli.options import json_option
+from agentlightning.cli.place import POSTGRES, require_file
 from agentlightning.cli.serving import until_stopped
 
 
 @click.command()
-@click.argument("folders", metavar="[FOLDER]...", nargs=-1,
-                type=click.Path(path_type=Path, exists=True, file_okay=False))  # fmt: skip
-@click.option("--server", "servers", metavar="URL", multiple=True,
-              help="Also show the runs of this `agl server`. Repeatable.")  # fmt: skip
-@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The servers' key.")
+@click.argument("places", metavar="[FOLDER|STORE|URL]...", nargs=-1)
+@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The key of servers at a URL.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8124, show_default=True,
               help="Port to listen on; 0: any free port.")  # fmt: skip
 @json_option
-def ui(folders: tuple[Path, ...], servers: tuple[str, ...], key: str | None, port: int, as_json: bool) -> None:
-    """Show all runs and stores below FOLDER (default: here) on one page, also while they run; nothing is changed."""
+def ui(places: tuple[str, ...], key: str | None, port: int, as_json: bool) -> None:
+    """Show runs and rollouts on one page, also while they run; nothing is changed.
+
+    Each argument is a folder (default: this one) whose stores are found as they come and go, a store's file, a
+    postgresql:// URL, or the URL of an `agl server`."""
     from agentlightning.server.serve import run_on_fastest_loop
 
-    run_on_fastest_loop(_ui(folders or (Path(),), servers, key, port, as_json))
+    run_on_fastest_loop(_ui(places or (".",), key, port, as_json))
 
 
-async def _ui(folders: tuple[Path, ...], servers: tuple[str, ...], key: str | None, port: int, as_json: bool) -> None:
+def _existing(place: str) -> Path:
+    """ConfigError for neither a folder nor a file."""
+    if not Path(place).is_dir():
+        require_file(place)
+    return Path(place)
+
+
+async def _ui(places: tuple[str, ...], key: str | None, port: int, as_json: bool) -> None:
     from agentlightning.server.app import create_app
     from agentlightning.server.local_keys import local_key
     from agentlightning.server.serve import HttpServer
+    from agentlightning.store.base import LightningStore
     from agentlightning.store.client import LightningStoreClient
     from agentlightning.store.many import ManyStores
+    from agentlightning.store.reading import StoreReader
 
     own = local_key(f"http://127.0.0.1:{port}", make=True) or secrets.token_urlsafe(32)
-    others = {urlsplit(url).netloc: LightningStoreClient(url, key or local_key(url), patience=2.0) for url in servers}
-    stores = await ManyStores.open(folders, {**others})
-    try:
-        async with HttpServer(create_app(stores, admin_key=own), port=port) as http:
-            for path, problem in stores.problems.items():
-                click.echo(f"skipped {path}: {problem}", err=True)
-            runs, where, url = len(await stores.query_runs()), ", ".join(map(str, folders)), f"{http.url}/open/{own}"
-            greeting = f"{runs} run{'s' * (runs != 1)} below {where}; new ones appear by themselves\ndashboard: {url}"
-            await until_stopped(greeting, {"url": url} if as_json else None)
-    finally:
-        await stores.close()
+    async with contextlib.AsyncExitStack() as stack:
+        folders, others = list[Path](), dict[str, LightningStore]()
+        for place in places:
+            url = urlsplit(place)
+            if place.startswith(POSTGRES):
+                others[f"{url.hostname}{url.path}"] = await StoreReader.open(place)
+            elif url.scheme in ("http", "https"):
+                others[url.netloc] = LightningStoreClient(place, key or local_key(place), patience=2.0)
+            else:
+                folders.append(_existing(place))
+        stores = await ManyStores.open(folders, others)
+        stack.push_async_callback(stores.close)
+        http = await stack.enter_async_context(HttpServer(create_app(stores, admin_key=own), port=port))
+        for path, problem in stores.problems.items():
+            click.echo(f"skipped {path}: {problem}", err=True)
+        runs, url = len(await stores.query_runs()), f"{http.url}/open/{own}"
+        shown = ", ".join([*map(str, folders), *others])
+        greeting = f"{runs} run{'s' * (runs != 1)} in {shown}; new ones appear by themselves\ndashboard: {url}"
+        await until_stopped(greeting, {"url": url} if as_json else None)

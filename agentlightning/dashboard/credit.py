@@ -12,10 +12,16 @@ import msgspec
 import numpy as np
 
 from agentlightning.dashboard.rollouts import RolloutRow, rows_of
-from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.forest import shared_length
 from agentlightning.data.recordings import CreditSettings, Training, rewarded_group, training_of
-from agentlightning.data.transitions import FloatArray, IntArray, TracedRollout, Transition, trace_rollout
+from agentlightning.data.transitions import (
+    FloatArray,
+    IntArray,
+    TracedRollout,
+    Transition,
+    compare_costs,
+    trace_rollout,
+)
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.store.base import LightningStore
 from agentlightning.types import Group
@@ -74,9 +80,7 @@ class TracedGroup:
     def advantages(self, settings: CreditSettings) -> dict[str, FloatArray]:
         """By the span of each call that counts, float32[T], an advantage for each sampled token. ConfigError where the
         settings do not go together."""
-        counted = rewarded_group(self.traced, self.training.unrewarded)
-        filled = [index for index, transitions in enumerate(counted.transitions) if transitions]
-        group = RewardedGroup([counted.transitions[i] for i in filled], [counted.rewards[i] for i in filled])
+        group = rewarded_group(self.traced, self.training.unrewarded)
         credited = settings.credit(self.training.reward).advantages([group])[0]
         return {item.transition.span_id: item.advantages for rollout in credited for item in rollout}
 
@@ -146,10 +150,11 @@ async def trace_group(store: LightningStore, rollout_ids: Sequence[str], group: 
     training = await trained_by(store, rollouts[0].run_id if rollouts else None)
 
     def trace() -> list[TracedRollout]:
-        return [
+        alone = [
             trace_rollout(rollout, own, calls=training.calls, reward=training.reward)
             for rollout, own in zip(rollouts, spans, strict=True)
         ]
+        return compare_costs(alone, training.reward)
 
     return TracedGroup(group, await asyncio.to_thread(trace), training)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from typing import Final
 
 import msgspec
 
 from agentlightning.store.base import LightningStore
-from agentlightning.types import And, Condition, Filter, Order, Rollout
+from agentlightning.types import And, Condition, Filter, Order
 
 _MOST: Final = 500  # of the latest failures that are read
 _SHOWN: Final = 20  # rollouts of a cause that are named
@@ -33,18 +32,14 @@ async def causes(store: LightningStore, run_id: str) -> list[Cause]:
     quoted words alone are one cause."""
     newest = Order(field="start_time", descending=True)
     rollouts = (await store.page_rollouts(failed(run_id), [newest], limit=_MOST)).items
-    reasons = await asyncio.gather(*(_reason(store, rollout) for rollout in rollouts))
+    names = [rollout.rollout_id for rollout in rollouts]
+    reasons = {one.rollout_id: one.error or "failed" for one in await store.query_outcomes(names)}
     found: dict[str, list[tuple[str, str]]] = {}
-    for rollout, reason in zip(rollouts, reasons, strict=True):
-        found.setdefault(_PARTICULAR.sub("…", reason), []).append((reason, rollout.rollout_id))
+    for name in names:
+        reason = reasons.get(name, "failed").partition("\n")[0][:500]
+        found.setdefault(_PARTICULAR.sub("…", reason), []).append((reason, name))
     alike = [
         Cause(reason=members[0][0], count=len(members), rollout_ids=[rollout_id for _, rollout_id in members[:_SHOWN]])
         for members in found.values()
     ]
     return sorted(alike, key=lambda cause: -cause.count)
-
-
-async def _reason(store: LightningStore, rollout: Rollout) -> str:
-    attempt = await store.get_latest_attempt(rollout.rollout_id)
-    reason = attempt and (attempt.metadata.get("reason") or attempt.status)
-    return str(reason or rollout.status).partition("\n")[0][:500]

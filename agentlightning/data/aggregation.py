@@ -7,8 +7,9 @@ up to the batch. A function of the same signature may stand in for any of them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -23,42 +24,63 @@ FloatArray64: TypeAlias = npt.NDArray[np.float64]
 Aggregation: TypeAlias = "str | Callable[..., npt.ArrayLike]"
 
 
-@dataclass(frozen=True)
 class Tokens:
-    """The tokens of a batch, or of a part of it, that have a loss: `calls` and `rollouts` int64[N] number the call and
-    the rollout of each, from 0, and `origins` says where each rollout is from."""
+    """The tokens of these sequences that have a loss, in order: those sampled, or those `observed`."""
 
-    calls: npt.NDArray[np.int64]
-    rollouts: npt.NDArray[np.int64]
-    origins: Sequence[Origin]
-
-    @classmethod
-    def of(cls, sequences: Sequence[TrainingSequence], *, observed: bool = False) -> Tokens:
-        """The sampled tokens of these sequences, in order; or those that are `observed`."""
-        rows = [(one, one.observed if observed else one) for one in sequences]
-        pairs = [(one, of) for one, of in rows if of is not None and len(of.positions)]
-        numbers = {name: number for number, name in enumerate(dict.fromkeys(one.rollout_id for one, _ in pairs))}
-        starts = np.cumsum([0, *(int(of.transitions[-1]) + 1 for _, of in pairs)])
-        calls = [of.transitions + start for (_, of), start in zip(pairs, starts, strict=False)]
-        joined = np.concatenate([np.zeros(0, np.int64), *calls], dtype=np.int64)
-        if observed:  # calls without any are not counted
-            joined = np.unique(joined, return_inverse=True)[1]
-        rollouts = np.array([numbers[one.rollout_id] for one, _ in pairs], np.int64)
-        origins = {one.rollout_id: one.origin or Origin() for one, _ in pairs}
-        return cls(joined, np.repeat(rollouts, [len(of.positions) for _, of in pairs]), list(origins.values()))
+    def __init__(self, sequences: Sequence[TrainingSequence], *, observed: bool = False) -> None:
+        rows = ((one, one.observed if observed else one) for one in sequences)
+        self._rows = [(one, of) for one, of in rows if of is not None]
+        self._observed = observed
+        self.lengths = [len(of.positions) for _, of in self._rows]
+        self._count = sum(self.lengths)
 
     @classmethod
     def trial(cls) -> Tokens:
         """Five tokens in two calls, each a rollout, to try a function on."""
-        numbers = np.array([0, 0, 0, 1, 1], np.int64)
-        return cls(numbers, numbers, [Origin(0, (0.0, 1.0), {}, {}, reward) for reward in (0.0, 1.0)])
+        return cls([_trial_sequence(name, count, reward) for name, count, reward in (("a", 3, 0.0), ("b", 2, 1.0))])
 
     def __len__(self) -> int:
-        return len(self.calls)
+        return self._count
+
+    @cached_property
+    def calls(self) -> npt.NDArray[np.int64]:
+        """The number of each token's call, from 0, int64[N]."""
+        if not self._count:
+            return np.zeros(0, np.int64)
+        counts = [int(of.transitions[-1]) + 1 if len(of.transitions) else 0 for _, of in self._rows]
+        found = np.concatenate([of.transitions for _, of in self._rows], dtype=np.int64)
+        found += np.repeat(np.cumsum([0, *counts[:-1]]), self.lengths)
+        # Calls without such a token are not counted.
+        return np.unique(found, return_inverse=True)[1] if self._observed else found
+
+    @cached_property
+    def rollouts(self) -> npt.NDArray[np.int64]:
+        """The number of each token's rollout, from 0, int64[N]."""
+        numbers = [self._numbers.get(one.rollout_id, 0) for one, _ in self._rows]
+        return np.repeat(np.array(numbers, np.int64), self.lengths)
+
+    @cached_property
+    def origins(self) -> Sequence[Origin]:
+        """Where each rollout is from, by its number."""
+        found = {one.rollout_id: one.origin or Origin() for one, _ in self._rows}
+        return [found[name] for name in self._numbers]
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        names = dict.fromkeys(one.rollout_id for (one, _), count in zip(self._rows, self.lengths, strict=True) if count)
+        return {name: number for number, name in enumerate(names)}
 
     def each(self, value: Callable[[Origin], float]) -> npt.NDArray[np.float64]:
         """The `value` of each token's rollout, float64[N]."""
         return np.array([value(one) for one in self.origins], np.float64)[self.rollouts]
+
+
+def _trial_sequence(name: str, count: int, reward: float) -> TrainingSequence:
+    numbers, zeros = np.arange(1, count + 1, dtype=np.int32), np.zeros(count, np.float32)
+    origin = Origin(0, (0.0, 1.0), {}, {}, reward)
+    return TrainingSequence(
+        name, np.arange(count + 1, dtype=np.int32), numbers, 0 * numbers, zeros, zeros, numbers, origin=origin
+    )
 
 
 def token_mean(tokens: Tokens) -> FloatArray64:
@@ -83,7 +105,7 @@ def constant(tokens: Tokens, *, length: int) -> FloatArray64:
 
 def _mean_of_means(numbers: npt.NDArray[np.int64]) -> FloatArray64:
     counts = np.bincount(numbers)
-    return 1.0 / (len(counts) * counts[numbers])
+    return (1.0 / (len(counts) * counts))[numbers]
 
 
 AGGREGATIONS: Final[dict[str, Callable[..., Any]]] = {
@@ -95,25 +117,33 @@ AGGREGATIONS: Final[dict[str, Callable[..., Any]]] = {
 
 
 def aggregation_weights(
-    sequences: Sequence[TrainingSequence],
-    aggregation: Aggregation,
-    length: int | None = None,
-    *,
-    observed: bool = False,
+    sequences: Sequence[TrainingSequence], aggregation: Aggregation, length: int | None = None
 ) -> list[FloatArray]:
-    """The weight of each sampled token in the loss of this batch, one float32[N] per sequence; or of each that is
-    `observed`. `length` is that of `constant`. ConfigError where a function gives no weights."""
-    tokens = Tokens.of(sequences, observed=observed)
-    lengths = [len(one.observed.positions) if one.observed else 0 for one in sequences]
-    if not observed:
-        lengths = [len(one.positions) for one in sequences]
-    weights = weights_of(tokens, aggregation, length) if len(tokens) else np.zeros(0, np.float32)
-    return np.split(weights, np.cumsum(lengths)[:-1])
+    """The weight of each sampled token in the loss of this batch, and after them that of each observed one: one
+    float32[N + M] per sequence. `length` is that of `constant`. ConfigError where a function gives no weights.
+
+    Observed tokens are aggregated by themselves, and weigh that times their own weight."""
+    tokens = Tokens(sequences)
+    made = _split(weights_of(tokens, aggregation, length), tokens.lengths)
+    if all(one.observed is None for one in sequences):
+        return made
+    tokens = Tokens(sequences, observed=True)
+    observed = iter(_split(weights_of(tokens, aggregation, length), tokens.lengths))
+    return [
+        own if one.observed is None else np.concatenate([own, next(observed) * one.observed.weights])
+        for own, one in zip(made, sequences, strict=True)
+    ]
+
+
+def _split(values: FloatArray, lengths: Sequence[int]) -> list[FloatArray]:
+    return [values[start:stop] for start, stop in itertools.pairwise(itertools.accumulate(lengths, initial=0))]
 
 
 def weights_of(tokens: Tokens, aggregation: Aggregation, length: int | None = None) -> FloatArray:
     """What the aggregation gives these tokens, float32[N]."""
     function = find_function("aggregation", aggregation, AGGREGATIONS)
+    if not len(tokens):
+        return np.zeros(0, np.float32)
     weights = np.asarray(function(tokens, length=length) if function is constant else function(tokens), np.float64)
     if weights.shape != (len(tokens),) or not np.isfinite(weights).all():
         raise ConfigError(
@@ -135,15 +165,3 @@ def try_aggregation(aggregation: Aggregation, length: int | None) -> None:
             f"aggregation {aggregation!r} fails on five tokens: {type(error).__name__}: {error}. It is given tokens "
             "(calls, rollouts, each), and gives the weight of each"
         ) from error
-
-
-def observed_weights(
-    sequences: Sequence[TrainingSequence], aggregation: Aggregation, length: int | None = None
-) -> list[FloatArray] | None:
-    """The weight of −log p of each observed token, one float32[M] per sequence: its own, aggregated over the observed
-    tokens of the batch as the sampled ones are over theirs. None where none is observed."""
-    if all(one.observed is None for one in sequences):
-        return None
-    aggregated = aggregation_weights(sequences, aggregation, length, observed=True)
-    own = [np.zeros(0, np.float32) if one.observed is None else one.observed.weights for one in sequences]
-    return [weights * of for weights, of in zip(aggregated, own, strict=True)]

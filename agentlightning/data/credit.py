@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -60,15 +60,18 @@ def returns(
     )
 
 
-def baseline(*, compares: Literal["nothing", "group"], whitens: bool = False, values: bool = False) -> Callable[[F], F]:
+def baseline(
+    *, compares: Literal["nothing", "group"], whitens: bool = False, values: bool = False, terms: bool = False
+) -> Callable[[F], F]:
     """Says what a baseline compares. Of a function without this mark it is not known, and nothing is refused.
 
     Args:
         compares: whether one rollout is compared with the others of its `group`, so that a group needs two.
         whitens: whether all groups of a step must be there at once.
         values: whether a critic's values of the sampled tokens, float64[M], are its second argument.
+        terms: whether it reads the terms of R and not the returns, so that these must be `identical`.
     """
-    return _marked(compares=compares, whitens=whitens, values=values)
+    return _marked(compares=compares, whitens=whitens, values=values, terms=terms)
 
 
 def _marked(**properties: Any) -> Callable[[F], F]:
@@ -185,7 +188,8 @@ class Returns:
     """The returns of a batch. `values` float64[N] are those of the transitions, rollout by rollout; `rollouts` int64[N]
     tells the rollout of each; `tokens` int64[N] how many tokens it sampled. `groups` int64[R] tells the group of each
     rollout, `rewards` float64[R] its R. Where `equal_rewards` do not count, a group whose R are all equal compares
-    nothing."""
+    nothing. `calls` are the transitions themselves; `terms` has float64[R] of each term of R, by name, and `weights`
+    what it was multiplied by."""
 
     values: Float64Array
     rollouts: IndexArray
@@ -193,6 +197,18 @@ class Returns:
     groups: IndexArray
     rewards: Float64Array
     equal_rewards: bool = True
+    calls: Sequence[Transition] = ()
+    terms: Mapping[str, Float64Array] = field(default_factory=dict[str, Float64Array])
+    weights: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    @cached_property
+    def states(self) -> IndexArray:
+        """A number for the state that each transition was asked in, int64[N]: the same for calls of one group in which
+        the agent named equal states or, where it named none, that were given equal prompts."""
+        numbers: dict[tuple[int, str | bytes], int] = {}
+        groups = self.groups[self.rollouts].tolist()
+        states = (call.prompt_ids.tobytes() if call.state is None else call.state for call in self.calls)
+        return np.array([numbers.setdefault(key, len(numbers)) for key in zip(groups, states, strict=True)], np.int64)
 
     @cached_property
     def means(self) -> Float64Array:
@@ -255,6 +271,29 @@ def rloo(returns: Returns) -> Float64Array:
     """A_t = x_t − mean over the other rollouts of the group (RLOO, arXiv:2402.14740)."""
     others = returns.per_group(_mean_of_others)[returns.rollouts]
     return np.where(returns.compared, returns.values - others, 0.0)
+
+
+@baseline(compares="group")
+def gigpo(returns: Returns, *, weight: float = 1.0, std: bool = True, epsilon: float = 1e-6) -> Float64Array:
+    """A_t = A of the rollout + `weight` · A of the step (GiGPO, arXiv:2505.10978). The first is (R − mean) / (std + ε)
+    over the group; the second (x_t − mean) / (std + ε) over all calls of the group in the same state
+    (`Returns.states`), 0 for a call alone in its state. Without `std` neither is divided."""
+    of_rollout = _standard(returns.rewards, returns.groups, epsilon, std)[returns.rollouts]
+    of_step = _standard(returns.values, returns.states, epsilon, std)
+    return np.where(returns.compared, of_rollout + weight * of_step, 0.0)
+
+
+@baseline(compares="group", whitens=True, terms=True)
+def gdpo(returns: Returns, *, epsilon: float = 1e-6) -> Float64Array:
+    """Each term k of R by itself, then together (GDPO, arXiv:2601.05242): S = Σ_k w_k · (r_k − mean) / (std + ε) over
+    the group, and A = (S − mean) / (std + ε) over the rollouts of the batch. r_k is the term before it was multiplied
+    by its weight w_k. A term that does not differ within the group adds 0, and so does a rollout that lacks it."""
+    sums = np.zeros(len(returns.groups))
+    for name, weighted in (returns.terms or {"final": returns.rewards}).items():
+        if weight := returns.weights.get(name, 1.0):
+            sums += weight * _standard(weighted / weight, returns.groups, epsilon)
+    differs = returns.per_group(np.any, sums) > 0
+    return np.where(differs, _standard(sums, np.zeros_like(returns.groups), epsilon), 0.0)[returns.rollouts]
 
 
 @baseline(compares="nothing", whitens=True)
@@ -352,6 +391,21 @@ def _mean(values: Float64Array) -> float:
 def _mean_of_others(values: Float64Array) -> Float64Array:
     differences = values - values[0]
     return values[0] + (differences.sum() - differences) / max(1, len(values) - 1)
+
+
+def _standard(values: Float64Array, keys: IndexArray, epsilon: float, std: bool = True) -> Float64Array:
+    """(v − mean) / (std + ε) over the values of the same key from 0, with one less in the denominator of the variance;
+    0 where nothing differs. Without `std` it is not divided."""
+    if not len(values):
+        return values
+    first = np.zeros(keys.max() + 1)
+    first[keys[::-1]] = values[::-1]
+    differences = values - first[keys]
+    differences -= _mean_by(keys, differences)[keys]
+    counts = np.bincount(keys)
+    spread = np.sqrt(np.bincount(keys, differences**2) / (counts - 1).clip(min=1))[keys]
+    differs = spread > ROUNDING * np.abs(values).max()
+    return np.where(differs, differences / (spread + epsilon) if std else differences, 0.0)
 
 
 def _mean_by(keys: IndexArray, values: Float64Array, count: int = 0) -> Float64Array:

@@ -6,6 +6,8 @@
 | `air_dense` | yes | yes | yes: it holds each reward once |
 | `tree` | `none` only: it is a baseline itself | no | no |
 
+`gdpo` goes with `identical` alone: it compares the terms of R, not returns.
+
 `gae` is for algorithms that have a critic. Every row goes with every loss; `policy_gradient` with one optimiser step
 per batch only. The table follows from what `@returns` and `@baseline` say of a function, your own included.
 """
@@ -42,6 +44,8 @@ BASELINES: Final[dict[str, CreditFunction]] = {
     "grpo": formulas.grpo,
     "dr_grpo": formulas.dr_grpo,
     "rloo": formulas.rloo,
+    "gigpo": formulas.gigpo,
+    "gdpo": formulas.gdpo,
     "reinforce++": formulas.reinforce_plus_plus,
     "reinforce++_baseline": formulas.reinforce_plus_plus_baseline,
     "gae": formulas.gae,
@@ -57,6 +61,11 @@ class RewardedGroup:
     rewards: Sequence[float]
     terms: Sequence[Mapping[str, float]] = ()
     rollouts: Sequence[Rollout] = ()
+
+    @property
+    def task(self) -> Any:
+        """What the agent was given; None in a group that no agent made."""
+        return self.rollouts[0].input if self.rollouts else None
 
     def of_model(self, model: str) -> RewardedGroup:
         """The calls of one model alone."""
@@ -88,6 +97,7 @@ class Credit:
     returns_options: Mapping[str, Any]
     baseline_options: Mapping[str, Any]
     equal_rewards: bool = False
+    reward: RewardSpec = PLAIN
 
     @property
     def compares_group(self) -> bool:
@@ -122,6 +132,9 @@ class Credit:
             groups=np.repeat(np.arange(len(groups)), [len(group.rewards) for group in groups]),
             rewards=np.array([reward for group in groups for reward in group.rewards], np.float64),
             equal_rewards=self.equal_rewards,
+            calls=transitions,
+            terms=(terms := _terms(groups)),
+            weights={name: self.reward.weight_of(name) for name in terms},
         )
         if property_of(self.baseline, "values"):
             said = np.zeros(tokens.sum()) if values is None else np.concatenate(values, dtype=np.float64)
@@ -164,7 +177,7 @@ def make_credit(
     unknown, has no such option, or does not go with the others."""
     first = find_function("returns", returns, RETURNS, returns_options)
     second = find_function("baseline", baseline, BASELINES, baseline_options)
-    credit = Credit(first, second, dict(returns_options), dict(baseline_options), equal_rewards)
+    credit = Credit(first, second, dict(returns_options), dict(baseline_options), equal_rewards, reward)
     if property_of(second, "values") and not critic:
         raise ConfigError(
             f"baseline {_name(second)!r} needs the values of a critic: take algorithm ppo (agl.PPO), which trains one, "
@@ -174,6 +187,11 @@ def make_credit(
         raise ConfigError(
             f"returns {_name(first)!r} subtracts what other rollouts got, and a second baseline would take it away "
             "again; give baseline='none'"
+        )
+    if property_of(second, "terms") and first is not formulas.identical:
+        raise ConfigError(
+            f"baseline {_name(second)!r} compares the terms of R and not returns {_name(first)!r}, which would change "
+            "nothing; give returns='identical'"
         )
     if baseline_options.get("across_calls") and property_of(first, "repeats_reward"):
         raise ConfigError(
@@ -200,6 +218,13 @@ def make_credit(
             raise
         # Your own function may look for what these made-up calls do not have.
     return credit
+
+
+def _terms(groups: Sequence[RewardedGroup]) -> dict[str, Float64Array]:
+    """The terms of R of each rollout, float64[R] by name; 0 where it lacks one."""
+    terms = [one for of in groups for one in of.terms or [{"final": reward} for reward in of.rewards]]
+    names = {name: None for one in terms for name in one}
+    return {name: np.array([one.get(name, 0.0) for one in terms], np.float64) for name in names}
 
 
 def _check(function: CreditFunction, values: Float64Array, count: int, of: str) -> Float64Array:

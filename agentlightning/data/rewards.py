@@ -19,7 +19,7 @@ from agentlightning import semconv
 from agentlightning.data.clocks import TOOL_CALL_IDS
 from agentlightning.errors import ConfigError
 from agentlightning.tracing.links import extract_links_from_attributes
-from agentlightning.tracing.rewards import find_final_reward, find_reward_spans, get_reward_value, is_final_reward
+from agentlightning.tracing.rewards import find_final_rewards, find_reward_spans, get_reward_value, is_final_reward
 from agentlightning.tracing.steps import DEPTH, Step, tool_requests
 from agentlightning.types import Span
 
@@ -28,16 +28,19 @@ NOT_FINITE: Final = "not a finite number"
 BEFORE_ANY_CALL: Final = "given before any call had ended"
 NOT_TRAINED: Final = "of a call that does not train"
 
+RELATIVE: Final = ("relative_length", "relative_turns", "relative_tool_calls")  # terms that compare a group
+
 _IDS: Final = (*TOOL_CALL_IDS, "tool_call_id", semconv.GEN_AI_RESPONSE_ID)  # by which a reward may name its call
 
 
 @dataclass(frozen=True)
 class GivenRewards:
-    """The rewards of one attempt. `final` is the agent's last word; `of_calls` holds the intermediate rewards of each
-    gateway call, added up, by its span id; `total` is the sum of all intermediate rewards, those of no call included;
-    `lost` counts rewards that came to no call or are no number, by reason."""
+    """The rewards of one attempt. `final` is the agent's last word, whose dimensions are in `named`; `of_calls` holds
+    the intermediate rewards of each gateway call, added up, by its span id; `total` is the sum of all intermediate
+    rewards, those of no call included; `lost` counts rewards that came to no call or are no number, by reason."""
 
     final: float | None
+    named: Mapping[str, float]
     of_calls: Mapping[str, float]
     total: float | None
     lost: Counter[str]
@@ -67,9 +70,10 @@ def given_rewards(spans: Sequence[Span], steps: Sequence[Step]) -> GivenRewards:
                 lost[BEFORE_ANY_CALL] += 1
             else:
                 of_calls[call.span_id] = of_calls.get(call.span_id, 0.0) + value
-    final = find_final_reward(rewards)
-    known = final if final is not None and math.isfinite(final) else None
-    return GivenRewards(known, of_calls, math.fsum(values) if values else None, lost)
+    dimensions = find_final_rewards(rewards)
+    named = dict(dimensions) if all(math.isfinite(one.value) for one in dimensions) else {}
+    final = dimensions[0].value if named else None
+    return GivenRewards(final, named, of_calls, math.fsum(values) if values else None, lost)
 
 
 class _Receivers:
@@ -140,17 +144,21 @@ def ancestors(span: Span, above: Mapping[str, str | None]) -> list[str]:
 class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What R is made of in training: `base`, plus the terms that have a weight. Evaluation measures `base`.
 
-    `base` is the `final` reward, or its `sum` with all intermediate rewards. The terms read the calls that train:
+    `base` is the `final` reward, or its `sum` with all intermediate ones. With `weights` of named rewards, R begins
+    with Σ weight · reward instead, one term for each name. The other terms read the calls that train:
     - `tool_success` · mean status (+1 or −1) of their tool calls, 0 without any;
     - `format_bonus` if all of the last answer matches the regular expression `answer_format` (`.` is any character);
     - −`length_penalty` · sampled tokens / 1000;
     - `overlong_penalty` · DAPO's soft punishment (arXiv:2503.14476) of the longest answer: 0 up to `overlong_length` −
-      `overlong_buffer` tokens, then falling to −1 at `overlong_length` tokens.
+      `overlong_buffer` tokens, then falling to −1 at `overlong_length` tokens;
+    - `relative_length`, `relative_turns`, `relative_tool_calls` · `relative_costs` of the sampled tokens, the calls and
+      the tool calls, compared with the rewarded rollouts of the group.
 
     `failed_tool` is a regular expression found in the results of failed tools, instead of the words of
     `tracing/tool_failures.py`. It sets the status of tools here, in evaluation and in `returns`."""
 
     base: Literal["final", "sum"] = "final"
+    weights: dict[str, float] = {}
     tool_success: float = 0.0
     format_bonus: float = 0.0
     answer_format: str | None = None
@@ -158,13 +166,19 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     overlong_penalty: float = 0.0
     overlong_length: int | None = None
     overlong_buffer: int | None = None
+    relative_length: float = 0.0
+    relative_turns: float = 0.0
+    relative_tool_calls: float = 0.0
     failed_tool: str | None = None
 
     def __post_init__(self) -> None:
         if self.base not in ("final", "sum"):
             raise ConfigError(f"reward.base is {self.base!r}; give 'final' or 'sum'")
-        if self.length_penalty < 0 or self.overlong_penalty < 0:
-            raise ConfigError("length_penalty and overlong_penalty are how much is lost; give positive numbers")
+        if self.weights and self.base == "sum":
+            raise ConfigError("reward.weights weighs the parts of the final reward; leave base: sum out")
+        for name in ("length_penalty", "overlong_penalty", *RELATIVE):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is how much is lost; give a positive number")
         if bool(self.format_bonus) != (self.answer_format is not None):
             raise ConfigError("format_bonus and answer_format belong together: give both, or neither")
         length, buffer = self.overlong_length, self.overlong_buffer
@@ -180,11 +194,30 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             except re.error as error:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, which is no pattern: {error}") from None
 
-    def base_of(self, given: GivenRewards) -> float | None:
-        """R before anything is added; None where the rollout has none."""
+    def given_terms(self, given: GivenRewards) -> dict[str, float]:
+        """What R begins with, by name; empty where the rollout has no reward. ConfigError for a weight of a reward that
+        the agent did not give."""
+        if self.weights and given.named:
+            if unknown := self.weights.keys() - given.named.keys():
+                raise ConfigError(
+                    f"reward.weights has {', '.join(sorted(unknown))}, and the agent gave a reward of "
+                    f"{', '.join(given.named)}; return or emit each, such as {{'right': 1.0, 'short': 0.5}} with a "
+                    "primary_key"
+                )
+            return {name: weight * given.named[name] for name, weight in self.weights.items()}
         if self.base == "final" or given.total is None:
-            return given.final
-        return given.total + (given.final or 0.0)
+            return {} if given.final is None else {self.base: given.final}
+        return {self.base: given.total + (given.final or 0.0)}
+
+    def given_part(self, terms: Mapping[str, float]) -> float:
+        """The part of R that the agent gave, of the `terms` of a rollout."""
+        return math.fsum(terms.get(name, 0.0) for name in self.weights or (self.base,))
+
+    def weight_of(self, term: str) -> float:
+        """What a term of R was multiplied by."""
+        if term in self.weights:
+            return self.weights[term]
+        return 1.0 if term in ("final", "sum") else float(getattr(self, term, 1.0))
 
     def terms(self, statuses: Sequence[int], lengths: Sequence[int], last_answer: str) -> dict[str, float]:
         """What is added to R, by name. `statuses` are those of the tool calls, `lengths` the sampled tokens of each
@@ -206,3 +239,15 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 PLAIN: Final = RewardSpec()
 """The final reward, and nothing added."""
+
+
+def relative_costs(costs: Sequence[float], earned: Sequence[bool]) -> list[float]:
+    """½ − (cost − least) / (most − least) of each rollout of a group, at most 0 for one that earned nothing; 0 where
+    all cost the same (the length reward of Kimi k1.5, arXiv:2501.12599).
+
+    ([10, 30, 20, 10], [True, True, True, False]) → [0.5, −0.5, 0, 0]."""
+    least, most = min(costs, default=0.0), max(costs, default=0.0)
+    if least == most:
+        return [0.0] * len(costs)
+    values = [0.5 - (cost - least) / (most - least) for cost in costs]
+    return [value if gained else min(0.0, value) for value, gained in zip(values, earned, strict=True)]

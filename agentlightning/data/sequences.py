@@ -99,11 +99,6 @@ class TrainingSequence:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    @property
-    def calls(self) -> int:
-        """How many transitions it holds sampled tokens of."""
-        return int(self.transitions[-1]) + 1 if len(self.transitions) else 0
-
     def only(self, kept: npt.NDArray[np.bool_]) -> TrainingSequence:
         """The same row with the loss of some of its sampled tokens alone, bool[N]."""
         names = ("positions", "logprobs", "advantages", "versions", "values", "value_targets")
@@ -195,11 +190,12 @@ def _sequence(
     last = chain[-1].transition
     starts = [len(item.transition.prompt_ids) for item in chain]
     lengths = [len(item.transition.response_ids) for item in chain]
-    positions = [np.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+    ends = zip(starts, lengths, strict=True)
+    positions = [np.arange(start, start + length, dtype=np.int32) for start, length in ends]
     made = TrainingSequence(
         rollout_id=last.rollout_id,
         token_ids=np.concatenate([last.prompt_ids, last.response_ids]),
-        positions=np.concatenate(positions).astype(np.int32),
+        positions=np.concatenate(positions),
         transitions=np.repeat(np.arange(len(chain), dtype=np.int32), lengths),
         logprobs=np.concatenate([item.transition.logprobs for item in chain]),
         advantages=np.concatenate([item.advantages for item in chain]),
@@ -259,16 +255,14 @@ def micro_batches(
     weights: Sequence[FloatArray],
     max_tokens: int,
     max_sampled: int | None = None,
-    observed: Sequence[FloatArray] | None = None,
 ) -> Iterator[MicroBatch]:
     """Rows of similar length together, none shorter than half the longest: at most `max_tokens` padded tokens and
     `max_sampled` sampled ones each, where a sequence longer than that goes alone. Sequences of level `tree` go together
-    with those they share a prefix with, at most `max_tokens` distinct tokens each. `observed` are the weights of
-    observed tokens, float32[M] of each sequence; without them these have no loss."""
+    with those they share a prefix with, at most `max_tokens` distinct tokens each. `weights` are those of the sampled
+    tokens of each sequence and of those that it observed, float32[N + M], or of the sampled ones alone, float32[N]."""
     max_sampled = max_sampled or max_tokens
-    observed = observed or [np.zeros(0, np.float32)] * len(sequences)
     if any(sequence.tree for sequence in sequences):
-        yield from _forests(sequences, weights, observed, max_tokens, max_sampled)
+        yield from _forests(sequences, weights, max_tokens, max_sampled)
         return
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True)
     lengths = -np.array([len(sequences[i]) for i in order])  # ascending, for searchsorted
@@ -276,38 +270,32 @@ def micro_batches(
     while start < len(order):
         width = len(sequences[order[start]])
         stop = min(int(np.searchsorted(lengths, -width / 2, side="right")), start + max_tokens // width)
-        sampled = np.cumsum([len(weights[i]) + len(observed[i]) for i in order[start:stop]])
+        sampled = np.cumsum([len(weights[i]) for i in order[start:stop]])
         rows = order[start : start + max(1, int(np.searchsorted(sampled, max_sampled, side="right")))]
-        yield pack([sequences[i] for i in rows], [weights[i] for i in rows], [observed[i] for i in rows])
+        yield pack([sequences[i] for i in rows], [weights[i] for i in rows])
         start += len(rows)
 
 
 def _forests(
-    sequences: Sequence[TrainingSequence],
-    weights: Sequence[FloatArray],
-    observed: Sequence[FloatArray],
-    max_tokens: int,
-    max_sampled: int,
+    sequences: Sequence[TrainingSequence], weights: Sequence[FloatArray], max_tokens: int, max_sampled: int
 ) -> Iterator[MicroBatch]:
     order, shared = prefix_order([sequence.token_ids for sequence in sequences])
     lengths = np.array([len(sequences[i]) for i in order], np.int64)
-    sampled = np.array([len(weights[i]) + len(observed[i]) for i in order], np.int64)
+    sampled = np.array([len(weights[i]) for i in order], np.int64)
     for start, stop in cut(lengths, shared, sampled, max_tokens, max_sampled):
         chosen = [sequences[i] for i in order[start:stop]]
         forest, paths = plant([sequence.token_ids for sequence in chosen], shared[start:stop])
-        own, others = ([one[i] for i in order[start:stop]] for one in (weights, observed))
-        yield pack(chosen, own, others, forest, paths)
+        yield pack(chosen, [weights[i] for i in order[start:stop]], forest, paths)
 
 
 def pack(
     sequences: Sequence[TrainingSequence],
     weights: Sequence[FloatArray],
-    observed: Sequence[FloatArray] = (),
     forest: Forest | None = None,
     paths: Sequence[npt.NDArray[np.int64]] = (),
 ) -> MicroBatch:
     """The sequences as one micro-batch of padded rows or, where `paths` say where their tokens are in it, a forest.
-    `weights` and `observed` are of each its sampled tokens and its observed ones, if these count."""
+    `weights` are as of `micro_batches`."""
     if forest is None:
         token_ids = np.zeros((len(sequences), max(map(len, sequences))), np.int32)
         for row, sequence in zip(token_ids, sequences, strict=True):
@@ -316,13 +304,17 @@ def pack(
     else:
         token_ids, rows = forest.token_ids[None], np.zeros(len(sequences), np.int64)
     places = [sequence.positions for sequence in sequences]
-    if any(map(len, observed)):
-        places += [np.zeros(0, np.int32) if one.observed is None else one.observed.positions for one in sequences]
-        rows = np.concatenate([rows, rows])
     lengths = [len(one) for one in places]
+    observed: Sequence[FloatArray] = ()
+    if sum(map(len, weights)) > sum(lengths):
+        observed = [of[count:] for of, count in zip(weights, lengths, strict=True)]
+        weights = [of[:count] for of, count in zip(weights, lengths, strict=True)]
+        places += [np.zeros(0, np.int32) if one.observed is None else one.observed.positions for one in sequences]
+        lengths += [len(one) for one in observed]
+        rows = np.concatenate([rows, rows])
     if forest is not None:
         places = [path[at] for path, at in zip([*paths, *paths], places, strict=False)]
-    first = np.cumsum([0, *(one.calls for one in sequences)])
+    first = np.cumsum([0, *(int(s.transitions[-1]) + 1 if len(s.transitions) else 0 for s in sequences)])
     return MicroBatch(
         token_ids=token_ids,
         rows=np.repeat(rows.astype(np.int64), lengths),
@@ -335,7 +327,7 @@ def pack(
         ),
         versions=np.concatenate([s.versions for s in sequences]),
         tokens=sum(map(len, sequences)) if forest is None else len(forest.token_ids),
-        observed=np.concatenate([np.zeros(0, np.float32), *observed]),
+        observed=np.concatenate(observed) if observed else np.zeros(0, np.float32),
         sequences=sequences,
         values=_joined([s.values for s in sequences]),
         value_targets=_joined([s.value_targets for s in sequences]),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import msgspec
@@ -37,7 +37,16 @@ from agentlightning.data.call_filter import (
 )
 from agentlightning.data.clocks import align_clocks
 from agentlightning.data.conversations import call_index, call_order, discarded_calls
-from agentlightning.data.rewards import NOT_TRAINED, PLAIN, GivenRewards, RewardSpec, given_rewards
+from agentlightning.data.rewards import (
+    NOT_TRAINED,
+    PLAIN,
+    RELATIVE,
+    GivenRewards,
+    RewardSpec,
+    given_rewards,
+    relative_costs,
+)
+from agentlightning.data.states import named_states
 from agentlightning.data.tool_calls import ToolStatus, tool_statuses
 from agentlightning.errors import ConfigError
 from agentlightning.tracing import dialects
@@ -62,7 +71,8 @@ class Transition(msgspec.Struct, frozen=True):
     `prompt_ids` int32[P], `response_ids` int32[T] (EOS included where it was sampled), `logprobs` float32[T] under the
     distribution sampled from, `versions` int32[T] the policy version of each sampled token. `agent` is the name of the
     agent that asked, `tools` how the tool calls in the answer went, `reward` the intermediate rewards it was given,
-    added up (r_t), None where it was given none."""
+    added up (r_t), None where it was given none, `state` the one that the agent had named, as JSON (`data/states.py`).
+    """
 
     rollout_id: str
     attempt_id: str
@@ -78,6 +88,7 @@ class Transition(msgspec.Struct, frozen=True):
     agent: str | None = None
     tools: tuple[ToolStatus, ...] = ()
     reward: float | None = None
+    state: str | None = None
 
 
 @dataclass(frozen=True)
@@ -131,8 +142,9 @@ def trace_rollout(
     sorted_calls = _sort_calls(final, steps, given, calls, tool_statuses(steps, reward.failed_tool))
     transitions = sorted_calls.transitions
     lost = given.lost + Counter({NOT_TRAINED: len(given.of_calls.keys() - {one.span_id for one in transitions})})
-    base = reward.base_of(given) if rollout.status == "succeeded" else None
-    terms = {} if base is None else {reward.base: base} | _added(reward, transitions, final)
+    terms = reward.given_terms(given) if rollout.status == "succeeded" else {}
+    if terms:
+        terms |= _added(reward, transitions, final)
     return TracedRollout(
         rollout=rollout,
         transitions=tuple(transitions),
@@ -146,6 +158,31 @@ def trace_rollout(
         outcome=_outcome(rollout, final, sorted_calls, rewarded=bool(terms)),
         clock_skew=clock_skew,
     )
+
+
+def compare_costs(group: Sequence[TracedRollout], reward: RewardSpec) -> list[TracedRollout]:
+    """The rollouts of a group with the terms of R that compare them: what each cost beside the others with a reward."""
+    names = [name for name in RELATIVE if getattr(reward, name)]
+    if not names:
+        return list(group)
+    rewarded = [one for one in group if one.reward_terms]
+    earned = [reward.given_part(one.reward_terms) > 0 for one in rewarded]
+    terms = [dict(one.reward_terms) for one in rewarded]
+    for name in names:
+        costs = [_cost(name, one.transitions) for one in rewarded]
+        for own, value in zip(terms, relative_costs(costs, earned), strict=True):
+            own[name] = getattr(reward, name) * value
+    compared = iter(terms)
+    return [
+        replace(one, reward_terms=(own := next(compared)), reward=math.fsum(own.values())) if one.reward_terms else one
+        for one in group
+    ]
+
+
+def _cost(term: str, transitions: Sequence[Transition]) -> int:
+    if term == "relative_turns":
+        return len(transitions)
+    return sum(len(one.tools if term == "relative_tool_calls" else one.response_ids) for one in transitions)
 
 
 @dataclass
@@ -168,6 +205,7 @@ def _sort_calls(
 ) -> _SortedCalls:
     found = _SortedCalls()
     names = {step.span.span_id: agent_of(step) for step in steps if step.call is step.span}
+    states = named_states(spans, names)
     pattern = None if calls.agents is None else agent_pattern(calls.agents)
     incomplete, discarded = _lacks_a_call(spans), discarded_calls(spans)
     before, images = "", False  # the messages of the call before, and whether one has an image
@@ -179,7 +217,7 @@ def _sort_calls(
         transition = None
         if span.tokens is not None and all(map(calls.keeps, reasons)):
             said, earned = tuple(tools.get(span.span_id, ())), given.of_calls.get(span.span_id)
-            transition = _transition(span, span.tokens, agent.name, said, earned)
+            transition = _transition(span, span.tokens, agent.name, said, earned, states.get(span.span_id))
             reasons += _token_reasons(transition, calls)
             messages = dialects.text_of(span, semconv.GEN_AI_INPUT_MESSAGES) or ""
             goes_on = messages.startswith(before.removesuffix("]"))
@@ -298,6 +336,7 @@ def _transition(
     agent: str | None,
     tools: tuple[ToolStatus, ...],
     reward: float | None,
+    state: str | None,
 ) -> Transition:
     # With n > 1 nobody can tell which choices the agent used; the first is what every SDK example reads.
     choice = tokens.choices[0] if tokens.choices else SampledChoice(token_ids=(), logprobs=(), finish_reason="abort")
@@ -316,6 +355,7 @@ def _transition(
         agent=agent,
         tools=tools,
         reward=reward,
+        state=state,
     )
 
 

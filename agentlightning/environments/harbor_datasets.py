@@ -1,4 +1,4 @@
-"""Tasks of Harbor: how a trial is asked for and what its result says. Containers and harnesses are Harbor's."""
+"""Tasks of Harbor: starts a trial and reads its result. Harbor runs containers and harnesses."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from agentlightning.types import LLM, AttemptedRollout
 
 @dataclass(eq=False, kw_only=True)
 class HarborTasks(Environment):
-    """The folder `name`, whose folders with a `task.toml` are tasks: each an instruction, a container and a test.
+    """The folder `name`; its folders with a `task.toml` are tasks, each an instruction, a container and a test.
 
-    `harness` solves them, Harbor's name or `module:Class`. `config` is Harbor's own of a trial (`environment`, …)."""
+    `harness`, a name of Harbor's or `module:Class`, solves them. `config` is Harbor's configuration of a trial
+    (`environment`, …)."""
 
     harness: str = "mini-swe-agent"
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])

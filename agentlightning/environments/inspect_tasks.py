@@ -1,6 +1,7 @@
-"""Tasks of Inspect (`inspect_ai`), with their solver and scorers: how one sample is evaluated and what its log says.
+"""Tasks of Inspect (`inspect_ai`) with their solver and scorers: evaluates one sample and reads its log.
 
-Inspect evaluates one task at a time in a process, so that each rollout needs one."""
+Inspect evaluates one task at a time per process, so each rollout has a process.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class InspectTask(Environment):
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def reads_environment(self) -> bool:
-        """True, which gives each rollout a process."""
+        """True: each rollout needs a process."""
         return True
 
     def read_tasks(self, args: Mapping[str, Any]) -> Iterable[Any]:

@@ -1,4 +1,4 @@
-"""Environments that servers of OpenEnv hold: sessions, observations and rewards of steps. Others start the servers."""
+"""Environments of OpenEnv servers: sessions, observations and rewards per step. You start the servers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _OPENENV: Final = ("openenv.core", "an environment of OpenEnv", "agent-lightning
 
 @dataclass(eq=False, kw_only=True)
 class OpenEnvServer(Environment):
-    """A chat with the server at URL `name`. A task is what `reset` is called with: one of `limit` seeds, and `args`.
+    """A chat with the server at the URL `name`. A task is the arguments of `reset`: one of `limit` seeds, and `args`.
 
-    The model's answer becomes the field `action` of an action; `observation` names the field of an observation that the
-    model reads (None: all of it as JSON); `prompt` is the system message. An episode ends when the server says so, or
-    after `max_turns`; its reward is the sum of its steps'. At most `sessions` are open at once in this process:
+    The model's answer becomes the field `action` of an action. The model reads the field `observation` of an
+    observation (None: all of it as JSON); `prompt` is the system message. An episode ends when the server says so, or
+    after `max_turns`. Its reward is the sum of its steps' rewards. At most `sessions` are open at once in this process;
     servers allow one unless they say otherwise."""
 
     action: str = "message"

@@ -1,6 +1,6 @@
-"""Tasksets of verifiers (0.4, `verifiers.v1`): how an episode is asked for and what its traces say.
-
-What a harness or a runtime is, verifiers knows."""
+"""Tasksets of verifiers (0.4, `verifiers.v1`): starts an episode and reads its traces. verifiers runs harness and
+runtime.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from agentlightning.types import LLM, AttemptedRollout
 class VerifiersTaskset(Environment):
     """The taskset `name`: an installed package, `owner/name` of the hub, or a file.
 
-    `args` are its settings. `harness` plays it: by default the one that the taskset brings, else `null`, a chat with
-    the task's tools that runs no code of the model's; others do, so give them a `runtime` such as `docker` instead of a
-    process on this machine. `config` is verifiers' own `env` block, for all else."""
+    `args` are its settings. `harness` plays it: by default the taskset's own, or else `null`, a chat with the task's
+    tools that runs no code of the model. Other harnesses do run code: give them a `runtime` such as `docker` instead of
+    a process on this machine. `config` is verifiers' own `env` block, for everything else."""
 
     harness: str | None = None
     runtime: str = "subprocess"
@@ -63,7 +63,7 @@ class VerifiersTaskset(Environment):
         return self._vf.load_environment(self._config(self.args))
 
     def _config(self, args: Mapping[str, Any]) -> Any:
-        """verifiers' configuration: what the user gave, and for every role what runs on any machine."""
+        """verifiers' configuration: the user's, and for every role what runs on any machine."""
         vf, given = self._vf, dict(self.config)
         name = Path(self.name).stem if self.name.endswith(".py") else self.name
         given["taskset"] = {"id": name, **given.get("taskset", {}), **args}
@@ -78,7 +78,7 @@ class VerifiersTaskset(Environment):
 
 
 def _rewards(episode: Any) -> Mapping[str, float]:
-    """Those of the roles that are trained, by name; by role and name where these are several. Metrics become a span."""
+    """The rewards of the trained roles, by name, or by role and name if there are several. Metrics become a span."""
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         raise EpisodeError("; ".join(f"{one.type}: {one.message}" for one in errors) or "the episode did not finish")

@@ -232,7 +232,7 @@ def corrected(
     from torch import from_numpy
 
     sequences = [one.sequence for one in part]
-    transitions = Tokens.of(sequences).calls
+    transitions = Tokens(sequences).calls
     proximal = [one.proximal for one in part]
     logprobs = ([one.logprobs for one in sequences], proximal, present or proximal)
     behaviour_to_present = (from_numpy(np.concatenate(one)) for one in logprobs)

@@ -202,14 +202,14 @@ def policy_loss(
     advantages: Tensor,
     transitions: Tensor,
     loss: Loss,
-    tokens: Callable[[], Tokens] = Tokens.trial,
+    tokens: Tokens | None = None,
 ) -> TokenLoss:
     """The loss of each sampled token as `loss.kind` has it.
 
-    `transitions` int64[N] numbers the transition of each token, from 0; all tokens of one must be there. `tokens` gives
-    what a function marked so asks of them besides."""
+    `transitions` int64[N] numbers the transition of each token, from 0; all tokens of one must be there. `tokens` are
+    the same, for a function that asks where they are from."""
     given = (old_logprobs, advantages, transitions)
-    more: dict[str, Any] = {"tokens": tokens()} if mark_of(loss.function, "tokens") else {}
+    more: dict[str, Any] = {"tokens": tokens} if mark_of(loss.function, "tokens") else {}
     if loss.clip_range is None:
         found, metrics = _with_metrics(loss, loss.function(logprobs, *given, **more))
         return TokenLoss(found, logprobs.new_zeros(len(logprobs)).bool(), metrics)
@@ -241,9 +241,10 @@ def _try(loss: Loss) -> None:
     logprobs = tensor([-0.5, -1.0, -2.0, -0.1, -0.7], requires_grad=True)
     old = tensor([-0.6, -1.0, -1.5, -0.2, -0.7])
     advantages, transitions = tensor([1.0, -1.0, 0.5, -0.5, 2.0]), tensor([0, 0, 0, 1, 1])
+    tokens = Tokens.trial()
     try:
-        value = policy_loss(logprobs, old, advantages, transitions, loss).values
-        twice = policy_loss(logprobs, old, 2 * advantages, transitions, loss).values
+        value = policy_loss(logprobs, old, advantages, transitions, loss, tokens).values
+        twice = policy_loss(logprobs, old, 2 * advantages, transitions, loss, tokens).values
         given = tuple(value.shape), bool(value.isfinite().all()), value.requires_grad
     except ConfigError:
         raise

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from agentlightning.data.aggregation import Tokens
@@ -34,16 +33,16 @@ def objective(
     float[N + M], are needed where their terms are in the loss."""
     from torch import from_numpy
 
-    count, device = len(micro.weights), logprobs.device
-    terms: list[Tensor] = []
-    if count:
-        of_tokens = [part if part is None else part[:count] for part in (entropy, reference)]
-        terms.append(_of_sampled(micro, loss, totals, logprobs[:count], *of_tokens))
-    if len(micro.observed):
-        terms.append(-(logprobs[count:] * from_numpy(micro.observed).to(device)).sum())
-        totals.sums["observation_loss"] += float(terms[-1].detach())
-        totals.sums["tokens_observed"] += len(micro.observed)
-    return terms[0] if len(terms) == 1 else terms[0] + terms[1]
+    if not len(micro.observed):
+        return _of_sampled(micro, loss, totals, logprobs, entropy, reference)
+    count = len(micro.weights)
+    total = -(logprobs[count:] * from_numpy(micro.observed).to(logprobs.device)).sum()
+    totals.sums["observation_loss"] += float(total.detach())
+    totals.sums["tokens_observed"] += len(micro.observed)
+    if not count:
+        return total
+    own, of_reference = (part if part is None else part[:count] for part in (entropy, reference))
+    return total + _of_sampled(micro, loss, totals, logprobs[:count], own, of_reference)
 
 
 def _of_sampled(
@@ -53,7 +52,7 @@ def _of_sampled(
 
     arrays = (micro.logprobs, micro.advantages, micro.weights, micro.transitions, micro.versions)
     old, advantages, weights, transitions, versions = (from_numpy(part).to(logprobs.device) for part in arrays)
-    tokens = partial(Tokens.of, micro.sequences)
+    tokens = Tokens(micro.sequences)
     per_token, clipped, metrics = losses.policy_loss(logprobs, old, advantages, transitions, loss, tokens)
     measured = {"clip_fraction": clipped, **{f"loss/{name}": one for name, one in metrics.items()}}
     if reference is not None:

@@ -72,14 +72,9 @@ class ShardedLearner(TorchLearner):
     def _run(self, model: PreTrainedModel, work: Callable[[], T]) -> T:
         return cast(Any, model).run(work)
 
-    def _micro_batches(
-        self,
-        batch: Sequence[TrainingSequence],
-        weights: Sequence[FloatArray],
-        observed: Sequence[FloatArray] | None = None,
-    ) -> Iterator[MicroBatch]:
+    def _micro_batches(self, batch: Sequence[TrainingSequence], weights: Sequence[FloatArray]) -> Iterator[MicroBatch]:
         """Its share of all. Where others have one more, one of nothing: layers are gathered by all of them together."""
-        share = list(super()._micro_batches(batch, weights, observed))
+        share = list(super()._micro_batches(batch, weights))
         yield from share[dist.get_rank() :: dist.get_world_size()]
         if dist.get_rank() >= len(share) % dist.get_world_size() > 0:
             names = ("rows", "positions", "logprobs", "advantages", "weights", "transitions", "versions", "observed")

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentlightning.data.aggregation import aggregation_weights, observed_weights
+from agentlightning.data.aggregation import aggregation_weights
 from agentlightning.data.sequences import TrainingSequence, pack
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import FloatArray
@@ -360,8 +360,7 @@ def gradient(
 ) -> tuple[list[FloatArray], Totals]:
     """dL/dlogprob of every token after the first, float32[L − 1] of each sequence, where `rows` are their
     log-probabilities; and the metrics."""
-    aggregation = loss.aggregation, loss.constant_length
-    micro = pack(batch, aggregation_weights(batch, *aggregation), observed_weights(batch, *aggregation) or ())
+    micro = pack(batch, aggregation_weights(batch, loss.aggregation, loss.constant_length))
     ends = np.cumsum([len(row) for row in rows])
     places = np.array([0, *ends])[micro.rows] + micro.positions - 1
     now = torch.from_numpy(np.concatenate(rows)[places]).requires_grad_()

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from agentlightning.data.aggregation import aggregation_weights, observed_weights
+from agentlightning.data.aggregation import aggregation_weights
 from agentlightning.data.sequences import MicroBatch, TrainingSequence, micro_batches
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import FloatArray
@@ -168,11 +168,10 @@ class TorchLearner:
         if loss.kl_coefficient and not self.keeps_reference:
             raise ConfigError("kl_coefficient is set but the learner keeps no reference; pass reference=True")
         batch = self._as_exact(batch)
-        aggregation = loss.aggregation, loss.constant_length
-        weights, observed = aggregation_weights(batch, *aggregation), observed_weights(batch, *aggregation)
+        weights = aggregation_weights(batch, loss.aggregation, loss.constant_length)
         self._forget_gradient()
         totals = Totals(version)
-        for micro in self._micro_batches(batch, weights, observed):
+        for micro in self._micro_batches(batch, weights):
             self._backward(micro, loss, totals)
         totals = self._over_all(totals)
         norms = {name: self._clipped(tensors) for name, tensors in self._trained.items()}
@@ -203,16 +202,11 @@ class TorchLearner:
         for tensor in self._masters.trained:
             tensor.grad = None
 
-    def _micro_batches(
-        self,
-        batch: Sequence[TrainingSequence],
-        weights: Sequence[FloatArray],
-        observed: Sequence[FloatArray] | None = None,
-    ) -> Iterator[MicroBatch]:
+    def _micro_batches(self, batch: Sequence[TrainingSequence], weights: Sequence[FloatArray]) -> Iterator[MicroBatch]:
         tokens = self.config.micro_batch_tokens
         if not self._head_is_plain:  # every token is projected by the model, sampled or not
             tokens = min(tokens, self._logits_at_once)
-        return micro_batches(batch, weights, tokens, observed=observed)
+        return micro_batches(batch, weights, tokens)
 
     def _as_exact(self, batch: Sequence[TrainingSequence]) -> Sequence[TrainingSequence]:
         """The batch, not as a forest where that would not be exact."""

@@ -1,6 +1,6 @@
-"""What a runner and one of its agents' processes say to each other, and how an agent gets from one to the other.
+"""Messages between a runner and an agent's process, and how the agent gets there.
 
-Messages are msgpack behind their length, over a socket pair.
+Messages are msgpack after their length, over a socket pair.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _loading: list[str] = []  # of this process: the module whose import is under wa
 
 
 class Boot(msgspec.Struct, tag=True):
-    """The first message to a process: the agent as `packed` made it. `main` is what `multiprocessing` needs to import
-    the runner's main module, where the agent is defined there; `file` is where its module came from."""
+    """The first message to a process: the agent, as made by `packed`. If it is defined in the runner's main module,
+    `main` is what `multiprocessing` needs to import that; `file` is the path of its module."""
 
     agent: bytes
     module: str
@@ -49,24 +49,24 @@ class Start(msgspec.Struct, tag=True):
 
 
 class Cancel(msgspec.Struct, tag=True):
-    """Cancel what runs, as far as it lets itself be cancelled."""
+    """Cancel the running agent, if it lets itself be cancelled."""
 
 
 class Recorded(msgspec.Struct, tag=True):
-    """The attempt has recorded a span."""
+    """The attempt recorded a span."""
 
     span: Span
 
 
 class NotLoaded(msgspec.Struct, tag=True):
-    """The agent cannot be imported; nothing of it has run."""
+    """The agent cannot be imported; none of it has run."""
 
     reason: str
 
 
 class Ended(msgspec.Struct, tag=True):
-    """The agent came to its end. `result` is what it returned, as spans; `failure` the exception it raised; `left`
-    whether it left something running, which could be taken for the next attempt."""
+    """The agent ended. `result` is what it returned, as spans; `failure` the exception it raised; `left` whether it
+    left something running that could be taken for the next attempt."""
 
     result: list[Span]
     failure: Attributes | None = None
@@ -78,20 +78,20 @@ _REPORTS: Final = msgspec.msgpack.Decoder(Recorded | NotLoaded | Ended)
 
 
 def framed(message: msgspec.Struct) -> bytes:
-    """A message behind its length."""
+    """A message after its length."""
     body = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
 async def read_report(reader: asyncio.StreamReader) -> Recorded | NotLoaded | Ended:
-    """The next message of the agent's process. EOFError and ConnectionError at the end of the connection,
-    `msgspec.MsgspecError` for what is no message."""
+    """The next message of the agent's process. EOFError or ConnectionError at the end of the connection,
+    `msgspec.MsgspecError` for a malformed message."""
     (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     return _REPORTS.decode(await reader.readexactly(size))
 
 
 class Connection:
-    """The agent's end of the socket pair. Any thread may send; a process forked off by the agent sends nothing."""
+    """The agent's end of the socket pair. Any thread may send; a process that the agent has forked sends nothing."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_inheritable(descriptor, False)
@@ -101,7 +101,7 @@ class Connection:
         self._file = self._socket.makefile("rb")
 
     def receive(self) -> Boot | Start | Cancel | None:
-        """Wait for the runner's next message; None when it has closed its end or is gone."""
+        """Wait for the runner's next message; None if it has closed its end."""
         try:
             (size,) = _LENGTH.unpack(self._file.read(_LENGTH.size))
             return _ORDERS.decode(self._file.read(size))
@@ -115,8 +115,8 @@ class Connection:
 
 
 def packed(agent: LitAgent[Any], tracer: TracerKind) -> Boot:
-    """An agent for another process: its name where it is defined at the top of a module, else its pickled state.
-    ConfigError where it is neither."""
+    """An agent for another process: its name, if it is defined at the top of a module, or else its pickled state.
+    ConfigError if it has neither."""
     module = str(agent.__module__)
     file = getattr(sys.modules.get(module), "__file__", None)
     how = (
@@ -139,7 +139,7 @@ def packed(agent: LitAgent[Any], tracer: TracerKind) -> Boot:
 
 
 def unpacked(boot: Boot) -> LitAgent[Any]:
-    """The agent, its module imported here. Raises what importing it raises."""
+    """The agent; its module is imported here. Raises what the import raises."""
     _loading.append(boot.module)
     try:
         if boot.main:
@@ -159,5 +159,5 @@ def unpacked(boot: Boot) -> LitAgent[Any]:
 
 
 def is_being_loaded() -> bool:
-    """Whether this is an agent's process that imports it right now: no place to start a run."""
+    """Whether this is an agent's process that is importing the agent, and must not start a run."""
     return bool(_loading)

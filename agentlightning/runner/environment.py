@@ -1,7 +1,7 @@
-"""What an attempt's agent is given: resources that are bound to the attempt, and, for a process, their variables.
+"""What an attempt's agent gets: resources that belong to the attempt and, for a process, their environment variables.
 
-The variables are those that SDKs read by themselves (OpenAI's, Anthropic's, Google's, OpenTelemetry's), a few of our
-own, and those of Agent Lightning 1.0 (AGL_OPENAI_BASE_URL, AGL_KEY, AGL_EVENT_URL).
+The variables are those of OpenAI's, Anthropic's, Google's and OpenTelemetry's SDKs, a few of our own, and those of
+Agent Lightning 1.0 (AGL_OPENAI_BASE_URL, AGL_KEY, AGL_EVENT_URL).
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def agent_environment(
     *,
     reward_key: str | None = None,
 ) -> dict[str, str]:
-    """Variables to add to those of a process, so that its LLM calls, spans and rewards are those of the attempt.
+    """Variables for a process, so that its LLM calls, spans and rewards belong to the attempt.
 
-    Without `llm`, which is named as it is, there are no variables for LLM calls. `api_key` is the attempt's own, for
-    spans sent to `server_url`, the root of the server; without it there are none for spans and rewards. With
-    `reward_key` (`AttemptedRollout.reward_key`) the process may give its own rewards, at `AGL_REWARD_URL`."""
+    Without `llm`, there are none for LLM calls. `api_key` is the attempt's key for spans to `server_url`, the root of
+    the server; without it, there are none for spans and rewards. With `reward_key` (`AttemptedRollout.reward_key`) the
+    process may post rewards to `AGL_REWARD_URL`."""
     variables = {"AGL_ROLLOUT_ID": rollout_id, "AGL_ATTEMPT_ID": attempt_id}
     if llm is not None:
         endpoint, key = llm.endpoint, llm.api_key or "none"
@@ -80,8 +80,8 @@ def agent_environment(
 
 
 def inherited_environment() -> dict[str, str]:
-    """This process's variables for a program below it, without the keys that are ours alone, which open more than an
-    agent's own, and without those that would come before the attempt's with an exporter."""
+    """This process's variables for a child program, without our keys, which open more than an agent's, and without
+    those that an exporter would prefer to the attempt's."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -95,7 +95,7 @@ VERSIONS_KEPT: Final = 32
 
 
 class AgentResources(dict[str, Resource]):
-    """Resources by name; agents written for Agent Lightning 0.3 find the policy, `llm`, under `main_llm`."""
+    """Resources by name. Agents written for Agent Lightning 0.3 find `llm` under `main_llm`."""
 
     def __missing__(self, name: str) -> Resource:
         if name == "main_llm" and "llm" in self:
@@ -104,16 +104,16 @@ class AgentResources(dict[str, Resource]):
 
 
 def serves_model(resources: NamedResources, rollout: AttemptedRollout) -> bool:
-    """Whether one of the bound resources is a model behind the gateway."""
+    """Whether one of the resources is a model behind the gateway."""
     return any(isinstance(one, LLM) and one.api_key == rollout.api_key is not None for one in resources.values())
 
 
 class ResourceCache:
-    """Resources by id, immutable and therefore cached; and their view for one attempt.
+    """Immutable resources by id, and their form for one attempt.
 
-    The view of an `LLM` of the gateway names the attempt, in the URL and by the attempt's key. Any other is an endpoint
-    of its own (a judge, a hosted model) and stays as it is: it gets no key of ours. `endpoint_override` replaces the
-    gateway's URL where this process reaches it by another one."""
+    An `LLM` of the gateway names the attempt in its URL and key. Any other endpoint (a judge, a hosted model) stays
+    unchanged and gets no key of ours. `endpoint_override` replaces the gateway's URL if this process reaches it by
+    another."""
 
     def __init__(self, store: LightningStore, endpoint_override: str | None = None) -> None:
         self._store = store
@@ -122,8 +122,8 @@ class ResourceCache:
         self._lookup = asyncio.Lock()  # a burst of leases asks the store once, not once each
 
     async def bound_to(self, rollout: AttemptedRollout) -> NamedResources:
-        """The resources of `rollout` (the latest where it names none) for its present attempt.
-        NotFoundError for an id that the store does not have."""
+        """The resources of `rollout`, or the latest if it names none, for its current attempt. NotFoundError for an
+        unknown id."""
         if rollout.resources_id is None:
             latest = await self._store.get_latest_resources()
             resources = latest.resources if latest else {}

@@ -1,8 +1,8 @@
-"""Runners on many machines, as many as the queue needs: one loop starts them and replaces what died.
+"""Runners on many machines, as many as the queue needs: one loop starts them and replaces those that died.
 
-Each is an `agl runner` that leaves once it is idle: it alone knows that it has not just leased a rollout. Where they
-run is `Machines`: actors of Ray, or Kubernetes Jobs made from a manifest of the user's, to which arguments are added as
-data. What is listed there is the truth: an answer that was lost starts no runner twice.
+Each is an `agl runner` that exits when idle: only it knows that it has not just leased a rollout. `Machines` runs them:
+actors of Ray, or Kubernetes Jobs made from the user's manifest. Its list is the truth, so a lost answer starts no
+runner twice.
 """
 # ruff: noqa: UP013 - a line each
 
@@ -46,8 +46,8 @@ ENDED: Final = "ended"  # or drains
 
 
 class Machines(Protocol):
-    """Where runners are started, under names; UnavailableError for what may pass, after which there may be one all the
-    same. `runners` tells RUNNING, ENDED or why one failed; `close` waits for those that would end with this process."""
+    """Starts runners by name. UnavailableError for failures that may pass, after which the runner may exist all the
+    same. `runners` says RUNNING, ENDED or why one failed; `close` waits for those that would end with this process."""
 
     async def start(self, name: str, arguments: Sequence[str]) -> None: ...
     async def runners(self) -> Mapping[str, str]: ...
@@ -57,8 +57,8 @@ class Machines(Protocol):
 
 @dataclass(eq=False)
 class Pool:
-    """Keeps runners on `machines` until `stop` is called: one for each `each` rollouts, at most `most`. `tell` is given
-    lines for people."""
+    """Keeps runners on `machines` until `stop` is called: one per `each` rollouts, at most `most`. `tell` gets lines to
+    show."""
 
     store: LightningStore
     machines: Machines
@@ -73,16 +73,16 @@ class Pool:
     _not_before: float = 0.0
 
     def wanted(self, rollouts: int) -> int:
-        """With up to 4 of 8 rollouts each: 0 → 0, 1 → 1, 9 → 2, 100 → 4."""
+        """For `each` 8 and `most` 4: 0 → 0, 1 → 1, 9 → 2, 100 → 4."""
         return min(math.ceil(rollouts / self.each), self.most)
 
     def stop(self) -> None:
-        """End; runners drain."""
+        """End the pool; runners finish their rollouts."""
         self._stopping.set()
 
     async def run(self) -> bool:
-        """AgentLightningError when runners keep failing. Whatever ends the pool, they are told to drain; False
-        where they could not be told."""
+        """AgentLightningError if runners keep failing. At the end, runners are told to finish; False if they could not
+        be told."""
         told = True
         try:
             await self._keep()
@@ -113,7 +113,7 @@ class Pool:
             stopping.cancel()
 
     async def _reconcile(self) -> None:
-        """Make what runs what is wanted, as far as that can be done now."""
+        """Start and stop runners until there are as many as wanted, as far as possible now."""
         rollouts = await patiently(self._rollouts, PERIOD_SECONDS)
         running = self._mind(await self.machines.runners())
         missing = self.wanted(rollouts) - len(running)
@@ -129,7 +129,7 @@ class Pool:
         return page.total or 0
 
     def _mind(self, seen: Mapping[str, str]) -> list[str]:
-        """Which run. Those that failed since the last time put off the next start."""
+        """The running runners. Those that failed since the last call delay the next start."""
         running, now = [name for name, state in seen.items() if state == RUNNING], time.monotonic()
         self._since = {name: self._since.get(name, now) for name in running}
         ended = seen.keys() - running
@@ -160,8 +160,8 @@ from agentlightning.cli.main import main; main()"""
 
 
 class Keeper:
-    """An actor. The key is in its process's environment alone. That has a session of its own, so that neither Ray nor a
-    Ctrl-C before a terminal ends it in the middle of a rollout."""
+    """An actor with a runner. Only its process's environment has the key. The process has its own session, so that
+    neither Ray nor Ctrl-C ends it in the middle of a rollout."""
 
     def __init__(self, arguments: Sequence[str], key: str | None, directory: str) -> None:
         self._process = subprocess.Popen(
@@ -180,7 +180,7 @@ class Keeper:
 
 
 class RayActors:
-    """`Machines` of the cluster at RAY_ADDRESS, or this machine alone."""
+    """`Machines` of the Ray cluster at RAY_ADDRESS, or of this machine alone."""
 
     def __init__(self, key: str | None, drain: float) -> None:
         self._ray: Any = importlib.import_module("ray")
@@ -239,7 +239,7 @@ _Job = TypedDict("_Job", {"apiVersion": Literal["batch/v1"], "kind": Literal["Jo
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """A Job in a YAML or JSON file. ConfigError where it is none, sets `args`, or names no Secret for the key."""
+    """A Job from a YAML or JSON file. ConfigError if it is none, sets `args`, or names no Secret for the key."""
     try:
         manifest = yaml.safe_load(path.read_text(encoding="utf-8"))
         runner = msgspec.convert(manifest, _Job)["spec"]["template"]["spec"]["containers"][0]
@@ -269,8 +269,8 @@ def job_of(manifest: dict[str, Any], name: str, arguments: Sequence[str], drain:
 
 
 class KubernetesJobs:
-    """`Machines` of the cluster whose API is at `api`, which asks for no token (`kubectl proxy`), or of the one whose
-    pod this is, as its service account. What cannot be reached, or is over a quota, is an UnavailableError."""
+    """`Machines` of the cluster whose API is at `api` without a token (`kubectl proxy`), or of the cluster of this pod,
+    as its service account. UnavailableError if it cannot be reached, or a quota is full."""
 
     def __init__(self, manifest: dict[str, Any], api: URL | None, drain: float) -> None:
         self._manifest, self._drain = manifest, drain

@@ -1,7 +1,7 @@
-"""What `--instrument` has each Python process of a program do before anything else: switch instrumentation on, and send
-the spans to the server that records.
+"""What each Python process of a program does first under `--instrument`: switch instrumentation on, and send the spans
+to the recording server.
 
-It runs in the program's own environment. It knows how the two are told of each other, and no framework.
+It runs in the program's own environment, and knows no framework.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ANSWER_SECONDS: Final = 10
 
 
 def instrumenting() -> dict[str, str]:
-    """Variables that make every Python process of a program call `start`; none where nothing is to be instrumented."""
+    """Variables that make every Python process of a program call `start`; none if nothing is to be instrumented."""
     if INSTRUMENT not in os.environ:
         return {}
     path = os.pathsep.join(filter(None, (str(_HOOK), os.environ.get("PYTHONPATH"))))
@@ -39,7 +39,7 @@ def instrumenting() -> dict[str, str]:
 
 
 def start(hook: str) -> None:
-    """Instrument this process; what prevents that is said on stderr, and the program runs on without it."""
+    """Instrument this process. If that fails, say so on stderr and let the program run."""
     _make_way(str(Path(hook).parent))
     try:
         from opentelemetry import trace
@@ -58,7 +58,7 @@ def start(hook: str) -> None:
 
 
 def _make_way(directory: str) -> None:
-    """Import the `sitecustomize` that the environment may have of its own."""
+    """Import the environment's own `sitecustomize`, if there is one."""
     sys.path[:] = [path for path in sys.path if path != directory]
     ours = sys.modules.pop("sitecustomize", None)
     try:
@@ -70,7 +70,7 @@ def _make_way(directory: str) -> None:
 
 class _Exporter:
     """Posts spans of OpenTelemetry's SDK to the store's interface, in the thread of a span processor. The variables of
-    `agent_environment` say where and of which attempt."""
+    `agent_environment` say where, and for which attempt."""
 
     def __init__(self) -> None:
         root = os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"].partition("/rollout/")[0]
@@ -92,7 +92,7 @@ class _Exporter:
             return SpanExportResult.FAILURE
 
     def shutdown(self) -> None:
-        """Nothing is kept open."""
+        """Nothing is open."""
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
         return True

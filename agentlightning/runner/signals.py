@@ -1,5 +1,6 @@
-"""The end of a process that runs agents: signals, and agents that swallow their cancellation, block the event loop or
-their thread, or end the process themselves."""
+"""Ends a process that runs agents: signals, and agents that swallow their cancellation, block the event loop or their
+thread, or end the process themselves.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _LEFT: Final = b"an agent in its process called os._exit; with --isolation proce
 
 
 def run_to_end(work: Coroutine[Any, Any, T], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> T:
-    """`asyncio.run`, but that tasks which go on when the work is done, and threads of `asyncio.to_thread`, are left."""
+    """Like `asyncio.run`, but abandons tasks and threads of `asyncio.to_thread` that go on when the work is done."""
     threads = ThreadPoolExecutor(thread_name_prefix=_THREADS)
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.get_loop().set_default_executor(threads)
@@ -50,7 +51,7 @@ async def _leave() -> None:
 
 
 def exit_with(code: int) -> NoReturn:
-    """End the process, also where a thread of `asyncio.to_thread` goes on, or after an interrupt any other."""
+    """End the process, even if a thread of `asyncio.to_thread` goes on; after an interrupt, any thread."""
     left = [one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]
     if code != INTERRUPTED:
         left = [one for one in left if one.name.startswith(_THREADS)]
@@ -67,8 +68,8 @@ def exit_with(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def watched() -> Generator[Callable[[float], None]]:
-    """Within the block an agent that calls `os._exit` in this process ends it with a word, and never with exit code 0.
-    The function given ends the process after so many seconds, whatever runs then."""
+    """In the block, an agent that calls `os._exit` in this process ends it with a message, and never with exit code 0.
+    The returned function ends the process after so many seconds, whatever is running."""
     process, leave = os.getpid(), os._exit
 
     def fail(status: int) -> NoReturn:
@@ -98,7 +99,7 @@ def watched() -> Generator[Callable[[float], None]]:
 
 @contextlib.contextmanager
 def interrupted_at_once() -> Generator[None]:
-    """Ctrl-C is a KeyboardInterrupt, where asyncio would wait until the event loop has its turn again."""
+    """Ctrl-C raises KeyboardInterrupt at once, where asyncio would wait for the event loop."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -112,8 +113,8 @@ def interrupted_at_once() -> Generator[None]:
 
 @contextlib.contextmanager
 def stopping_at_interrupt(stop: asyncio.Event) -> Generator[None]:
-    """The first Ctrl-C (or SIGTERM) sets `stop`, so that what was learned is saved; the second is a KeyboardInterrupt,
-    also in an agent that blocks the event loop."""
+    """The first Ctrl-C (or SIGTERM) sets `stop`, so that the job saves; the second raises KeyboardInterrupt, even in an
+    agent that blocks the event loop."""
     loop = asyncio.get_running_loop()
     received: list[int] = []
 
@@ -147,8 +148,8 @@ def on_signal(
     then: Callable[[], object] | None = None,
     at_once: Callable[[], object] | None = None,
 ) -> Generator[None]:
-    """Call `first` at the first SIGINT or SIGTERM; afterwards call `then`, or let signals act as usual. `at_once` is
-    called before `first`, also while an agent blocks the event loop."""
+    """Call `first` at the first SIGINT or SIGTERM, then `then` at the next, or the default. `at_once` is called before
+    `first`, even while an agent blocks the event loop."""
     loop = asyncio.get_running_loop()
 
     signals = (signal.SIGINT, signal.SIGTERM)

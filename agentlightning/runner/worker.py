@@ -1,8 +1,7 @@
-"""The process that an agent has to itself: runs one attempt after the other, as its runner says.
+"""An agent's own process: runs one attempt after another for its runner.
 
-Spans go to the runner the moment they are recorded, so that they outlive this process. The agent's module is imported
-when the environment of the first attempt is set. It leads a session, so that it can be killed with all that the agent
-starts.
+Spans go to the runner when they are recorded, so that they outlive this process. The agent's module is imported with
+the environment of the first attempt. The process leads a session, so that it can be killed with everything it started.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _POOLS: Final = (("concurrent", "futures", "thread.py"), ("anyio", "_backends", 
 
 
 def main(descriptor: int) -> None:
-    """Serve the runner at the other end of a socket until it closes it."""
+    """Serve the runner at the other end of a socket until it closes."""
     with contextlib.suppress(OSError):  # Linux: when memory runs out it is this process that goes, not the runner
         Path("/proc/self/oom_score_adj").write_text("1000")
     with contextlib.suppress(AttributeError):  # Linux: what the agent's children leave behind is then seen as ours
@@ -74,7 +73,7 @@ class _Worker:
         threading.Thread(target=self._listen, name="agentlightning-listener", daemon=True).start()
 
     def load(self, boot: Boot, start: Start) -> bool:
-        """Import the agent in the environment of its first attempt; if that fails, tell the runner."""
+        """Import the agent in the environment of its first attempt; if that fails, report it to the runner."""
         self._set_environment(start)
         try:
             instrument_from_environment()
@@ -85,7 +84,7 @@ class _Worker:
         return self._own_agent is not None
 
     async def serve(self, first: Start) -> None:
-        """Run the first attempt, and those that follow."""
+        """Run the first attempt, and the following ones."""
         pool = ClientPool()
         current_pool.set(pool)
         start: Start | None = first
@@ -97,7 +96,8 @@ class _Worker:
         await pool.close()
 
     def _listen(self) -> None:
-        """Hear the runner, also while the agent blocks the loop. When it is gone, nothing may be left of this."""
+        """Read the runner's messages, even while the agent blocks the loop. When the runner is gone, end the
+        process."""
         while (order := self._connection.receive()) is not None:
             if isinstance(order, Start):
                 self._loop.call_soon_threadsafe(self._starts.put_nowait, order)
@@ -162,7 +162,7 @@ def _left_running(before: set[threading.Thread]) -> bool:
 
 
 def _is_idle(thread: threading.Thread) -> bool:
-    """Whether it is a thread of a pool that waits for work."""
+    """Whether it is a thread of a pool that is waiting for work."""
     frame = sys._current_frames().get(thread.ident or 0)  # pyright: ignore[reportPrivateUsage]
     if frame is None:
         return True  # it has ended

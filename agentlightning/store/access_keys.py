@@ -1,6 +1,6 @@
-"""Keys that were issued, and the log of who used administrative power.
+"""Issued keys, and the audit log of administrative calls.
 
-Of a key only a digest is stored. This module knows rows; what a scope opens is decided by the server.
+Only a digest of a key is stored. The server decides what a scope may do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LONGEST_LIFETIME: Final = 1e10  # seconds: three centuries, and still a date
 
 
 def issue_key(tx: Transaction, name: str, scopes: Sequence[KeyScope], lifetime_seconds: float | None) -> IssuedKey:
-    """Make a key; its secret is in the answer and nowhere else."""
+    """Issue a key. Only the answer has its secret."""
     if not scopes:
         raise InvalidError("a key without scopes opens nothing; give some of read, worker, grader, trainer, admin")
     if not (1 <= len(name) <= _LONGEST_NAME and name.isprintable()):
@@ -50,7 +50,7 @@ def issue_key(tx: Transaction, name: str, scopes: Sequence[KeyScope], lifetime_s
 
 
 def issue_attempt_key(tx: Transaction, rollout_id: str, attempt_id: str, rewards: bool) -> str:
-    """A key of one attempt, that may write its rewards or not."""
+    """A key of one attempt, with or without the right to write its rewards."""
     load_standing(tx.connection, rollout_id, attempt_id)
     return keys.sign(tx.secret, rollout_id, attempt_id, rewards=rewards)
 
@@ -62,8 +62,8 @@ def issue_worker_key(tx: Transaction, worker_id: str) -> str:
 
 
 def held_by(connection: Connection, worker_id: str) -> list[tuple[str, str]]:
-    """(rollout_id, attempt_id) of the attempts a worker holds: the active ones, else the one that fell silent and that
-    its next sign of life will revive."""
+    """(rollout_id, attempt_id) of the attempts that a worker holds: the active ones, or else an unresponsive one that
+    it can still revive."""
     held = connection.execute(
         "SELECT rollout_id, attempt_id FROM attempts WHERE status IN ('preparing', 'running') AND worker_id = ?",
         (worker_id,),
@@ -81,7 +81,7 @@ def held_by(connection: Connection, worker_id: str) -> list[tuple[str, str]]:
 
 
 def revoke_key(tx: Transaction, key_id: str) -> ApiKey:
-    """End a key at once and for good; one that has ended stays as it is."""
+    """Revoke a key at once and for good. One that has ended stays unchanged."""
     tx.connection.execute(
         "UPDATE api_keys SET revoke_time = ? WHERE key_id = ? AND revoke_time IS NULL", (tx.now, key_id)
     )
@@ -93,7 +93,7 @@ def revoke_key(tx: Transaction, key_id: str) -> ApiKey:
 
 
 def find(connection: Connection, api_key: str) -> ApiKey | None:
-    """The key with this secret, also when it has expired or been revoked."""
+    """The key with this secret, even if it has expired or is revoked."""
     return KEYS.one(connection, "WHERE digest = ?", digest(api_key))
 
 
@@ -113,7 +113,7 @@ _LOGGED: Final = {
 
 
 def audit(action: str, actor: str, asked: Mapping[str, Any]) -> None:
-    """A line of who asks for what: without secrets, and without what users wrote, which may be erased to forget it."""
+    """Log who made a call, without secrets and without the user's text, which may have to be deleted."""
     detail = {name: value for name, value in asked.items() if name in _LOGGED}
     fields = {"action": action, "actor": actor}
     _log.info("%s by %s: %s", action, actor, msgspec.json.encode(detail).decode(), extra={"fields": fields})

@@ -1,4 +1,4 @@
-"""Attempts as rows, and whatever moves them: what the lifecycle decides is written here, inside one transaction.
+"""Attempts as rows: writes what the lifecycle decides, inside one transaction.
 
 This module does not know threads, event loops or HTTP.
 """
@@ -45,18 +45,18 @@ _MOST_LEASED: Final = 1000  # rollouts in one transaction, so that nobody waits 
 
 
 def _standing(row: Sequence[Any]) -> tuple[int, Standing]:
-    """An attempt's number in the store and its standing, whose fields are in the order of the columns."""
+    """An attempt's row number and its standing, whose fields are in the order of the columns."""
     fields: list[Any] = [*row[1:7], _config(row[7]), *row[8:15]]
     return row[0], Standing(*fields)
 
 
 def load_standing(connection: Connection, rollout_id: str, attempt_id: str) -> tuple[int, Standing]:
-    """An attempt's number in the store and its standing; NotFoundError if the rollout has no such attempt."""
+    """An attempt's row number and its standing. NotFoundError if the rollout has no such attempt."""
     return load_with_sequence(connection, rollout_id, attempt_id)[:2]
 
 
 def load_with_sequence(connection: Connection, rollout_id: str, attempt_id: str) -> tuple[int, Standing, int]:
-    """What `load_standing` gives, and the highest sequence id of the attempt's spans."""
+    """Like `load_standing`, with the highest sequence id of the attempt's spans."""
     row = connection.execute(_STANDING + "WHERE a.attempt_id = ?", (attempt_id,)).fetchone()
     if row is None or row[1] != rollout_id:
         raise NotFoundError(f"there is no attempt {attempt_id!r} of a rollout {rollout_id!r}")
@@ -66,7 +66,7 @@ def load_with_sequence(connection: Connection, rollout_id: str, attempt_id: str)
 def save_standing(
     tx: Transaction, number: int, before: Standing, after: Standing, span_sequence: int | None = None
 ) -> None:
-    """Write what the lifecycle changed of an attempt and of its rollout, and the sequence id its spans have reached."""
+    """Write what the lifecycle changed in an attempt and its rollout, and the highest sequence id of its spans."""
     columns: dict[str, Any] = {}
     for name in _MOVING:  # what has not changed is left alone, and so are the indexes that it is in
         value = getattr(after, name)
@@ -91,8 +91,8 @@ def save_standing(
 
 
 def _watch(tx: Transaction, number: int, standing: Standing) -> None:
-    """Note when the clocks of an active attempt are to be looked at. They only ever move later, so that a heartbeat,
-    a span or a hold need not touch this."""
+    """Note when to check the clocks of an active attempt. They only move later, so heartbeats, spans and holds need not
+    change this."""
     check_time = lifecycle.deadline(standing)
     tx.connection.execute("UPDATE attempts SET check_time = ? WHERE number = ?", (check_time, number))
     tx.changes.set_deadline(check_time)
@@ -101,7 +101,7 @@ def _watch(tx: Transaction, number: int, standing: Standing) -> None:
 def update_rollout(
     tx: Transaction, rollout_id: str, status: RolloutStatus | None, metadata: Mapping[str, Any] | None
 ) -> Rollout:
-    """Change the status by hand, where the lifecycle allows it, and replace the metadata."""
+    """Change the status, where the lifecycle allows it, and replace the metadata."""
     current = require_rollout(tx.connection, rollout_id).status
     if status is not None and status != current:
         lifecycle.check_settable(rollout_id, current, status)
@@ -114,7 +114,7 @@ def update_rollout(
 
 
 def cancel_rollout(tx: Transaction, rollout_id: str) -> Rollout:
-    """Cancel a rollout and whatever attempts of it are active; a cancelled one stays as it is."""
+    """Cancel a rollout and its active attempts. A cancelled rollout stays unchanged."""
     current = require_rollout(tx.connection, rollout_id).status
     if current != "cancelled":
         lifecycle.check_rollout_move(rollout_id, current, "cancelled")
@@ -123,7 +123,7 @@ def cancel_rollout(tx: Transaction, rollout_id: str) -> Rollout:
 
 
 def _decide(tx: Transaction, rollout_id: str, status: RolloutStatus) -> None:
-    """A rollout becomes `status` by somebody's word, so that whatever attempts of it are active have ended."""
+    """Set a rollout's status, which ends its active attempts."""
     set_status(tx, rollout_id, status)
     active = tx.connection.execute(
         _STANDING + f"WHERE a.rollout_id = ? AND a.status IN {ACTIVE}", (rollout_id,)
@@ -136,7 +136,7 @@ def _decide(tx: Transaction, rollout_id: str, status: RolloutStatus) -> None:
 
 
 def lease(tx: Transaction, limit: int, worker_id: str | None, lease_id: str | None) -> list[AttemptedRollout]:
-    """Start an attempt on each of the foremost queued rollouts."""
+    """Start an attempt on each of the first queued rollouts."""
     touch_worker(tx, worker_id)
     limit = min(limit, _MOST_LEASED)
     if lease_id is not None:
@@ -167,7 +167,7 @@ def start_rollout(
 
 
 def start_attempt(tx: Transaction, rollout_id: str, worker_id: str | None, attempt_id: str | None) -> AttemptedRollout:
-    """Start a further attempt, which from now on is the one that moves the rollout."""
+    """Start another attempt, which is now the one that changes the rollout."""
     touch_worker(tx, worker_id)
     earlier = _handed_out_again(tx, attempt_id, rollout_id)
     return earlier or _start(tx, require_rollout(tx.connection, rollout_id), worker_id, attempt_id)
@@ -176,8 +176,8 @@ def start_attempt(tx: Transaction, rollout_id: str, worker_id: str | None, attem
 def _handed_out_again(
     tx: Transaction, attempt_id: str | None, rollout_id: str | None = None
 ) -> AttemptedRollout | None:
-    """An attempt handed out before under this id, for a caller that did not hear of it. Asking is a sign of life of
-    its worker. ConflictError if it is one of another rollout."""
+    """The attempt that was leased under this id, for a caller that did not get the answer. This counts as a sign of
+    life. ConflictError if it is another rollout's."""
     if attempt_id is None:
         return None
     row = tx.connection.execute(_STANDING + "WHERE a.attempt_id = ?", (attempt_id,)).fetchone()
@@ -230,14 +230,14 @@ def _start(tx: Transaction, rollout: Rollout, worker_id: str | None, attempt_id:
 
 
 def insert_attempt(connection: Connection, attempt: Attempt, lease_expires: float, check_time: float) -> int:
-    """Write an attempt that has been active at its start; returns its number in the store."""
+    """Insert an attempt, active from its start. Returns its row number."""
     clocks = {"last_activity": attempt.start_time, "lease_expires": lease_expires, "check_time": check_time}
     return ATTEMPTS.insert(connection, attempt, "RETURNING number", **clocks, span_sequence=0).fetchone()[0]
 
 
 def withdraw(tx: Transaction, leased: Sequence[AttemptedRollout]) -> None:
-    """Undo leases that nobody was told of: the attempts never were, and their rollouts are queued again. Those that
-    their caller has asked for again are left to it."""
+    """Undo leases that no caller got: delete the attempts and queue their rollouts again. Leases that the caller has
+    asked for again stay."""
     for rollout in leased:
         try:
             _, standing = load_standing(tx.connection, rollout.rollout_id, rollout.attempt.attempt_id)
@@ -277,7 +277,7 @@ def update_attempt(
     metadata: Mapping[str, Any] | None,
     lease: int | None,
 ) -> Attempt:
-    """Move an attempt, its rollout following, and replace its metadata."""
+    """Change an attempt's status, and with it its rollout's, and replace its metadata."""
     number, before = load_standing(tx.connection, rollout_id, attempt_id)
     if status != before.attempt_status or lease != number:  # to hear the end of it twice is harmless
         _check_token(before, number, lease)
@@ -292,8 +292,8 @@ def update_attempt(
 
 
 def heartbeat(tx: Transaction, rollout_id: str, attempt_id: str, lease: int) -> Heartbeat:
-    """Extend the lease of an active attempt; say how one stands that has ended. ConflictError for one that another
-    attempt has followed."""
+    """Extend the lease of an active attempt; report the status of an ended one. ConflictError if a later attempt
+    exists."""
     number, before = load_standing(tx.connection, rollout_id, attempt_id)
     _check_token(before, number, lease)
     after = lifecycle.beat(before, tx.now, tx.lease_seconds)
@@ -308,7 +308,7 @@ def heartbeat(tx: Transaction, rollout_id: str, attempt_id: str, lease: int) -> 
 
 
 def _check_token(standing: Standing, number: int, token: int | None) -> None:
-    """ConflictError unless the token, if there is one, is that of the attempt, and the attempt its rollout's latest."""
+    """ConflictError unless the token, if given, is the attempt's, and the attempt is the rollout's latest."""
     if token is not None and (token != number or not standing.is_latest):
         followed = "" if standing.is_latest else ", which another one has followed"
         raise ConflictError(
@@ -318,7 +318,7 @@ def _check_token(standing: Standing, number: int, token: int | None) -> None:
 
 
 def extend_attempts(tx: Transaction, attempts: Sequence[tuple[str, str]], seconds: float) -> None:
-    """Stop the timeout and the silence of active attempts; pass over those that have ended or been removed."""
+    """Stop the timeout and the unresponsive limit of active attempts. Skip attempts that have ended or are deleted."""
     if not 0 < seconds < math.inf:
         raise InvalidError(f"seconds is {seconds}; it must be positive and finite")
     for rollout_id, attempt_id in dict.fromkeys(attempts):
@@ -333,8 +333,8 @@ def extend_attempts(tx: Transaction, attempts: Sequence[tuple[str, str]], second
 
 
 def expire(tx: Transaction, limit: int = 500) -> int:
-    """End attempts whose clock ran out, up to `limit`, and return how many ended. `changes.deadline` becomes the
-    time of the next look."""
+    """End up to `limit` attempts whose time has run out and return how many. Sets `changes.deadline`, the time of the
+    next check."""
     rows = tx.connection.execute(
         _STANDING + f"WHERE a.status IN {ACTIVE} AND a.check_time <= ? ORDER BY a.check_time LIMIT ?",
         (tx.now, limit),
@@ -354,7 +354,8 @@ def expire(tx: Transaction, limit: int = 500) -> int:
 
 
 def go_on_after(tx: Transaction, began: float) -> None:
-    """Since `began` nobody could be heard: the clocks of active attempts stood still, and leases begin anew."""
+    """Since `began` the store could not be reached: the clocks of active attempts stood still, and leases start
+    anew."""
     rows = tx.connection.execute(_STANDING + f"WHERE a.status IN {ACTIVE} AND a.start_time < ?", (began,)).fetchall()
     for number, before in map(_standing, rows):
         held = lifecycle.hold(before, began, tx.now - began)
@@ -363,8 +364,8 @@ def go_on_after(tx: Transaction, began: float) -> None:
 
 
 def grant_grace(tx: Transaction) -> None:
-    """Nobody could be heard while the store was closed: leases and silence count from now, also where the clock has
-    been set back since. Whoever held a call back says so again."""
+    """The store was closed: leases and unresponsive limits start now, even if the machine's clock was set back. Whoever
+    held calls says so again."""
     tx.connection.execute(
         "UPDATE attempts SET lease_expires = ?, last_activity = ?, held_until = ?, check_time = ? "
         f"WHERE status IN {ACTIVE}",
@@ -379,7 +380,7 @@ def grant_grace(tx: Transaction) -> None:
 
 
 def touch_worker(tx: Transaction, worker_id: str | None, stats: str | None = None) -> None:
-    """Note that a worker, if it has a name, is alive, and what it reports of itself in JSON (None: as before)."""
+    """Note that a named worker is alive, and its report as JSON (None: unchanged)."""
     if worker_id is None:
         return
     if not 0 < len(worker_id) <= _LONGEST_WORKER_ID:
@@ -402,7 +403,7 @@ def touch_worker(tx: Transaction, worker_id: str | None, stats: str | None = Non
 
 
 def _forget_workers(tx: Transaction) -> None:
-    """Remove those that were silent for long and hold nothing."""
+    """Delete workers that have been silent for long and hold nothing."""
     tx.connection.execute(
         "DELETE FROM workers WHERE worker_id IN (SELECT worker_id FROM workers WHERE last_heartbeat_time < ? "
         f"AND worker_id NOT IN (SELECT worker_id FROM attempts WHERE status IN {ACTIVE} AND worker_id IS NOT NULL)"

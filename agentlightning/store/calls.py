@@ -1,8 +1,8 @@
-"""Calls: the methods of `LightningStore` as nouns, from which REST, its description and the client follow.
+"""Calls: the methods of `LightningStore` as nouns, from which REST, its description and the client are derived.
 
-`@call` makes a noun of a method's parameters and a method that hands it to `perform`. A parameter that the route names
-travels in the path, the others in the body (of GET and DELETE: in the query). Bodies are JSON or msgpack. A server adds
-calls that no store carries out, as subclasses of `Call`.
+`@call` makes a noun of a method's parameters, and a method that passes it to `perform`. Parameters in the route travel
+in the path, the others in the body, or for GET and DELETE in the query. Bodies are JSON or msgpack. A server adds calls
+of its own as subclasses of `Call`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ IN_QUERY: Final = ("GET", "DELETE")  # the methods whose fields travel in the qu
 
 
 class Call(Noun, frozen=True, kw_only=True):
-    """One call. A `scope` of "trainer" is that of keys that may do all but administer the store; what is `audited`
-    leaves a line in the log. `ids` are the fields that a client fills with fresh ids of a kind, so that a repeated
-    call is known. A field `timeout` is how many seconds to wait for something to answer with."""
+    """One call. The `scope` "trainer" is that of keys that may do everything but administer the store. An `audited`
+    call is logged. `ids` are fields that a client fills with new ids of a kind, so that a repeated call is recognised.
+    A field `timeout` is how many seconds to wait for an answer."""
 
     method: ClassVar[str]
     route: ClassVar[str]
@@ -36,7 +36,7 @@ class Call(Noun, frozen=True, kw_only=True):
         cls.method = vars(cls).get("method", cls.__name__)
 
     def repeatable(self) -> bool:
-        """Whether doing it twice does no more than doing it once, so that it may be repeated when no answer came."""
+        """Whether doing it twice is the same as doing it once, so that it may be repeated if no answer came."""
         return True
 
 
@@ -48,7 +48,7 @@ def call(
     ids: Mapping[str, str] | None = None,
     repeatable: Callable[[Any], bool] = Call.repeatable,
 ) -> Callable[[F], F]:
-    """Make a method of `LightningStore`, of which only the signature and the docstring are written, a call."""
+    """Make a method of `LightningStore`, of which only signature and docstring are written, a call."""
 
     def decorate(function: F) -> F:
         hints = get_type_hints(function)
@@ -81,7 +81,7 @@ _KIND: Final = "_call"
 
 
 def calls_of(store: type) -> dict[str, type[Call]]:
-    """The calls among the methods of a class, by name."""
+    """The calls of a class by method name."""
     return {name: getattr(method, _KIND) for name, method in vars(store).items() if hasattr(method, _KIND)}
 
 
@@ -96,6 +96,6 @@ class ErrorBody(Noun, frozen=True, kw_only=True, forbid_unknown_fields=False):
 
 
 class ErrorReply(Noun, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """The body of every answer that is not a success."""
+    """The body of every unsuccessful answer."""
 
     error: ErrorBody

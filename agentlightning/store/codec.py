@@ -1,8 +1,7 @@
-"""How nouns are written into columns: JSON for what is open, typed binary for tokens.
+"""Writes nouns into columns: JSON for open fields, typed binary for tokens.
 
-This module knows the encodings and refuses what they would not give back (NaN, infinities, ids that cannot stand in
-a URL). It does not know SQL or HTTP. Token ids are int32 and logprobs float32, little-endian like every machine
-that PyTorch runs on: a logprob comes back as the float32 nearest to it.
+It refuses what would not be read back the same (NaN, infinities, ids that cannot be in a URL). It does not know SQL or
+HTTP. Token ids are int32 and logprobs float32, little-endian: a logprob is read back as the nearest float32.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ ID_SIZE: Final = 4  # bytes of a token id, and of a logprob
 
 
 class Tokens(NamedTuple):
-    """A `TokenCapture` as columns: all choices one after another, and a JSON table of where each ends."""
+    """A `TokenCapture` as columns: all choices in a row, and a JSON table of where each ends."""
 
     prompt_token_ids: bytes
     token_ids: bytes
@@ -87,20 +86,20 @@ _choices: Final = msgspec.json.Decoder(tuple[_Choice, ...])
 
 
 def new_id(kind: str) -> str:
-    """A fresh id such as `ro-5f0c…`: unique without asking anybody."""
+    """A new unique id such as `ro-5f0c…`."""
     return f"{kind}-{secrets.token_hex(8)}"
 
 
 def check_id(value: str, what: str) -> str:
-    """`value` itself, if it can stand in a URL and a key; else InvalidError."""
+    """`value`, if it can be in a URL and a key. InvalidError otherwise."""
     if not _ID.fullmatch(value):
         raise InvalidError(f"{what} is {value!r}; use 1 to 200 letters, digits, or any of . _ : -")
     return value
 
 
 def to_json(value: Any, what: str) -> str:
-    """JSON text of a value. InvalidError names the place of what would not come back, be it in JSON or in msgpack: NaN
-    and the infinities, integers beyond 64 bits, what is nested too deep."""
+    """JSON of a value. InvalidError names the place of what JSON or msgpack would not give back: NaN, infinities,
+    integers beyond 64 bits, values nested too deep."""
     try:
         data = _encoder.encode(value)
         _msgpack.encode(value)
@@ -117,12 +116,12 @@ def from_json(text: str) -> Any:
 
 
 def same(stored: Any, value: Any, what: str) -> bool:
-    """Whether two values are the same JSON, whatever the order of their keys."""
+    """Whether two values are the same JSON, in any order of keys."""
     return from_json(to_json(stored, what)) == from_json(to_json(value, what))
 
 
 def text(value: str) -> str:
-    """Text as every database holds it: PostgreSQL knows no NUL. (Texts inside JSON keep theirs.)"""
+    """The text without NUL, which PostgreSQL refuses. (Texts inside JSON keep theirs.)"""
     return value.replace("\0", "\ufffd") if "\0" in value else value
 
 
@@ -196,7 +195,7 @@ LARGE: Final = 256_000
 
 
 def larger(spans: Sequence[Span], limit: int) -> bool:
-    """Whether spans hold more than about so many characters and parts; counted no further than that."""
+    """Whether spans have more than about this many characters and parts; stops counting there."""
     size = 0
     for span in spans:
         parts = (*span.events, *span.links)
@@ -215,7 +214,7 @@ def larger(spans: Sequence[Span], limit: int) -> bool:
 
 
 def span_from_columns(rollout_id: str, attempt_id: str, row: SpanColumns) -> Span:
-    """The span of a row that has no base."""
+    """The span of a row without a base."""
     tokens = None
     if row.prompt_token_ids is not None and row.token_ids is not None and row.logprobs is not None and row.choices:
         tokens = tokens_from_columns(Tokens(row.prompt_token_ids, row.token_ids, row.logprobs, row.choices))
@@ -292,10 +291,10 @@ def token_columns(tokens: TokenCapture, prompt_ids: bytes | None = None) -> Toke
 
 
 class Numbers(Sequence[Any]):
-    """The numbers of a column as they were read: equal to the tuple of them, and pickled as it.
+    """The numbers of a column as read: equal to their tuple, and pickled as one.
 
-    There is no object for each number before it is asked for, and NumPy makes a read-only array of all without a copy:
-    that is most of what reading a long prompt costs. For msgspec's encoders, see `plain`."""
+    Numbers become objects only on access, and NumPy makes a read-only array without a copy, which saves most of the
+    time to read a long prompt. For msgspec's encoders, see `plain`."""
 
     __slots__ = ("__array_interface__", "_numbers")
 
@@ -327,14 +326,14 @@ class Numbers(Sequence[Any]):
 
 
 def plain(value: object) -> Any:
-    """The `enc_hook` of encoders of what a store returns: spans hold `Numbers`."""
+    """The `enc_hook` for encoders of the store's results, whose spans have `Numbers`."""
     if isinstance(value, Numbers):
         return tuple(value)
     raise TypeError(f"a {type(value).__name__} cannot be encoded")
 
 
 def tokens_from_columns(columns: Tokens) -> TokenCapture:
-    """The capture that `token_columns` wrote; a `Numbers` takes the place of each tuple of numbers."""
+    """The capture that `token_columns` wrote, with `Numbers` as tuples."""
     choices: list[SampledChoice] = []
     token, logprob = 0, 0  # bytes
     for choice in _choices.decode(columns.choices):
@@ -353,7 +352,7 @@ def tokens_from_columns(columns: Tokens) -> TokenCapture:
 
 
 def packed_ids(token_ids: Iterable[int]) -> bytes:
-    """Token ids as a column holds them."""
+    """Token ids as in a column."""
     return _pack(_INT32, token_ids)
 
 

@@ -1,14 +1,12 @@
 """One database connection behind one thread, with group commit.
 
-The commit path: `submit` notes an operation and a future on the event loop; at the end of the loop's turn all that were
-noted go to the thread together, and what comes while a transaction is written shares the next one, and so one fsync.
-The thread begins, runs each operation in a savepoint, so that one that fails is undone alone, calls `before_commit`
-with what they changed (the store numbers what has finished), and commits. Back on the event loop `committed` wakes
-whoever waits for these changes, and then each caller gets its answer. Where the connection is lost before the commit,
-all of it runs again.
+`submit` notes an operation and a future on the event loop. At the end of the loop's turn all noted operations go to the
+thread together; those that arrive while a transaction is written share the next one, and its fsync. The thread begins,
+runs each operation in a savepoint, so that a failed one is undone alone, calls `before_commit` with their changes (the
+store numbers finished rollouts), and commits. Back on the event loop, `committed` wakes the callers that wait for these
+changes, and each caller gets its answer. If the connection is lost before the commit, all of it runs again.
 
-This module knows transactions, and what a connection must offer; it does not know what the operations do, nor which
-database it is.
+This module knows transactions and the interface of a connection; not what operations do, nor which database it is.
 """
 
 from __future__ import annotations
@@ -52,11 +50,11 @@ class Connection(Protocol):
     def in_transaction(self) -> bool: ...
     def execute(self, sql: str, parameters: Sequence[Any] = ..., /) -> Cursor: ...
     def stream(self, sql: str, parameters: Sequence[Any] = ..., /) -> Iterator[Any]:
-        """The rows of a SELECT, of which few at a time are in memory."""
+        """The rows of a SELECT, a few at a time in memory."""
         ...
 
     def limited(self, seconds: float) -> AbstractContextManager[None]:
-        """Interrupt what is executed in the block after so long; `math.inf`: never."""
+        """Interrupt statements in the block after so many seconds; `math.inf`: never."""
         ...
 
     def commit(self) -> None:

@@ -1,8 +1,8 @@
-"""API keys of attempts and of workers: signed, so that checking one needs no lookup.
+"""API keys of attempts and workers, signed, so that checking one needs no lookup.
 
-A key of an attempt is `agl-<ids>.<signature>`, both in URL-safe base64: it says which rollout and attempt its holder is
-and whether it may write rewards. A worker's, `agl-wk-<id>.<signature>`, says which worker its holder is. Only the
-store's secret could have signed either. This module does not know what that allows.
+An attempt's key is `agl-<ids>.<signature>`, both in URL-safe base64: it names the rollout and attempt, and whether it
+may write rewards. A worker's key, `agl-wk-<id>.<signature>`, names the worker. Only the store's secret can sign them.
+This module does not know what keys allow.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _OF_WORKER: Final = b"worker\0"  # signed before a worker's id, and in no attemp
 
 
 def new_secret() -> bytes:
-    """32 random bytes to sign keys with."""
+    """32 random bytes for signing keys."""
     return secrets.token_bytes(32)
 
 
 class AttemptKey(NamedTuple):
-    """What a key says of its holder."""
+    """The contents of an attempt's key."""
 
     rollout_id: str
     attempt_id: str
@@ -38,7 +38,7 @@ def sign(secret: bytes, rollout_id: str, attempt_id: str, *, rewards: bool = Fal
 
 
 def verify(secret: bytes, api_key: str) -> AttemptKey | None:
-    """What a key says that `secret` signed, else None. Takes the same time for any wrong key of this form."""
+    """The contents of a key signed with `secret`, else None. Takes the same time for all wrong keys of this form."""
     claimed = claimed_attempt(api_key)
     if claimed is None:
         return None
@@ -48,7 +48,7 @@ def verify(secret: bytes, api_key: str) -> AttemptKey | None:
 
 
 def claimed_attempt(api_key: str) -> AttemptKey | None:
-    """What a key says, whoever signed it; None for one of another form, as an agent's placeholder."""
+    """The contents of a key without checking its signature; None for another form, such as a placeholder."""
     if not api_key.startswith(PREFIX):
         return None
     try:
@@ -60,13 +60,13 @@ def claimed_attempt(api_key: str) -> AttemptKey | None:
 
 
 def sign_worker(secret: bytes, worker_id: str) -> str:
-    """The API key of one worker, which stands for whatever attempt it holds at present."""
+    """The API key of one worker, for the attempt that it holds."""
     name = worker_id.encode()
     return f"{WORKER_PREFIX}{_text(name)}.{_text(_mac(secret, _OF_WORKER + name))}"
 
 
 def verify_worker(secret: bytes, api_key: str) -> str | None:
-    """The worker whose key that is, None for one that `secret` did not sign."""
+    """The worker of a key signed with `secret`; None for other keys."""
     if not api_key.startswith(WORKER_PREFIX):
         return None
     try:

@@ -1,13 +1,13 @@
 """The lifecycle of rollouts and attempts: tables of allowed moves, and pure functions from standing to standing.
 
-The lease: a worker that takes a rollout gets an attempt, a time until which it holds (a visibility timeout) and a
-token, the attempt's number in the store, which only grows (a fencing token). A heartbeat with the token moves the time
-(`beat`). If it passes, the watchdog ends the attempt as unresponsive (`expire`), and the rollout is queued again or
-fails (`move`). A word from the attempt revives it until its retry has started (`hear`); from then on it is no longer
-the latest, its token is refused, and it moves nothing.
+A worker that leases a rollout gets an attempt, the time when the lease ends, and a fencing token: the attempt's row
+number, which only grows. A heartbeat with the token extends the lease (`beat`). When the lease ends, the watchdog ends
+the attempt as unresponsive (`expire`), and the rollout is queued again or fails (`move`). A call or span of the attempt
+revives it until its retry has started (`hear`). From then on it is no longer the latest, its token is refused, and it
+changes nothing.
 
-This module knows what may follow what, which of the three clocks runs out first, and when a retry happens. It does
-not know SQL, HTTP or what time it is: `now` is always an argument, in seconds since the epoch.
+This module knows which status may follow which, which of the three clocks runs out first, and when to retry. It does
+not know SQL, HTTP or the time: `now` is always an argument, in seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -66,12 +66,11 @@ SETTABLE: Final[frozenset[RolloutStatus]] = frozenset({"requeuing", *TERMINAL})
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """All that decides what happens next to one attempt and its rollout. Times are seconds since the epoch.
+    """Everything that decides what happens next to an attempt and its rollout. Times are seconds since the epoch.
 
-    `attempts` counts the attempts made on the rollout so far: the attempt is the latest iff it equals `sequence_id`.
-    `last_activity` is when silence began: the time of the last call or span, and later by what it was held since.
-    `lease_expires` is when the worker counts as gone. Calls of the attempt are held back until `held_until`, for
-    `held_seconds` in all."""
+    `attempts` counts the rollout's attempts so far: the attempt is the latest if this equals `sequence_id`.
+    `last_activity` is the time of the last call or span, plus how long calls were held since. At `lease_expires` the
+    worker counts as gone. Calls are held until `held_until`, for `held_seconds` in all."""
 
     rollout_id: str
     attempt_id: str
@@ -94,12 +93,12 @@ class Standing(msgspec.Struct, frozen=True):
 
     @property
     def is_revivable(self) -> bool:
-        """An unresponsive attempt comes back as long as its retry is queued but not started."""
+        """Whether an unresponsive attempt can come back: its retry is queued and has not started."""
         return self.attempt_status == "unresponsive" and self.is_latest and self.rollout_status == "requeuing"
 
 
 def check_rollout_move(rollout_id: str, current: RolloutStatus, wanted: RolloutStatus) -> None:
-    """Raise ConflictError unless a rollout may go from `current` to `wanted`."""
+    """ConflictError unless a rollout may go from `current` to `wanted`."""
     if wanted in ROLLOUT_MOVES[current]:
         return
     if current in TERMINAL:
@@ -109,7 +108,7 @@ def check_rollout_move(rollout_id: str, current: RolloutStatus, wanted: RolloutS
 
 
 def check_settable(rollout_id: str, current: RolloutStatus, wanted: RolloutStatus) -> None:
-    """Raise ConflictError unless a caller may set the status of a rollout from `current` to `wanted` by hand."""
+    """ConflictError unless a caller may set a rollout's status from `current` to `wanted`."""
     if wanted not in SETTABLE:
         raise ConflictError(
             f"rollout {rollout_id} cannot be set to {wanted} by hand; it gets there by its attempts. "
@@ -119,10 +118,10 @@ def check_settable(rollout_id: str, current: RolloutStatus, wanted: RolloutStatu
 
 
 def move(standing: Standing, status: AttemptStatus, now: float) -> Standing:
-    """The attempt becomes `status`, and its rollout follows if the attempt is its latest and it is not terminal. An
-    attempt that has ended is not held any more, should it be revived.
+    """Set an attempt's status; its rollout follows if the attempt is its latest and it has not ended. An ended attempt
+    is no longer held, should it be revived.
 
-    ConflictError when the table of attempts does not allow it."""
+    ConflictError if the attempt may not move there."""
     current = standing.attempt_status
     if status not in ATTEMPT_MOVES[current]:
         raise ConflictError(
@@ -141,7 +140,8 @@ def move(standing: Standing, status: AttemptStatus, now: float) -> Standing:
 
 
 def overrule(standing: Standing, now: float) -> Standing:
-    """The rollout was set by hand: an active attempt ends as the rollout did, or cancelled where it is requeued."""
+    """The rollout's status was set by a caller: an active attempt ends like the rollout, or cancelled if it is
+    requeued."""
     status = standing.rollout_status
     ended = "cancelled" if status == "requeuing" else status
     assert ended in ENDS, f"a rollout cannot be set to {status}"
@@ -149,7 +149,7 @@ def overrule(standing: Standing, now: float) -> Standing:
 
 
 def _rollout_status_after(standing: Standing, status: AttemptStatus) -> RolloutStatus:
-    """Requeuing iff the end is in the retry conditions and attempts remain; else what `FOLLOWS` says."""
+    """Requeuing if the attempt's end is a retry condition and attempts remain; otherwise by `FOLLOWS`."""
     config = standing.config
     if status in ENDS and status in config.retry_condition and standing.sequence_id < config.max_attempts:
         return "requeuing"
@@ -157,8 +157,8 @@ def _rollout_status_after(standing: Standing, status: AttemptStatus) -> RolloutS
 
 
 def update(standing: Standing, status: AttemptStatus, now: float, lease_seconds: float) -> Standing:
-    """The attempt's owner says what it is now. Saying the same twice changes nothing; a word from an unresponsive
-    attempt whose retry has not started revives it first."""
+    """The attempt's owner reports its status. Reporting it twice changes nothing. An unresponsive attempt whose retry
+    has not started is revived first."""
     if status == standing.attempt_status:
         return standing
     if standing.is_revivable:
@@ -173,8 +173,8 @@ def update(standing: Standing, status: AttemptStatus, now: float, lease_seconds:
 
 
 def hear(standing: Standing, now: float, lease_seconds: float) -> Standing:
-    """A call or a span of the attempt arrived: it runs, or is revived. An attempt that has ended, or is no longer the
-    latest of an unfinished rollout, is not brought back."""
+    """A call or span of the attempt arrived: it is running, or revived. An ended attempt, or one that is not the latest
+    of an unfinished rollout, stays."""
     silent_from = max(now, standing.held_until)  # of several calls one may be held on while another is answered
     if standing.attempt_status == "running":
         return replace(standing, last_activity=silent_from)
@@ -187,8 +187,8 @@ def hear(standing: Standing, now: float, lease_seconds: float) -> Standing:
 
 
 def hold(standing: Standing, now: float, seconds: float) -> Standing:
-    """Calls of an active attempt are held back for the next `seconds`, which is no fault of the agent's: its timeout
-    and its silence stand still. What of these seconds it was to be held for already counts once.
+    """The gateway holds the calls of an active attempt for the next `seconds`: its timeout and unresponsive limit stand
+    still. Seconds for which it is held already count once.
 
     Held at 100 for 5 seconds and at 103 for 5 again: until 108, for 8 seconds in all."""
     added = seconds - max(0.0, standing.held_until - now)
@@ -203,8 +203,8 @@ def hold(standing: Standing, now: float, seconds: float) -> Standing:
 
 
 def beat(standing: Standing, now: float, lease_seconds: float) -> Standing:
-    """The owner's heartbeat: extends the lease of an active attempt and revives one that was given up because its
-    lease ran out. It does not revive one that fell silent: a heart may beat in a hung agent."""
+    """A heartbeat extends the lease of an active attempt, and revives one whose lease ran out. It does not revive an
+    attempt that fell silent: a hung agent may still send heartbeats."""
     lost_lease = standing.end_time is not None and standing.end_time >= standing.lease_expires
     if standing.is_revivable and lost_lease:
         standing = move(standing, "running", now)
@@ -214,18 +214,18 @@ def beat(standing: Standing, now: float, lease_seconds: float) -> Standing:
 
 
 def deadline(standing: Standing) -> float:
-    """When the first of the three clocks of an active attempt runs out."""
+    """When the first of an active attempt's three clocks runs out."""
     return min(when for when, _ in _clocks(standing))
 
 
 def first_deadline(config: RolloutConfig, now: float, lease_expires: float) -> float:
-    """When the first clock runs out of an attempt that starts now."""
+    """When the first clock runs out for an attempt that starts now."""
     limits = (config.timeout_seconds or math.inf, config.unresponsive_seconds or math.inf)
     return min(lease_expires, *(now + limit for limit in limits))
 
 
 def expire(standing: Standing, now: float) -> Standing:
-    """End an active attempt whose clock has run out, by the clock that ran out first; else change nothing."""
+    """End an active attempt by the clock that ran out first; otherwise change nothing."""
     if standing.attempt_status not in ACTIVE:
         return standing
     when, status = min(_clocks(standing), key=lambda clock: clock[0])

@@ -1,14 +1,16 @@
-"""Many stores as one, for reading: files below some folders, beside whatever writes them, and servers.
+"""Many stores as one, for reading: files below folders, while others write them, and servers.
 
-A call that names a rollout, run, group or resources goes to the store that has it; lists are those of all stores, one
-after the other, the one found last first.
+A call about a rollout, run, group or resources goes to the store that has it. Pages are sorted over all stores; other
+lists are those of all stores, the newest found first.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
+import functools
+import heapq
+import itertools
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Generator, Mapping, Sequence
@@ -23,7 +25,7 @@ from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.reading import StoreReader
 from agentlightning.store.transaction import Changes
-from agentlightning.types import Filter, Run
+from agentlightning.types import Filter, Order, Outcome, Run
 
 _DEEPEST: Final = 6  # folders below one that is searched
 _SKIPPED: Final = frozenset({"checkpoints", "node_modules", "site-packages"})
@@ -33,8 +35,9 @@ _IDS: Final = ("rollout_id", "run_id", "group_id", "resources_id")
 
 
 class ManyStores(LightningStore):
-    """The stores below `folders`, found anew as they come and go, and `others` by name. Made by `open`; a call that
-    would change something is a ConflictError. A store that cannot be read is left out: see `problems`, by path."""
+    """The stores in `folders`, which may be files, as they come and go, and `others` by name. Create it with `open`. A
+    call that would change something is a ConflictError. A store that cannot be read is left out; `problems` has the
+    reason, by path."""
 
     def __init__(self, folders: Sequence[Path], others: Mapping[str, LightningStore]) -> None:
         self._folders = [folder.resolve() for folder in folders]
@@ -61,8 +64,8 @@ class ManyStores(LightningStore):
 
     @contextlib.contextmanager
     def events(self) -> Generator[asyncio.Queue[Changes | None]]:
-        """None whenever something was written to one of the files; for a `with` statement. Other processes' files
-        announce nothing: they are looked at as long as somebody listens."""
+        """None whenever a file was written to; for a `with` statement. Files of other processes are checked as long as
+        somebody listens."""
         queue: asyncio.Queue[Changes | None] = asyncio.Queue()
         self._queues.add(queue)
         if self._looking is None or self._looking.done():
@@ -91,7 +94,7 @@ class ManyStores(LightningStore):
         return next((one for one in answers if one is not None), None)
 
     async def _runs(self, call: Call) -> list[Run]:
-        """Each run once, also where a store was copied, called by its store."""
+        """Each run once, also if a store was copied, with its store's name."""
         await self._look()
         found: dict[str, Run] = {}
         for key, store in self._all().items():
@@ -104,12 +107,12 @@ class ManyStores(LightningStore):
         return list(found.values())
 
     def address_of(self, rollout_id: str) -> str | None:
-        """The file that has a rollout which was asked for before; None where that is no file."""
+        """The file with a rollout that was asked for before; None if it is not in a file."""
         home = self._homes.get(("rollout_id", rollout_id))
         return next((str(path) for path, file in self._files.items() if file.store is home), None)
 
     def _all(self) -> dict[str, LightningStore]:
-        """By path or name, the file found last first: what is written meanwhile changes nothing of their order."""
+        """All stores by path or name, the newest found first. Writes do not change this order."""
         return {**{str(path): file.store for path, file in reversed(self._files.items())}, **self._others}
 
     def _remember(self, field: str, value: str, store: LightningStore) -> None:
@@ -118,7 +121,7 @@ class ManyStores(LightningStore):
             self._homes.popitem(last=False)
 
     async def _of_one(self, call: Call, field: str, value: str) -> Any:
-        """The answer of the store that knows what the call is about: the first whose answer is not nothing."""
+        """The answer of the store that has it: the first that is not None."""
         home = self._homes.get((field, value))
         answer: Any = None
         for store in [home] if home is not None else self._all().values():
@@ -134,8 +137,7 @@ class ManyStores(LightningStore):
         return answer
 
     async def _page(self, call: Call, asked: dict[str, Any]) -> Any:
-        """A page: of the store that has the run or rollouts asked for, else of one store after the other. The cursor
-        names the store that goes on."""
+        """A page: of the store that has the run or rollouts asked for, else of all, merged."""
         stores = self._all()
         named = _ids_in(asked["where"])
         home = next((self._homes[one] for one in named if one in self._homes), None)
@@ -147,23 +149,57 @@ class ManyStores(LightningStore):
                     break
         if home is not None:
             return await home.perform(call)
-        first, _, inner = (asked["cursor"] or "\n").partition("\n")
-        if first and first not in stores:
-            raise InvalidError("the cursor names a store that is not here any more; ask from the start")
+        return await self._merged(call, asked, stores)
+
+    async def _merged(self, call: Call, asked: dict[str, Any], stores: Mapping[str, LightningStore]) -> Any:
+        """A page of the rows of all stores, sorted together; its cursor holds one of each store that has more. A row
+        may come twice if its store is written to meanwhile, and none is left out."""
+        begun = _cursors(asked["cursor"], stores)
+        end = None if asked["limit"] is None else asked["limit"] + asked["offset"]
+        whole = msgspec.structs.replace(call, limit=end, offset=0, with_total=False)
+        parts = [msgspec.structs.replace(whole, cursor=cursor) for cursor in begun.values()]
+        found = await asyncio.gather(*(stores[key].perform(part) for key, part in zip(begun, parts, strict=True)))
+        pages = dict(zip(begun, found, strict=True))
+        sort_keys = await self._sort_keys(call, asked["order"], pages)
+        waiting = [(keys[0], place, key) for place, (key, keys) in enumerate(sort_keys.items()) if keys]
+        heapq.heapify(waiting)
+        items, taken = list[Any](), dict.fromkeys(pages, 0)
+        while waiting and (end is None or len(items) < end):
+            _, place, key = heapq.heappop(waiting)
+            items.append(pages[key].items[taken[key]])
+            taken[key] += 1
+            if taken[key] < len(pages[key].items):
+                heapq.heappush(waiting, (sort_keys[key][taken[key]], place, key))
+            elif pages[key].next_cursor is not None:
+                break  # what comes after in this store may come before the rest
+        following: dict[str, str | None] = {}
+        for key, part in zip(begun, parts, strict=True):
+            if 0 < taken[key] < len(pages[key].items):
+                cut = await stores[key].perform(msgspec.structs.replace(part, limit=taken[key]))
+                following[key] = cut.next_cursor
+            elif pages[key].items and not taken[key]:
+                following[key] = begun[key]
+            elif pages[key].next_cursor is not None:
+                following[key] = pages[key].next_cursor
         total = None
-        if asked.get("with_total"):
-            counts = [await one.perform(msgspec.structs.replace(call, limit=0, cursor=None)) for one in stores.values()]
-            total = sum(one.total or 0 for one in counts)
-        keys, items, cursor = list(stores), list[Any](), inner or None
-        keys = keys[keys.index(first) if first else 0 :]
-        limit = math.inf if asked["limit"] is None else asked["limit"]
-        while keys and len(items) < limit:
-            rest = None if asked["limit"] is None else limit - len(items)
-            page = await stores[keys[0]].perform(msgspec.structs.replace(call, limit=rest, cursor=cursor))
-            items, cursor = [*items, *page.items], page.next_cursor
-            keys = keys if cursor else keys[1:]
-        following = f"{keys[0]}\n{cursor or ''}" if keys else None
-        return call.returns(items=tuple(items), total=total, next_cursor=following)
+        if asked["with_total"]:
+            counted = msgspec.structs.replace(call, limit=0, offset=0, cursor=None)
+            total = sum([(await one.perform(counted)).total or 0 for one in stores.values()])
+        cursor = msgspec.json.encode(following).decode() if following else None
+        return call.returns(items=tuple(items[asked["offset"] :]), total=total, next_cursor=cursor)
+
+    async def _sort_keys(
+        self, call: Call, order: Sequence[Order], pages: Mapping[str, Any]
+    ) -> dict[str, list[tuple[_SortKey, ...]]]:
+        """What the rows of each page are compared by."""
+        outcomes: dict[str, Outcome] = {}
+        if any(one.field in ("reward", "error") for one in order):
+            names = [item.rollout_id for page in pages.values() for item in page.items]
+            outcomes = {one.rollout_id: one for one in await self.query_outcomes(names)}
+        return {
+            key: [tuple(_SortKey.of(item, one, outcomes) for one in order) for item in page.items]
+            for key, page in pages.items()
+        }
 
     async def _keep_looking(self) -> None:
         while self._queues:
@@ -177,7 +213,7 @@ class ManyStores(LightningStore):
             queue.put_nowait(None)
 
     async def _look(self) -> None:
-        """Open what is new, close what is gone or another file now, and announce it if anything was written since."""
+        """Open new files, close those that are gone or replaced, and announce writes."""
         async with self._one_look:
             stamps = await asyncio.to_thread(lambda: dict(_stamped(self._folders)))
             before = {path: file.stamp for path, file in self._files.items()}
@@ -200,8 +236,50 @@ class ManyStores(LightningStore):
                 self._announce()
 
 
+@functools.total_ordering
+@dataclass(frozen=True)
+class _SortKey:
+    """A value that rows of several stores are compared by, None among them, in the direction of the order."""
+
+    value: Any
+    order: Order
+
+    @classmethod
+    def of(cls, item: Any, order: Order, outcomes: Mapping[str, Outcome]) -> _SortKey:
+        """InvalidError for a field that only one store alone can sort by. What was enqueued later has a larger `number`
+        in its own store, and among stores a later start."""
+        name = "start_time" if order.field == "number" else order.field
+        if name in ("reward", "error"):
+            outcome = outcomes.get(item.rollout_id)
+            return cls(outcome and getattr(outcome, name), order)
+        if name == "duration":
+            return cls(item.end_time - item.start_time, order)
+        if not hasattr(item, name):
+            raise InvalidError(f"rows of several stores cannot be sorted by {name}; ask for one run's, or sort by time")
+        return cls(getattr(item, name), order)
+
+    def __lt__(self, other: _SortKey) -> bool:
+        if self.value is None or other.value is None:
+            lacks = (self.value is None, other.value is None)
+            return lacks == ((True, False) if self.order.nulls == "first" else (False, True))
+        return self.value > other.value if self.order.descending else self.value < other.value
+
+
+def _cursors(cursor: str | None, stores: Mapping[str, LightningStore]) -> Mapping[str, str | None]:
+    """Where each store's rows go on."""
+    if cursor is None:
+        return dict.fromkeys(stores)
+    try:
+        begun = msgspec.json.decode(cursor, type=dict[str, str | None])
+    except msgspec.DecodeError:
+        begun = {cursor: None}
+    if begun.keys() <= stores.keys():
+        return begun
+    raise InvalidError("the cursor names a store that is not here any more; ask from the start")
+
+
 class _Stamp(NamedTuple):
-    """Which file it is, and when it or its log was written to last, with their size."""
+    """Identity of a file, and size and time of the last write of it and its log."""
 
     inode: int
     written: float
@@ -215,26 +293,32 @@ class _File:
 
 
 def _name(key: str) -> str:
-    """`runs/quickstart/store.sqlite` is called `quickstart`, `work.sqlite` is called `work`."""
+    """`runs/quickstart/store.sqlite` is `quickstart`, `work.sqlite` is `work`."""
     path = Path(key)
     return path.parent.name if path.name == "store.sqlite" else path.stem if path.suffix == ".sqlite" else key
 
 
-def _stamped(folders: Sequence[Path]) -> Generator[tuple[Path, _Stamp]]:
-    """Each store's file below the folders."""
-    for top in folders:
-        for place, below, files in os.walk(top):
-            deep = len(Path(place).relative_to(top).parts) >= _DEEPEST
-            below[:] = [] if deep else sorted(one for one in below if one[0] != "." and one not in _SKIPPED)
-            for file in (Path(place, name) for name in files if name.endswith(".sqlite")):
-                with contextlib.suppress(OSError):  # it goes as we look
-                    found = [path.stat() for path in (file, file.with_name(f"{file.name}-wal")) if path.exists()]
-                    written, size = max(one.st_mtime for one in found), sum(one.st_size for one in found)
-                    yield file, _Stamp(found[0].st_ino, written, size)
+def _files(top: Path) -> Generator[Path]:
+    """The stores' files below a folder, or the file itself."""
+    if not top.is_dir():
+        yield top
+    for place, below, files in os.walk(top):
+        deep = len(Path(place).relative_to(top).parts) >= _DEEPEST
+        below[:] = [] if deep else sorted(one for one in below if one[0] != "." and one not in _SKIPPED)
+        yield from (Path(place, name) for name in files if name.endswith(".sqlite"))
+
+
+def _stamped(tops: Sequence[Path]) -> Generator[tuple[Path, _Stamp]]:
+    for file in itertools.chain.from_iterable(map(_files, tops)):
+        with contextlib.suppress(OSError):  # it goes as we look
+            found, log = [file.stat()], file.with_name(f"{file.name}-wal")
+            found += [log.stat()] if log.exists() else []
+            written, size = max(one.st_mtime for one in found), sum(one.st_size for one in found)
+            yield file, _Stamp(found[0].st_ino, written, size)
 
 
 def _ids_in(where: Filter | None) -> list[tuple[str, str]]:
-    """The rollouts, or else the run or group, of which alone a filter lets something through."""
+    """The rollouts, run or group that a filter selects."""
     parts: Sequence[Filter] = () if where is None else where.of if where.op == "and" else (where,)
     found: list[tuple[str, str]] = []
     for part in parts:

@@ -1,9 +1,8 @@
-"""A finished span of the OpenTelemetry SDK → a span of ours.
+"""Converts a finished span of the OpenTelemetry SDK to ours.
 
-The span is known by what it offers, not by its class: OpenTelemetry is not imported. What a span cannot hold becomes
-what an export by OTLP would make of it: bytes are base64 text; maps and nested lists are JSON text; NaN and the
-infinities are words, integers beyond 64 bits are text; what is no Unicode text becomes question marks; nothing is left
-out but None.
+OpenTelemetry is not imported: any object with a span's attributes will do. Values are converted as OTLP would: bytes
+become base64 text; maps and nested lists JSON text; NaN, infinities and integers beyond 64 bits text; invalid Unicode
+question marks. Only None is omitted.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ _STATUS: Final = ("UNSET", "OK", "ERROR")
 def span_of(
     rollout_id: str, attempt_id: str, sequence_id: int | None, span: Any, still_open_at: int | None = None
 ) -> Span:
-    """The span, of that attempt. Without a `sequence_id` it keeps one that its attributes give, or gets the attempt's
-    next when it is stored. A span that has not ended ends `still_open_at` (nanoseconds since the epoch); InvalidError
-    without that, or if it is no span."""
+    """The span, as one of that attempt. Without a `sequence_id` it keeps the one in its attributes, or gets the
+    attempt's next when stored. A span that has not ended ends at `still_open_at` (nanoseconds since the epoch).
+    InvalidError without that, or for another object."""
     try:
         return _span_of(rollout_id, attempt_id, sequence_id, span, span.end_time or still_open_at)
     except (AttributeError, TypeError) as error:
@@ -88,14 +87,14 @@ def _attributes(given: Mapping[str, Any] | None) -> Attributes:
 
 
 def attribute_value(value: Any) -> AttributeValue:
-    """What an attribute can hold of any value but None."""
+    """The value as an attribute; any value but None."""
     value = _plain(value)
     nested = isinstance(value, list) and any(item is None or isinstance(item, list | dict) for item in value)
     return msgspec.json.encode(value).decode() if nested or isinstance(value, dict) else value
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold of a value."""
+    """The value as JSON."""
     if isinstance(value, str):
         return _text(value)
     if isinstance(value, int):

@@ -1,28 +1,41 @@
-"""What a rollout came to, kept in its own row so that rollouts can be searched by it: its reward, and what went wrong.
+"""The reward and the error of a rollout in its row, so that rollouts can be searched by them.
 
-Both are those of the latest attempt, and made from what is stored with it: spans that give a reward, the reason in its
-metadata. This module knows rows; what rewards are for is none of its business.
+Both are the latest attempt's, from its stored spans and metadata.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from agentlightning.semconv import REWARD_FINAL, REWARD_RETURNED, reward_value
 from agentlightning.store import codec
 from agentlightning.store.database import Connection
 from agentlightning.store.query import FIND
+from agentlightning.store.transaction import Transaction
+from agentlightning.types import Outcome
 
+_AT_ONCE: Final = 500  # ids in one query
 _RETURNED: Final = 1e11
 """Seconds by which a reward that was returned comes after every other one, as `tracing.rewards` has it."""
+
+
+def query_outcomes(tx: Transaction, rollout_ids: Sequence[str]) -> list[Outcome]:
+    found: list[Outcome] = []
+    for start in range(0, len(rollout_ids), _AT_ONCE):
+        some = rollout_ids[start : start + _AT_ONCE]
+        marks = ", ".join("?" * len(some))
+        asked = f"SELECT rollout_id, reward, error FROM rollouts WHERE rollout_id IN ({marks})"
+        rows = tx.connection.execute(asked, some).fetchall()
+        found += [Outcome(rollout_id=name, reward=reward, error=error) for name, reward, error in rows]
+    return found
 
 
 def note_reward(
     connection: Connection, rollout_id: str, sequence_id: int, attributes: Mapping[str, Any], start_time: float
 ) -> None:
-    """Take note of a span of the attempt of this number that gives a final reward; of any other span, nothing."""
+    """Note the final reward in a span of this attempt, if it has one."""
     value = attributes.get(reward_value(0))
     if value is None or isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return
@@ -37,7 +50,7 @@ def note_reward(
 
 
 def note_error(connection: Connection, rollout_id: str, sequence_id: int, error: object) -> None:
-    """Take note of why the attempt of this number ended as it did, if that is a text."""
+    """Note why this attempt ended, if that is a text."""
     if isinstance(error, str):
         connection.execute(
             "UPDATE rollouts SET error = ? WHERE rollout_id = ? AND attempts = ?",
@@ -46,7 +59,7 @@ def note_error(connection: Connection, rollout_id: str, sequence_id: int, error:
 
 
 def recall(connection: Connection, rollout_id: str) -> None:
-    """Note once more what the rollout came to, from what is stored of the attempt that is its latest again."""
+    """Note reward and error again, from what is stored of the attempt that has become the latest again."""
     row = connection.execute(
         "SELECT a.number, a.sequence_id, a.status, a.metadata FROM attempts a JOIN rollouts r "
         "ON r.rollout_id = a.rollout_id AND r.attempts = a.sequence_id WHERE r.rollout_id = ?",

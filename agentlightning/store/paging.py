@@ -1,8 +1,8 @@
-"""Pages of rollouts and of spans: filtered, sorted, counted, and gone on with from a cursor.
+"""Pages of rollouts and spans: filtered, sorted, counted, and continued from a cursor.
 
-The order is total: after the columns asked for come those that tell any two rows apart. A cursor holds the sort keys
-of the last row of a page, so that rows added or removed meanwhile neither repeat nor hide others, and is signed: only
-what a page gave out, for the same query, is taken. This module does not know what a filter means, nor threads or HTTP.
+The order is total: after the requested columns come those that tell any two rows apart. A cursor holds the sort keys of
+a page's last row, so that rows added or deleted meanwhile neither repeat nor hide others. It is signed: only a cursor
+of the same query is accepted. This module does not know what a filter means, nor threads or HTTP.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def page_spans(tx: Transaction, **asked: Any) -> SpanPage:
 
 
 def _repeated(row: Sequence[Any]) -> int:
-    """How much of its base the span of a row repeats."""
+    """How much of its base a row's span repeats."""
     counts = row[_REPEATED]
     return sum(repeated_counts(counts).values()) if counts else 0
 
@@ -65,8 +65,8 @@ def _page(
     with_total: bool,
     further: Callable[[Any], int] = lambda row: 0,
 ) -> tuple[list[Any], int | None, str | None]:
-    """These columns of the rows of a page, the count of all that match where it is asked for, and the cursor of what
-    comes after them. A row stands for `further` bytes. InvalidError names what cannot be asked or sorted by."""
+    """These columns of a page's rows, the count of all matches if requested, and the cursor of the next page. A row
+    counts as `further` bytes. InvalidError names a wrong field or order."""
     check_page(limit, offset)
     matching = Query(where, of, tx.connection)
     total = matching.count() if with_total else None
@@ -89,7 +89,7 @@ def _page(
 
 
 class _Key(NamedTuple):
-    """One expression that rows are compared by."""
+    """One expression to sort by."""
 
     sql: str
     descending: bool
@@ -116,7 +116,7 @@ def _key(column: Column, descending: bool, dialect: Dialect) -> _Key:
 
 
 def _after(keys: Sequence[_Key], values: Sequence[Any]) -> tuple[str, list[Any]]:
-    """The condition that a row comes after the one with these sort keys, and its parameters."""
+    """The condition that a row comes after these sort keys, and its parameters."""
     # From the last key to the first, each around the ones after it: ((c > 3 AND b = 2 OR b > 2) AND a = 1 OR a > 1).
     # The inner one stands first because SQLite's parser has little room for what is still open.
     following, parameters = "FALSE", list[Any]()
@@ -143,12 +143,12 @@ class _Signed:
         self._query = msgspec.json.encode((of.tables, where, orders))
 
     def cursor(self, keys: Sequence[Any]) -> str:
-        """The cursor of a row with these sort keys. Safe in a URL."""
+        """The cursor of a row with these sort keys, safe in a URL."""
         packed = msgspec.json.encode(list(keys))
         return base64.urlsafe_b64encode(self._signature(packed) + packed).decode().rstrip("=")
 
     def keys(self, cursor: str) -> list[Any]:
-        """The sort keys in a cursor. InvalidError if it is damaged or was not given out for this query."""
+        """The sort keys of a cursor. InvalidError if it is damaged or of another query."""
         try:
             given = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))
         except ValueError:

@@ -1,7 +1,6 @@
-"""A store in PostgreSQL: who owns it, its connections and its layout.
+"""A store in PostgreSQL: ownership, connections and layout.
 
-This module knows psycopg and nothing of what the rows mean. It is imported only where a store's address is a
-`postgresql://` URL.
+This module knows psycopg, and not what the rows mean. It is imported only for `postgresql://` addresses.
 """
 
 from __future__ import annotations
@@ -63,8 +62,8 @@ ON CONFLICT (name) DO UPDATE SET value = excluded.value
 
 
 class PostgresConnection:
-    """One connection, for one thread at a time, that is made anew after it was lost. The one that writes owns the
-    store; others name it as their `owner` and read for the same process, each statement for so many `seconds`."""
+    """One connection, for one thread at a time, which reconnects after a loss. The writing connection owns the store;
+    others name it as `owner` and read for the same process, each statement for at most so many `seconds`."""
 
     dialect: Dialect = "postgres"
 
@@ -118,8 +117,8 @@ class PostgresConnection:
         yield
 
     def commit(self) -> None:
-        """Where the connection is lost meanwhile, the database is asked whether this transaction's mark is
-        there. (Its number would not tell: a killed server gives those that it has forgotten to others.)"""
+        """If the connection is lost meanwhile, look for this transaction's mark in the database. (Its number would not
+        do: a killed server reuses numbers.)"""
         mark = self._leave_mark() if self._writing else None
         try:
             self._raw.execute("COMMIT")
@@ -135,7 +134,7 @@ class PostgresConnection:
         return mark if self._raw.execute(_MARK, (mark,)).rowcount else None
 
     def _was_committed(self, mark: bytes) -> bool:
-        """Asked after the store was taken again, which waits until the lost connection's transaction is over."""
+        """Called after owning the store again, which waits for the lost connection's transaction to end."""
         give_up = time.monotonic() + _PATIENCE_SECONDS
         while time.monotonic() < give_up:
             try:
@@ -170,7 +169,7 @@ class PostgresConnection:
         return "unavailable" if isinstance(error, psycopg.Error) else None
 
     def take(self, patience: float = 0.0) -> None:
-        """Own the store, as long as this connection lives. InUseError says who does after so many seconds."""
+        """Own the store as long as this connection lives. InUseError names the owner after so many seconds."""
         give_up = time.monotonic() + patience
         while self._raw.execute(_TAKE, (_LOCK,)).fetchone() != (True,):
             if time.monotonic() >= give_up:
@@ -188,7 +187,7 @@ class PostgresConnection:
         )
 
     def _take_again(self) -> None:
-        """Own the store again, as if there had been no interruption: UnavailableError if another had it meanwhile."""
+        """Own the store again after an interruption. UnavailableError if another process owned it meanwhile."""
         # The lost connection may live on at the server's end, which hears nothing of a cut cable.
         self._raw.execute(
             "SELECT pg_terminate_backend(pid)" + _HOLDERS + "AND application_name = %s", (_LOCK, self._name)
@@ -247,7 +246,7 @@ def _connect(url: str, options: str, name: str) -> psycopg.Connection[tuple[Any,
 
 
 def open_owner(url: str, synchronous: Synchronous) -> PostgresConnection:
-    """The connection that writes a store, which is then this process's; the store is made if need be. ConfigError if
+    """The writing connection of a store, which this process then owns; the store is created if missing. ConfigError if
     the database holds something else; InUseError if another process owns the store; UnavailableError if PostgreSQL
     cannot be reached."""
     with _opening(url, writing=synchronous) as connection:
@@ -269,7 +268,7 @@ def is_owned(url: str, connection: PostgresConnection) -> bool:
 
 
 def open_reader(url: str) -> PostgresConnection:
-    """A connection that reads a store, whoever owns it. ConfigError if there is none, or one of another layout."""
+    """A connection for reading a store that anyone may own. ConfigError if there is none, or one of another layout."""
     with _opening(url) as connection:
         layout = _layout(connection)
         if layout is None:
@@ -302,7 +301,7 @@ def _opening(url: str, writing: Synchronous | None = None) -> Generator[Postgres
 
 
 def _layout(connection: PostgresConnection) -> int | None:
-    """The layout of the store in the database, None of an empty one; ConfigError if it holds something else."""
+    """The layout of the store in the database; None if it is empty. ConfigError if it holds something else."""
     tables = {
         name for (name,) in connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = current_schema()")
     }
@@ -320,7 +319,7 @@ def _layout(connection: PostgresConnection) -> int | None:
 
 
 def open_store(url: str, synchronous: Synchronous, read_seconds: float) -> Opened:
-    """The store in a database, which this process then owns. What is read is limited to so many seconds."""
+    """The store in a database, which this process then owns. Reads are limited to so many seconds."""
     writing = open_owner(url, synchronous)
     reading = [PostgresConnection(url, owner=writing, seconds=read_seconds) for _ in range(2 * READERS)]
     # The database's own time, which is the same from whatever machine the store is opened.
@@ -330,7 +329,7 @@ def open_store(url: str, synchronous: Synchronous, read_seconds: float) -> Opene
 
 
 def _vacuum(url: str) -> None:
-    """Free the space of rows that were removed, while others go on. UnavailableError says what is in the way."""
+    """Free the space of deleted rows while others work. UnavailableError says what prevents it."""
     try:
         with psycopg.connect(url, autocommit=True, connect_timeout=10) as connection:
             connection.execute("VACUUM rollouts, attempts, spans")

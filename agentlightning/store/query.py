@@ -1,10 +1,10 @@
-"""What queries may ask of rollouts and spans, and the rows that match.
+"""Filters of rollouts and spans, and the rows that match.
 
-Conditions on columns are SQL; those on JSON paths are decided in Python, of the rows that the SQL leaves, alike in both
+Conditions on columns are SQL. Those on JSON paths are decided in Python, on the rows that the SQL leaves, alike in both
 databases. A condition is true or false, never unknown: `ne` is exactly not `eq`. A field is missing if its column is
-NULL, or if its path leads nowhere or to null; `eq` null asks for that, `exists` for the contrary. Values of different
-types are never equal and not comparable. Text is ordered by code points. Names are looked up here and values only ever
-travel as parameters, so that nothing a caller wrote becomes SQL. This module does not know pages or nouns.
+NULL, or its path leads nowhere or to null; `eq` null matches that, `exists` the opposite. Values of different types are
+never equal, and not comparable. Text is ordered by code points. Names are looked up and values are always parameters,
+so nothing of a caller becomes SQL. This module does not know pages or nouns.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _TAG: Final = "tag"  # each text in the list `metadata["tags"]`
 
 @dataclass(frozen=True)
 class Column:
-    """A column, or an expression of columns. A boolean is 1 or 0; `json` is searched as the text it is."""
+    """A column, or an expression of columns. A boolean is 1 or 0; `json` is searched as text."""
 
     sql: str
     kind: Literal["text", "number", "boolean", "json"] = "text"
@@ -59,8 +59,8 @@ class Column:
 
 @dataclass(frozen=True)
 class Fields:
-    """What can be asked of the rows of `tables`. `document` is the prefix of names inside the JSON object of a column;
-    `unique` tells any two rows apart and is their natural order."""
+    """The fields of the rows of `tables`. `document` is the prefix of names inside a column's JSON object; `unique`
+    tells any two rows apart and is their natural order."""
 
     tables: str
     columns: Mapping[str, Column]
@@ -69,7 +69,7 @@ class Fields:
     unique: tuple[Column, ...]
 
     def kind(self, name: object) -> Literal["text", "number", "boolean", "json", "tag", "path"]:
-        """What a field is. InvalidError, with a hint, if there is none of that name."""
+        """The kind of a field. InvalidError, with a hint, if there is none."""
         text, shown = str(name), str(name)[:100]
         prefix, _, path = text.partition(".")
         if text in self.columns:
@@ -161,7 +161,7 @@ def _conditions(filter: Filter) -> Generator[Filter]:
 
 
 def _check(asked: Filter, of: Fields) -> None:
-    """InvalidError unless this can be asked of the field."""
+    """InvalidError unless the field takes this condition."""
     op, name, value = asked.op, asked.field, asked.value
     if op not in _TAKES:
         raise InvalidError(f"there is no op {_shown(op)}; {nearest(str(op), [*_TAKES, 'and', 'or', 'not'])}")
@@ -187,7 +187,7 @@ def _takes(op: str, kind: str) -> Sequence[Kind]:
 
 
 def _kind(value: Any, name: object) -> Kind:
-    """What a value is compared with. InvalidError if nothing can be compared with it."""
+    """The kind of a value. InvalidError if nothing can be compared with it."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -204,7 +204,7 @@ def _kind(value: Any, name: object) -> Kind:
 
 
 def _check_text(text: str, what: str) -> None:
-    """InvalidError if a database cannot be given the text."""
+    """InvalidError if a database cannot store the text."""
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
         raise InvalidError(f"{what} holds a NUL or half a surrogate pair, which no database can store")
 
@@ -215,7 +215,7 @@ def _shown(value: object) -> str:
 
 
 def _plainer(asked: Filter, of: Fields) -> Filter:
-    """The same filter without `ne`, and with what a text in JSON is looked for as: as it is, and as strings hold it."""
+    """The same filter without `ne`, and with texts as they are and as JSON writes them."""
     if asked.field is None:
         return msgspec.structs.replace(asked, of=tuple(_plainer(one, of) for one in asked.of))
     if asked.op == "ne":
@@ -229,11 +229,11 @@ def _plainer(asked: Filter, of: Fields) -> Filter:
 
 
 class Query:
-    """The rows `of` some tables that match a filter. Where it names paths, `_sql` may let more through than match, and
+    """The rows `of` some tables that match a filter. If it names paths, `_sql` may select more than match, and
     `_matches` decides by the values of `_read`.
 
-    InvalidError names an unknown field or op, or a value that the field or op does not take; a filter may have 200
-    conditions at most, 10 deep."""
+    InvalidError names an unknown field or op, or a value that they do not take. A filter may have 200 conditions, 10
+    deep."""
 
     def __init__(self, where: Filter | None, of: Fields, connection: Connection) -> None:
         self._of = of
@@ -256,7 +256,7 @@ class Query:
             self._read[:0] = ["spans.attempt", "spans.span_id", "spans.base"]
 
     def count(self) -> int:
-        """How many there are."""
+        """How many rows match."""
         if self._paths:
             return sum(1 for _ in self.rows("1"))
         sql = f"SELECT count(*) FROM {self._of.tables} WHERE {self._sql}"
@@ -265,8 +265,8 @@ class Query:
     def rows(
         self, columns: str, rest: str = "", parameters: Sequence[Any] = (), *, skip: int = 0, most: int | None = None
     ) -> Generator[Any]:
-        """These columns of them, at most so many after those that are skipped. `rest` is SQL that comes after the
-        filter: ` AND …`, with its parameters, and ` ORDER BY …`."""
+        """These columns of the rows, after those skipped, up to a number. `rest` is SQL after the filter, ` AND …` with
+        its parameters, and ` ORDER BY …`."""
         selected = ", ".join((columns, *self._read))
         bounds = (_UNLIMITED if most is None else most, skip) if not self._paths else (_UNLIMITED, 0)
         found = self._connection.stream(
@@ -322,7 +322,7 @@ class Query:
         return f"= ANY(?::{'float8' if real else 'bigint' if isinstance(plain[0], int) else 'text'}[])"
 
     def _may_hold(self, asked: Filter) -> str:
-        """What stands in the JSON text of every document that fits: most of the others need not be read."""
+        """Texts in the JSON of every matching document, so that most others need not be read."""
         op, value = asked.op, asked.value
         if (op == "exists" and value is False) or (op == "eq" and value is None):
             return "TRUE"
@@ -361,7 +361,7 @@ class Query:
 
 
 def _in_json(text: str) -> str:
-    """A text as it stands inside a JSON string."""
+    """A text as in a JSON string."""
     return msgspec.json.encode(text)[1:-1].decode()
 
 
@@ -387,8 +387,8 @@ def _same(value: Any, wanted: Any) -> bool:
 
 
 def _candidates(document: Any, name: str) -> Sequence[Any]:
-    """The value that a path leads to, None for nothing; of tags, each. `metadata.a.b` is what the key `a.b` holds, else
-    what `b` does inside of `a`."""
+    """The value at a path, None for nothing; of tags, each. `metadata.a.b` is the value of the key `a.b`, or else of
+    `b` inside `a`."""
     if name == _TAG:
         tags = document.get("tags")
         return [tag for tag in tags if isinstance(tag, str)] or [None] if isinstance(tags, list) else [None]

@@ -1,6 +1,6 @@
-"""A store read while another process owns it: what a job is doing is looked at while it runs.
+"""Reads a store while another process owns it, such as a running job.
 
-Nothing is changed and nobody is kept out. Other processes' commits wake nobody here, so that waiting is looking again.
+Nothing is changed or locked. Commits of other processes wake nobody here, so waiting polls.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _READS: Final[Mapping[str, Callable[..., Any]]] = {
 
 
 class StoreReader(LightningStore):
-    """The store in a file, or at a `postgresql://` URL, for reading. Made by `open`, ended by `close`; a call that
-    would change something is a ConflictError."""
+    """The store in a file, or at a `postgresql://` URL, for reading. Create it with `open`, end it with `close`. A call
+    that would change something is a ConflictError."""
 
     def __init__(self, address: str, connection: Connection) -> None:
         self._address = address

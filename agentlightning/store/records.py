@@ -30,7 +30,7 @@ def add_resources(
     parent_id: str | None,
     resources_id: str | None,
 ) -> ResourcesUpdate:
-    """Store a new version. An id of the caller's choice that is stored already must have the same content."""
+    """Store a new version. If its id is stored already, the content must be the same."""
     for name, resource in dict[str, Any](resources).items():
         if not isinstance(resource, Resource):
             raise InvalidError(f"resource {name!r} is a {type(resource).__name__}; give an LLM or a PromptTemplate")
@@ -75,7 +75,7 @@ def query_resources(tx: Transaction) -> list[ResourcesUpdate]:
 
 
 def start_run(tx: Transaction, kind: str, manifest: Mapping[str, Any], run_id: str | None) -> Run:
-    """Record a run, or set the stored one of that id back to running."""
+    """Record a run, or set the stored one to running."""
     run = Run(
         run_id=codec.new_id("run") if run_id is None else codec.check_id(run_id, "run_id"),
         kind=kind,
@@ -157,7 +157,7 @@ def query_workers(tx: Transaction) -> list[Worker]:
 
 
 def _workers(tx: Transaction, worker_id: str | None = None) -> list[Worker]:
-    """All workers, or the one of that name, with the newest attempt each is busy with."""
+    """All workers, or the named one, with the newest attempt that each is busy with."""
     of_worker, values = ("", ()) if worker_id is None else ("AND worker_id = ? ", (worker_id,))
     holding: dict[str, tuple[str, str]] = {
         worker: (rollout_id, attempt_id)

@@ -1,8 +1,7 @@
-"""What of a span may be written: never a secret, the content of prompts and tools only if wanted, and in the end what
-the user's own hook leaves.
+"""Removes what must not be written of a span: secrets always, content of prompts and tools if asked, and what the
+user's hook removes.
 
-This module knows spans and names of attributes. The input and the metadata of rollouts are the user's, and are not
-looked at.
+It knows spans and attribute names. Input and metadata of rollouts are the user's, and are stored as given.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ _REMEMBERED: Final = 1 << 24  # characters of conversations that may go on
 
 
 def redaction(capture: Capture = "full", hook: Redact | None = None) -> Redact:
-    """What is done to every span before anything of it is written.
+    """A function applied to every span before it is written.
 
-    Secrets are removed in any case. `hook` sees what is left, last of all: it returns the span as it is to be stored,
-    or None to drop it. An InvalidError names a hook that raises, returns something else or changes an id; nothing of
-    the call is written then. ConfigError for another `capture`."""
+    It always removes secrets. `hook` sees the rest, last: it returns the span to store, or None to drop it.
+    InvalidError if the hook raises, returns something else or changes an id; then the call writes nothing. ConfigError
+    for an unknown `capture`."""
     if capture not in get_args(Capture):
         raise ConfigError(f"capture is {capture!r}; it must be one of {', '.join(get_args(Capture))}")
 
@@ -51,8 +50,8 @@ def redaction(capture: Capture = "full", hook: Redact | None = None) -> Redact:
 
 
 class _Conversations:
-    """The messages of each attempt's last long call that held no secret: where the next call's begin with them, only
-    what follows is searched, from where a secret in it may begin. Safe in threads."""
+    """The messages of each attempt's last long call without a secret. If the next call's messages begin with these,
+    only the rest is searched, with some overlap. Thread-safe."""
 
     def __init__(self) -> None:
         self._harmless: dict[str, str] = {}  # by attempt, without the closing bracket of the array
@@ -60,7 +59,7 @@ class _Conversations:
         self._lock = threading.Lock()
 
     def only_adds_harmless(self, span: Span) -> bool:
-        """Whether the span is a call without a secret; False also where only a search of all can tell."""
+        """Whether the span is a call without a secret; False also if only a full search can tell."""
         messages = span.attributes.get(semconv.GEN_AI_INPUT_MESSAGES)
         if not isinstance(messages, str) or len(messages) < _LONG or semconv.CALL_ENDPOINT not in span.attributes:
             return False
@@ -98,7 +97,7 @@ def _hooked(hook: Redact, span: Span) -> Span | None:
 def _replaced(
     span: Span, attributes: Callable[[Attributes], Attributes], text: Callable[[str], str], description: str | None
 ) -> Span:
-    """The span with `attributes` applied to all its attributes, and `text` to its names."""
+    """The span, with `attributes` applied to all its attributes and `text` to its names."""
     replace = msgspec.structs.replace
     return replace(
         span,
@@ -129,14 +128,13 @@ _ENDINGS: Final = (
 
 
 def is_credential(name: str) -> bool:
-    """Whether what has this name is secret by its name: `authorization`, `http.request.header.x-api-key`,
-    `config.db_password`. Plain `token` is not: most tokens here are those of language models."""
+    """Whether a name is that of a secret: `authorization`, `http.request.header.x-api-key`, `config.db_password`. Plain
+    `token` is not: most tokens here are those of language models."""
     return name.lower().rstrip(".0123456789").endswith(_ENDINGS)
 
 
 def without_secrets(span: Span) -> Span:
-    """The span with `[redacted]` for whatever a name says is a credential, and for whatever looks like a key within a
-    text, JSON or not."""
+    """The span with `[redacted]` for values of secret names, and for what looks like a key within any text."""
     rules = _rules_for_span(span, span.attributes)
     if not rules:
         return span
@@ -181,7 +179,7 @@ def text_without_secrets(text: str) -> str:
 
 
 def settings_without_secrets(value: Any) -> Any:
-    """Settings or a command line without what is secret by its name, however deep."""
+    """Settings or a command line without the values of secret names, at any depth."""
     if isinstance(value, list):  # of flags, perhaps: what follows one that names a credential is one
         items = cast("list[Any]", value)
         flags = [is_credential(one) if isinstance(one, str) and one[:2] == "--" else False for one in items]
@@ -202,8 +200,8 @@ _KEY_END: Final = re.compile(r"[\"'](?<=[\w\\][\"'])\s*+:\s*+(?P<list>\[\s*+)?+(
 
 
 def _value(row: int, quote: str, *, several: bool) -> re.Pattern[str]:
-    """A value up to its closing quote, or the end of a text that was cut off. Each quote of JSON in JSON in JSON has
-    one or three backslashes before it: a `row`. Rows of twice as many and one are what the value escapes."""
+    """A value up to its closing quote, or the end of a truncated text. In JSON in JSON in JSON, each quote follows one
+    or three backslashes: a `row`. Rows of twice as many and one are escaped by the value."""
     closing, period = rf"\\{{{row}}}{quote}", rf"\\{{{2 * row + 2}}}"
     value = rf"(?:[^{quote}\\]++|\\++(?!{quote})|(?:{period})*+\\{{{2 * row + 1}}}{quote})*+(?:{period})*+"
     return re.compile(rf"(?:{value}{closing}\s*+,\s*+{closing})*+{value}" if several else value)
@@ -218,8 +216,7 @@ _VALUES: Final = {
 
 
 def _without_named(text: str) -> str:
-    """The text without the values in `"password": "…"` and `"set-cookie": ["…", "…"]`, also where it is JSON in JSON in
-    JSON."""
+    """The text without the values in `"password": "…"` and `"set-cookie": ["…", "…"]`, also in JSON in JSON in JSON."""
     pieces: list[str] = []
     done = 0
     match = _KEY_END.search(text)
@@ -240,7 +237,7 @@ def _without_named(text: str) -> str:
 
 
 def _basic(match: re.Match[str]) -> str:
-    """`Basic` with something in base64 that is `user:password`; other words after "basic" are words."""
+    """`Basic` followed by base64 of `user:password`. Other words after "basic" stay."""
     try:
         decoded = base64.b64decode(match["key"] + "=" * (-len(match["key"]) % 4), validate=True).decode()
     except ValueError:
@@ -333,8 +330,8 @@ _CONTENT_PREFIXES: Final = (semconv.OPERATION_INPUT, semconv.OPERATION_OUTPUT)  
 
 
 def without_content(span: Span, *, tokens: bool) -> Span:
-    """The span without texts that are not known to be harmless; names, numbers, times and codes stay, but for what an
-    operation was given and gave. Without `tokens` it loses its token ids, and all lists of numbers, too."""
+    """The span without texts that are not known to be harmless: names, numbers, times and codes stay, except input and
+    output of operations. Without `tokens`, token ids and all lists of numbers go too."""
 
     def stays(name: str, value: AttributeValue) -> bool:
         if name.startswith(_CONTENT_PREFIXES):

@@ -1,6 +1,6 @@
-"""What keeps a store healthy over months: removing what is old, bringing in what was exported, finding what is wrong.
+"""Maintenance of a store: deletes, imports and checks.
 
-This module knows rows; when something is old, and who may remove it, is decided elsewhere.
+This module knows rows. Others decide what is old and who may delete it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ _SECONDS_AT_ONCE: Final = 0.2
 
 
 def ended_before(time: float) -> Filter:
-    """Rollouts that ended before a time by the store's clock, `get_time`, as did all of their group: one that is not
-    complete may be waited for. What nobody could attribute is no rollout of an age: spans are added to it for as long
-    as the store lives."""
+    """Rollouts that ended before a time of the store's clock, `get_time`, with all of their group, since an incomplete
+    group may be awaited. Spans without an attempt have no age: more may be added at any time."""
     return And(
         [
             Condition("end_time", "lt", time),  # the next one says so too, and takes longer to find out
@@ -45,13 +44,13 @@ def ended_before(time: float) -> Filter:
 
 
 def find(tx: Transaction, where: Filter, unfinished: bool, after: int) -> list[int]:
-    """The numbers of the first rollouts after a number that are to be removed."""
+    """The row numbers of the first rollouts to delete after a row number."""
     return [row[0] for row in _matching(tx, where, unfinished, f"number > {after}")]
 
 
 def cancel_active(tx: Transaction, where: Filter, numbers: Sequence[int]) -> list[int]:
-    """Cancel those of these rollouts that are at work, in a transaction of their own: whoever works on them or waits
-    for them hears of that, and their groups become complete. Returns those that still match."""
+    """Cancel the unfinished ones of these rollouts, in a transaction of its own, so that workers and waiting callers
+    notice and groups complete. Returns those that still match."""
     matching = _matching(tx, where, True, f"number IN ({', '.join(map(str, numbers))})")
     for _, rollout_id, status, _ in matching:
         if status not in lifecycle.TERMINAL:
@@ -60,7 +59,7 @@ def cancel_active(tx: Transaction, where: Filter, numbers: Sequence[int]) -> lis
 
 
 def delete_some(tx: Transaction, where: Filter, numbers: Sequence[int]) -> tuple[Deleted, Sequence[int]]:
-    """Remove those of these rollouts that match and have ended, as many as a moment allows; returns the others."""
+    """Delete those of these rollouts that match and have ended, for a short time; returns the rest."""
     matching = _matching(tx, where, False, f"number IN ({', '.join(map(str, numbers))})")
     give_up = time.monotonic() + _SECONDS_AT_ONCE
     deleted = Deleted()
@@ -74,7 +73,7 @@ def delete_some(tx: Transaction, where: Filter, numbers: Sequence[int]) -> tuple
 
 
 def _matching(tx: Transaction, where: Filter, unfinished: bool, condition: str) -> list[Any]:
-    """The number, id, status and group of the first rollouts that match and that a call may remove."""
+    """Row number, id, status and group of the first rollouts that match and may be deleted."""
     if not unfinished:
         condition += f" AND status IN {TERMINAL}"
     matching = Query(where, query.ROLLOUTS, tx.connection)
@@ -111,8 +110,8 @@ def _remove(connection: Connection, rollout_id: str, group_id: str | None) -> De
 def import_rollout(
     tx: Transaction, rollout: Rollout, attempts: Sequence[Attempt], prepared: Sequence[Prepared]
 ) -> bool:
-    """Store a terminal rollout as it was elsewhere, with its attempts and spans; False if it is stored already. The
-    database refuses an attempt, or a place in a group, that is another rollout's here."""
+    """Store another store's finished rollout with its attempts and spans. False if it is stored already. The database
+    refuses an attempt, or an index in a group, that belongs to another rollout."""
     spans = [one.span for one in prepared if one.span is not None]
     prepared = [one for one in prepared if one.span is not None]
     attempts = sorted(attempts, key=lambda attempt: attempt.sequence_id)
@@ -207,7 +206,7 @@ _RULES: Final[Mapping[str, str]] = {
 
 
 def check_store(tx: Transaction) -> list[str]:
-    """Everything that is wrong, in words."""
+    """A sentence for each problem."""
     found: list[str] = []
     if tx.connection.dialect == "sqlite":
         problems = [row[0] for row in tx.connection.execute("PRAGMA integrity_check(20)")]

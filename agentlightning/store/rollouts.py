@@ -1,7 +1,7 @@
 """Rollouts and their groups as rows.
 
-A function that writes takes a `Transaction` and leaves in its `changes` what somebody may be waiting for. This module
-does not know threads, event loops or HTTP.
+Functions that write take a `Transaction` and note in `changes` what callers may be waiting for. This module does not
+know threads, event loops or HTTP.
 """
 
 from __future__ import annotations
@@ -55,10 +55,9 @@ def set_status(tx: Transaction, rollout_id: str, status: RolloutStatus) -> None:
 
 
 def number_finished(connection: Connection, changes: Changes) -> None:
-    """Number the rollouts and groups that this transaction finished, as the last thing it does.
+    """Number the rollouts and groups that this transaction finished, as its last step.
 
-    One connection writes, so that numbers become visible in their order: nothing appears behind a cursor that has
-    passed it."""
+    There is one writing connection, so numbers become visible in order, and none appears before a cursor."""
     if not changes.finished:
         return
     finished = list(dict.fromkeys(changes.finished))
@@ -76,7 +75,7 @@ def number_finished(connection: Connection, changes: Changes) -> None:
 
 
 def _complete_group(connection: Connection, group_id: str, changes: Changes) -> None:
-    """Number the group if all its rollouts are terminal now."""
+    """Number the group if all its rollouts have ended."""
     row = connection.execute(
         "SELECT g.run_id FROM rollout_groups g WHERE g.group_id = ? AND g.finished_index IS NULL AND g.size = "
         f"(SELECT count(*) FROM rollouts r WHERE r.group_id = g.group_id AND r.status IN {TERMINAL})",
@@ -120,7 +119,7 @@ def enqueue_many_rollouts(tx: Transaction, requests: Sequence[EnqueueRolloutRequ
 
 
 def create_rollout(tx: Transaction, request: EnqueueRolloutRequest, *, queued: bool = True) -> Rollout:
-    """Store a rollout, waiting for a worker; or give the stored one of that id, if it has the same input."""
+    """Queue a rollout, or return the stored one with this id and input."""
     if request.rollout_id is not None:
         codec.check_id(request.rollout_id, "rollout_id")
         if request.rollout_id == UNATTRIBUTED:
@@ -153,7 +152,7 @@ def create_rollout(tx: Transaction, request: EnqueueRolloutRequest, *, queued: b
 
 
 def _run_of(tx: Transaction, request: EnqueueRolloutRequest) -> str | None:
-    """The run a requested rollout belongs to: that of its group, where it has one."""
+    """The run of a requested rollout, or that of its group."""
     if request.group_id is None:
         if request.group_index is not None:
             raise InvalidError(f"group_index is {request.group_index} but there is no group_id; give both or neither")
@@ -199,7 +198,7 @@ def require_rollout(connection: Connection, rollout_id: str) -> Rollout:
 
 
 def terminal_among(tx: Transaction, rollout_ids: Iterable[str]) -> list[Rollout]:
-    """The terminal ones, in the order given; NotFoundError names an id that is not stored."""
+    """Those that have ended, in the order given. NotFoundError for an unknown id."""
     rollouts = [require_rollout(tx.connection, rollout_id) for rollout_id in rollout_ids]
     return [rollout for rollout in rollouts if rollout.status in lifecycle.TERMINAL]
 
@@ -213,7 +212,7 @@ def check_page(limit: int | None, offset: int) -> None:
 
 
 def create_group(tx: Transaction, size: int, run_id: str | None, group_id: str | None) -> Group:
-    """Declare a group; an id that is stored already must have the same size and run."""
+    """Create a group. A stored one must have the same size and run."""
     if size < 1:
         raise InvalidError(f"the size of a group is {size}; it must be at least 1")
     if run_id is not None:

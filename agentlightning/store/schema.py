@@ -161,7 +161,7 @@ _BEFORE: Final = 6
 
 
 def check_version(version: int, store: str) -> None:
-    """ConfigError if a store has neither the layout of these tables nor the one before."""
+    """ConfigError unless a store has these tables, or those of the layout before."""
     if version not in (VERSION, _BEFORE):
         raise ConfigError(
             f"{store} has layout {version} and this release reads layout {VERSION}; it was left unchanged. Use the "
@@ -170,7 +170,7 @@ def check_version(version: int, store: str) -> None:
 
 
 def bring_up(connection: Connection, version: int) -> bool:
-    """Give a store of the layout before this one, within the caller's transaction; whether it was not yet."""
+    """Convert a store of the layout before, in the caller's transaction. Returns whether it had to."""
     if version == _BEFORE:
         for column in ("base", "repeated"):
             connection.execute(f"ALTER TABLE spans ADD COLUMN {column} TEXT")
@@ -178,7 +178,7 @@ def bring_up(connection: Connection, version: int) -> bool:
 
 
 def read_as_new(connection: Connection, version: int) -> None:
-    """Let a connection read a store of the layout before this one, which stays as it is."""
+    """Let a connection read a store of the layout before, without changing it."""
     if version == _BEFORE:
         spans = "main.spans" if connection.dialect == "sqlite" else "spans"
         columns = "CAST(NULL AS TEXT) AS base, CAST(NULL AS TEXT) AS repeated"
@@ -186,7 +186,7 @@ def read_as_new(connection: Connection, version: int) -> None:
 
 
 def create(connection: Connection) -> None:
-    """Make the tables of a new store, within the caller's transaction."""
+    """Create the tables of a new store, in the caller's transaction."""
     for statement in _TABLES.format_map(_TYPES[connection.dialect]).split(";"):
         if statement.strip():
             connection.execute(statement)

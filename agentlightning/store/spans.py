@@ -28,8 +28,7 @@ _INSERT: Final = (
 
 
 def add_spans(tx: Transaction, spans: Sequence[Span], prepared: Sequence[Prepared]) -> list[int]:
-    """Store spans as they were prepared, all or none; return the sequence id each is stored under (0 for one that is
-    dropped)."""
+    """Store prepared spans, all or none. Returns the sequence id of each; 0 for a dropped one."""
     by_attempt: dict[tuple[str, str], list[int]] = {}
     for index, span in enumerate(spans):
         by_attempt.setdefault((span.rollout_id, span.attempt_id), []).append(index)
@@ -66,8 +65,8 @@ def add_spans(tx: Transaction, spans: Sequence[Span], prepared: Sequence[Prepare
 
 
 def _stored_before(connection: Connection, number: int, row: SpanColumns, span: Span) -> int:
-    """The sequence id of the span that has this id already. ConflictError for a call of the gateway whose place another
-    span has: it must not be lost."""
+    """The sequence id of the stored span with this id. ConflictError if another span has the place of a gateway's call,
+    which must not be lost."""
     sequence_id, start_time = connection.execute(
         "SELECT sequence_id, start_time FROM spans WHERE attempt = ? AND span_id = ?", (number, row.span_id)
     ).fetchone()
@@ -79,7 +78,7 @@ def _stored_before(connection: Connection, number: int, row: SpanColumns, span: 
 
 
 def _lay_out_unattributed(tx: Transaction) -> None:
-    """The rollout for spans that nobody could attribute: final from the beginning, so that nothing moves it."""
+    """The rollout for spans without an attempt. It has ended from the start, so that nothing changes it."""
     tx.connection.execute(
         "INSERT INTO rollouts (rollout_id, input, start_time, end_time, status, mode, config, metadata, attempts) "
         "VALUES (?, 'null', ?, ?, 'succeeded', 'val', '{}', '{}', 1) ON CONFLICT (rollout_id) DO NOTHING",

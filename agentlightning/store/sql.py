@@ -26,6 +26,7 @@ from agentlightning.store import (
     attempts,
     codec,
     keys,
+    outcomes,
     paging,
     records,
     retention,
@@ -84,7 +85,8 @@ READS: Final = _by_name(
     *(paging.page_rollouts, paging.page_spans, rollouts.get_rollout_by_id, rollouts.get_group),
     *(attempts.query_attempts, attempts.get_latest_attempt, spans.query_spans, records.get_time),
     *(records.query_resources, records.get_latest_resources, records.get_resources_by_id, records.query_runs),
-    *(records.query_metrics, records.query_workers, records.statistics, access_keys.query_keys),
+    *(records.query_metrics, records.query_workers, records.statistics),
+    *(access_keys.query_keys, outcomes.query_outcomes),
 )
 _LOOK_UPS: Final = {"get_rollout_by_id", "get_resources_by_id", "get_time"}
 _SEARCHES: Final = {"page_rollouts", "page_spans", "statistics"}  # may have to look at every row

@@ -1,6 +1,6 @@
-"""A store's SQLite file: telling it from other files, taking it, making it, connecting to it.
+"""A store's SQLite file: recognises, creates, locks and opens it.
 
-This module knows files and refuses, untouched, one that is something else. It does not know what the rows mean.
+Files of other programs are refused and never changed. It does not know what the rows mean.
 """
 
 from __future__ import annotations
@@ -59,13 +59,12 @@ class SqliteConnection(sqlite3.Connection):
             self.set_progress_handler(None, 0)
 
     def revive(self) -> None:
-        """A file is not lost."""
+        """Files do not lose their connection."""
 
 
 def check_file(path: Path, *, reading: bool = False) -> Path:
-    """Where the file at `path` really is, whatever links lead there; nothing is changed. ConfigError if there is one
-    and it is not a store of this version, may not be written although it is not only for `reading`, or has several
-    names."""
+    """The real path of the file, after links; nothing is changed. ConfigError if it is not a store of this version,
+    cannot be written (unless for `reading`), or has several names."""
     path = Path(os.path.realpath(path))  # what lies beside a store is beside the file itself
     try:
         if not path.exists() or path.stat().st_size == 0:
@@ -91,8 +90,8 @@ def check_file(path: Path, *, reading: bool = False) -> Path:
 
 
 def _check_whole(path: Path, header: bytes) -> None:
-    """ConfigError if the file is shorter than its header says, as a copy that broke off is. What a crash left to be
-    brought in from the log beside it may be missing."""
+    """ConfigError if the file is shorter than its header says, like an interrupted copy. Pages that a crash left in its
+    log may be missing."""
     log = path.with_name(f"{path.name}-wal")
     if log.exists() and log.stat().st_size > 0:
         return
@@ -104,10 +103,10 @@ def _check_whole(path: Path, header: bytes) -> None:
 
 
 def own(path: Path) -> sqlite3.Connection:
-    """Take the file for this process alone, until the returned connection is closed or the process dies.
+    """Lock the file for this process, until the returned connection is closed or the process dies.
 
-    Waiting callers are woken inside one process, so that another process has to go through the server instead:
-    ConfigError says so when the file is taken, or that the directory cannot be written."""
+    Waiting callers are woken within one process, so other processes must use its server: ConfigError says so if the
+    file is locked, or that the directory cannot be written."""
     claim = path.with_name(f"{path.name}-owner")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +139,7 @@ def is_owned(address: str, connection: SqliteConnection) -> bool:
 
 
 def prepare_file(path: Path) -> None:
-    """Make a new store at `path` if there is nothing yet."""
+    """Create a store at `path` if there is no file."""
     try:
         if not path.exists() or path.stat().st_size == 0:
             # Laid out under another name and then moved, so that a crash never leaves half a store behind.
@@ -216,7 +215,7 @@ def connect(path: Path, synchronous: Synchronous, *, read_only: bool = False) ->
 
 
 def open_store(address: str, synchronous: Synchronous, read_seconds: float) -> Opened:
-    """The store in a file, which this process then owns, or one in memory. Queries are limited by the caller."""
+    """The store in a file, which this process then owns, or one in memory. The caller limits queries."""
     if address == ":memory:":
         memory = _open(":memory:")
         _lay_out(memory)
@@ -246,7 +245,7 @@ def open_store(address: str, synchronous: Synchronous, read_seconds: float) -> O
 
 
 def open_reader(address: str) -> SqliteConnection:
-    """A connection that reads a store, whoever owns it. ConfigError if there is none, or it is damaged."""
+    """A connection for reading a store that anyone may own. ConfigError if there is none, or it is damaged."""
     path = check_file(Path(address), reading=True)
     # A connection that may write puts the log away if it is the last to close.
     connection = connect(path, "FULL", read_only=not os.access(path, os.W_OK))
@@ -256,8 +255,8 @@ def open_reader(address: str) -> SqliteConnection:
 
 
 def _vacuum(path: Path) -> None:
-    """Write the file anew, while writers wait, and empty its log: what was deleted is overwritten, but not the copies
-    of it in pages that rows were moved out of. UnavailableError says what is in the way."""
+    """Rewrite the file and empty its log while writers wait, so that deleted data are overwritten, including copies in
+    moved pages. UnavailableError says what prevents it."""
     try:
         with contextlib.closing(connect(path, "FULL")) as connection:
             connection.execute("PRAGMA temp_store = FILE")  # the new file is made there: memory may not hold it
@@ -276,8 +275,8 @@ def _vacuum(path: Path) -> None:
 
 
 def back_up(path: Path, copy: Path) -> None:
-    """Copy the store as it is at one moment, whoever writes meanwhile; the copy takes its name when it is complete.
-    ConfigError if there is a file of that name, or the store is damaged."""
+    """Copy the store at one moment, while others write. The copy gets its name when it is complete. ConfigError if the
+    name is taken, or the store is damaged."""
     path = check_file(path, reading=True)
     if copy.exists():
         raise ConfigError(f"{copy} exists already; choose another name")

@@ -1,6 +1,6 @@
-"""Nouns as rows: a column for each field, of the same name; what is open, or has fields of its own, as JSON text.
+"""Nouns as rows: a column per field with its name; JSON text for open or nested fields.
 
-This module knows how a noun becomes a row and a row a noun. It does not know which rows there are, nor what they mean.
+This module converts nouns and rows. It does not know what they mean.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ N = TypeVar("N", bound=Noun)
 
 
 class Table(Generic[N]):
-    """The table of nouns of one kind, of which the fields `json` are JSON text and the fields `words` are words in a
-    text. It may have further columns, which are in no noun. `what` names one of the nouns in errors."""
+    """The table of a kind of nouns. The fields in `json` are JSON text, those in `words` are words in a text. It may
+    have further columns. `what` is the noun's name in errors."""
 
     def __init__(
         self, name: str, noun: type[N], what: str, *, json: Sequence[str] = (), words: Sequence[str] = ()
@@ -34,7 +34,7 @@ class Table(Generic[N]):
         self._json = {field: msgspec.json.Decoder(types[field]).decode for field in json}
 
     def insert(self, connection: Connection, noun: N, end: str = "", **further: Any) -> Cursor:
-        """Write a noun, with `further` columns; `end` is what the statement ends with."""
+        """Insert a noun with `further` columns; `end` is the statement's end."""
         values = msgspec.structs.asdict(noun) | further
         for field in self._json:
             values[field] = codec.to_json(values[field], f"the {field} of {self._what}")
@@ -60,12 +60,12 @@ class Table(Generic[N]):
         return self._noun(**values)
 
     def all(self, connection: Connection, rest: str = "", values: Sequence[Any] = ()) -> list[N]:
-        """The nouns that `SELECT … FROM the table` with this `rest` gives."""
+        """The nouns of `SELECT … FROM the table` with this `rest`."""
         rows = connection.execute(f"SELECT {self.columns} FROM {self._name} {rest}", values)
         return [self.noun(row) for row in rows]
 
     def one(self, connection: Connection, rest: str, *values: Any) -> N | None:
-        """The first of them, None if there is none."""
+        """The first of them, or None."""
         row = connection.execute(f"SELECT {self.columns} FROM {self._name} {rest}", values).fetchone()
         return None if row is None else self.noun(row)
 

@@ -1,4 +1,4 @@
-"""One operation's view of the database, and what it changed that somebody may be waiting for."""
+"""A transaction on the database, and its changes that callers may be waiting for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentlightning.store.database import Connection
 
 
 class Changes(msgspec.Struct):
-    """What operations changed that somebody may be waiting for."""
+    """Changes that callers may be waiting for."""
 
     queued: int = 0  # rollouts
     finished: list[str] = []  # rollout ids
@@ -29,7 +29,7 @@ class Changes(msgspec.Struct):
         self.deadline = min(self.deadline, when)
 
     def clear(self) -> None:
-        """Nothing has changed after all."""
+        """Forget the changes of a transaction that failed."""
         for name, value in msgspec.structs.asdict(Changes()).items():
             setattr(self, name, value)
 
@@ -47,7 +47,7 @@ class Changes(msgspec.Struct):
 
 @dataclass
 class Transaction:
-    """One operation's view of the database; `now` is the time it happens at."""
+    """A transaction on the database at the time `now`."""
 
     connection: Connection
     now: float

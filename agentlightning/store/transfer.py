@@ -1,6 +1,6 @@
-"""Rollouts in files: written from any store and read into any other, a few at a time, without a change to one of them.
+"""Rollouts in files: exported from any store and imported into any other, a few at a time, unchanged.
 
-A record is a rollout with its attempts and spans, a line of JSON. This module does not know SQL or HTTP.
+A record is a rollout with its attempts and spans, as a line of JSON. This module does not know SQL or HTTP.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SUFFIXES: Final = (".jsonl", ".jsonl.gz")
 
 
 class Record(Noun, frozen=True, kw_only=True):
-    """All there is of a rollout."""
+    """A rollout with its attempts and spans."""
 
     rollout: Rollout
     attempts: list[Attempt]
@@ -35,7 +35,7 @@ class Record(Noun, frozen=True, kw_only=True):
 
 
 class Exported(Noun, frozen=True, kw_only=True):
-    """What was written."""
+    """What an export wrote."""
 
     rollouts: int = 0
     attempts: int = 0
@@ -43,7 +43,7 @@ class Exported(Noun, frozen=True, kw_only=True):
 
 
 class Imported(Noun, frozen=True, kw_only=True):
-    """What became of the records of a file: `rollouts` are new, the others were stored already."""
+    """Counts of an import: `rollouts` are new, the others were stored already."""
 
     rollouts: int = 0
     stored_already: int = 0
@@ -56,10 +56,10 @@ async def export_rollouts(
     where: Filter | None = None,
     overwrite: bool = False,
 ) -> Exported:
-    """Write the rollouts that match, and have ended with all their attempts, into a file, in the order they were
-    enqueued. The file appears once it is complete.
+    """Write the matching rollouts that have ended with all their attempts to a file, in the order they were queued. The
+    file gets its name when it is complete.
 
-    ConfigError if it exists and is not to be overwritten, cannot be written, or ends in neither .jsonl nor
+    ConfigError if it exists (without overwriting), cannot be written, or its name ends in neither .jsonl nor
     .jsonl.gz."""
     records = attempts = spans = 0
     ended = Condition("status", "in", sorted(lifecycle.TERMINAL))
@@ -80,7 +80,7 @@ async def export_rollouts(
 
 
 async def _record(store: LightningStore, rollout: Rollout) -> Record | None:
-    """The record of a rollout, None if it has been removed meanwhile or an attempt of it is still at work."""
+    """The record of a rollout; None if it has been deleted, or an attempt is active."""
     try:
         attempts = await store.query_attempts(rollout.rollout_id)
         spans = await store.query_spans(rollout.rollout_id)
@@ -92,11 +92,9 @@ async def _record(store: LightningStore, rollout: Rollout) -> Record | None:
 
 
 async def import_rollouts(store: LightningStore, path: Path) -> Imported:
-    """Store the rollouts of a file, each as a whole. Those stored already are left as they are, so that an import that
-    was interrupted can be repeated.
+    """Store the rollouts of a file, each as a whole. Stored ones stay, so an interrupted import can be repeated.
 
-    InvalidError or ConflictError names the line that cannot be stored; ConfigError says why the
-    file cannot be read."""
+    InvalidError or ConflictError names the line that cannot be stored; ConfigError says why the file cannot be read."""
     new = stored_already = 0
     with _reading(path) as records:
         while batch := await asyncio.to_thread(lambda: list(itertools.islice(records, _AT_ONCE))):
@@ -136,8 +134,8 @@ def _suffix(path: Path) -> str:
 
 @contextlib.contextmanager
 def writing(path: Path, overwrite: bool, suffix: str = "") -> Generator[BinaryIO]:
-    """A file that takes its name when all is written. ConfigError if it exists and is not to be overwritten, or cannot
-    be written."""
+    """A file that gets its name when it is complete. ConfigError if it exists (without overwriting) or cannot be
+    written."""
     if path.exists() and not overwrite:
         raise ConfigError(f"{path} exists already; choose another name, or overwrite it with --force")
     draft = path.with_name(f"{path.name}-part")
@@ -154,7 +152,7 @@ def writing(path: Path, overwrite: bool, suffix: str = "") -> Generator[BinaryIO
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Generator[Iterator[tuple[str, Record]]]:
-    """The records of a file, each with the place where it is in it."""
+    """The records of a file, each with its place in it."""
     suffix = _suffix(path)
     try:
         with _open(path, "rb", suffix) as lines:

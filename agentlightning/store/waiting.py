@@ -1,6 +1,6 @@
 """Waiting without polling: callers of one event loop are woken after a commit.
 
-This module knows who waits for what. It does not know SQL; the store tells it what changed.
+It knows who waits for what, and no SQL; the store reports changes.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ T = TypeVar("T")
 
 
 class Waiters(Generic[T]):
-    """Callers who wait, each for what it `wants`; who came first is woken first."""
+    """Waiting callers, each with what it `wants`; first come, first woken."""
 
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Future[None], T] = {}
 
     def wake(self, able: Callable[[T], bool] = lambda wants: True, most: int | None = None) -> None:
-        """There may be something now for those who are `able` to use it, and for so many at most."""
+        """Wake those who are `able` to use what may be there now, up to a number."""
         found = (waiter for waiter, wants in self._waiting.items() if not waiter.done() and able(wants))
         for waiter in list(itertools.islice(found, most)):
             waiter.set_result(None)
 
     @contextlib.contextmanager
     def waiting(self, wants: T) -> Generator[asyncio.Future[None]]:
-        """Be one of them during the block. Begun before looking whether there is anything to wait for, it misses
-        nothing that comes in between; the future is done when it is time to look again."""
+        """Wait during the block. Entered before looking, it misses nothing in between; the future is done when it is
+        time to look again."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[waiter] = wants
         try:
@@ -40,7 +40,7 @@ class Waiters(Generic[T]):
 
 
 async def woken_within(waiter: asyncio.Future[None], seconds: float) -> bool:
-    """Whether a waiter is woken before these seconds are over, of which there may be none left, or no end."""
+    """Whether a waiter is woken within these seconds (0 or less: none left; None: no limit)."""
     if seconds <= 0:
         return False
     await asyncio.wait([waiter], timeout=None if math.isinf(seconds) else seconds)
@@ -48,7 +48,7 @@ async def woken_within(waiter: asyncio.Future[None], seconds: float) -> bool:
 
 
 class Subscribers(Generic[T]):
-    """Everybody who wants to hear of everything. Who is too slow misses some, and is told so by a None."""
+    """Listeners to all events. One that is too slow misses some, and gets a None."""
 
     def __init__(self, backlog: int = 1000) -> None:
         self._backlog = backlog
@@ -74,7 +74,7 @@ class Subscribers(Generic[T]):
 
 
 class Alarm:
-    """The earliest time at which somebody has to look; setting an earlier one wakes the sleeper."""
+    """The earliest time to look again. An earlier one wakes the sleeper."""
 
     def __init__(self) -> None:
         self._when = math.inf
@@ -86,8 +86,8 @@ class Alarm:
             self._earlier.set()
 
     async def sleep(self, now: float) -> bool:
-        """Sleep from `now` until the time that is set, and clear it. False if an earlier time was set meanwhile: then
-        nothing is due and the caller sleeps again."""
+        """Sleep from `now` until the set time, and clear it. False if an earlier time was set meanwhile: nothing is
+        due, sleep again."""
         self._earlier.clear()
         try:
             async with asyncio.timeout(None if math.isinf(self._when) else max(0.0, self._when - now)):

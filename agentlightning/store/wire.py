@@ -1,7 +1,7 @@
-"""Calls as HTTP requests, and HTTP answers as what calls return or the typed errors.
+"""Calls as HTTP requests, and HTTP answers as results or typed errors.
 
-This module knows the formats, and to tell a store's answer from that of a proxy or of a stranger at the same address.
-It does not know sockets, nor when a call is repeated.
+It knows the formats, and how to tell a store's answer from that of a proxy or another server. It does not know sockets
+or when to repeat a call.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _error_replies: Final = msgspec.json.Decoder(calls.ErrorReply)
 
 
 class RetryLaterError(UnavailableError):
-    """The server is there, and asks to be left alone for `seconds`."""
+    """The server asks to wait `seconds`."""
 
     def __init__(self, message: str, seconds: float) -> None:
         super().__init__(message)
@@ -60,8 +60,7 @@ _ERRORS: Final[Mapping[int, type[AgentLightningError]]] = {
 
 
 class Wire(msgspec.Struct, frozen=True):
-    """A call as a request. `path` is encoded, with the query; `wait` is for how many seconds the server may be silent
-    because it waits or works."""
+    """A call as a request. `path` is encoded, with the query. `wait` is how many seconds the server may take."""
 
     method: str
     path: str
@@ -70,7 +69,7 @@ class Wire(msgspec.Struct, frozen=True):
 
 
 class Answer(Noun, frozen=True, kw_only=True):
-    """What came back from `url`."""
+    """An answer from `url`."""
 
     url: str
     status: int
@@ -81,25 +80,25 @@ class Answer(Noun, frozen=True, kw_only=True):
 
     @property
     def ends_the_call(self) -> bool:
-        """Whether asking again would be of no use: the server has done it, or has refused it."""
+        """Whether repeating is useless: the server has done it, or refused it."""
         if self.status in _AGAIN:
             return False
         return self.status < 500 or _reply(self) is not None
 
     @property
     def certain(self) -> bool:
-        """Whether an answer that does not end the call says that nothing was carried out."""
+        """Whether an answer that does not end the call means that nothing was done."""
         return self.status == _TOO_MANY
 
     @property
     def pause(self) -> float:
-        """For how many seconds the server wants to be left alone. A date, instead, is not heeded."""
+        """How many seconds the server asks to wait; a date is ignored."""
         asked = self.retry_after or ""
         return min(float(asked), LONGEST_RETRY_AFTER) if asked.isdecimal() else 0.0
 
 
 class Form:
-    """How the calls of one kind are written, and how their answers are read."""
+    """Writes the calls of one kind, and reads their answers."""
 
     def __init__(self, kind: type[Call]) -> None:
         self._method, _, self._path = kind.route.partition(" ")
@@ -112,7 +111,7 @@ class Form:
         self._decode = msgspec.msgpack.Decoder(kind.returns).decode
 
     def request(self, call: Call) -> Wire:
-        """InvalidError for a value that cannot be sent at all."""
+        """The call as a request. InvalidError for a value that cannot be sent."""
         path = self._path
         if self._in_path:
             path = path.format_map({name: _in_url(str(getattr(call, name))) for name in self._in_path})
@@ -124,7 +123,7 @@ class Form:
         return Wire(self._method, path, encode(fields, self._route), wait)
 
     def result(self, answer: Answer) -> Any:
-        """What the call returns, or raises the typed error."""
+        """The call's result. Raises the typed error."""
         if answer.status >= 300:
             reply = _reply(answer)
             if answer.status == 404 and self._may_be_nothing and reply is not None and reply.type == "not_found":
@@ -157,7 +156,7 @@ def _in_url(value: str) -> str:
 
 
 def encode(value: Any, what: str) -> bytes:
-    """msgpack; InvalidError for what has no form in it."""
+    """The value as msgpack. InvalidError if it has no such form."""
     try:
         return _encoder.encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -165,7 +164,7 @@ def encode(value: Any, what: str) -> bytes:
 
 
 def error_of(answer: Answer) -> AgentLightningError:
-    """The typed error of an answer that is not a success, whoever made it."""
+    """The typed error of an unsuccessful answer, whoever sent it."""
     reply = _reply(answer)
     if reply is None:
         return _stranger(answer)
@@ -184,7 +183,7 @@ def _unavailable(answer: Answer, message: str) -> UnavailableError:
 
 
 def _reply(answer: Answer) -> calls.ErrorBody | None:
-    """The error as our servers write it; None if this is not from one."""
+    """The error of one of our servers; None if it is from another."""
     try:
         return _error_replies.decode(answer.body).error
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -192,7 +191,7 @@ def _reply(answer: Answer) -> calls.ErrorBody | None:
 
 
 def _stranger(answer: Answer) -> AgentLightningError:
-    """What to make of an answer that no server of ours wrote."""
+    """The error for an answer that is not from one of our servers."""
     url, status, said = answer.url, answer.status, _excerpt(answer)
     if not answer.ends_the_call:
         return _unavailable(answer, f"what stands before the server at {url} answered {said}; is the server running?")

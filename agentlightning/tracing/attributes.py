@@ -1,4 +1,4 @@
-"""Python values to span attributes, flat, typed and finite, and back. Knows no attempts, nor what a span means."""
+"""Converts Python values to flat, typed, finite span attributes, and back."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MAX_DEPTH: Final = 16  # groups within groups
 
 
 def flatten(values: Mapping[str, Any]) -> Attributes:
-    """Nested mappings become dotted names; lists of one scalar type stay, other lists are numbered; None is left out.
+    """Nested mappings become dotted names; lists of one scalar type stay, other lists are numbered; None is omitted.
 
-    `{"a": {"b": 1}, "c": ["x", 2]}` → `{"a.b": 1, "c.0": "x", "c.1": 2}`. Other objects and numbers that are not
-    finite are an InvalidError."""
+    `{"a": {"b": 1}, "c": ["x", 2]}` → `{"a.b": 1, "c.0": "x", "c.1": 2}`. InvalidError for other objects and numbers
+    that are not finite."""
     flat: Attributes = {}
     try:
         for name, value in values.items():
@@ -31,7 +31,7 @@ def flatten(values: Mapping[str, Any]) -> Attributes:
 def nested(attributes: Attributes, name: str) -> dict[str, Any]:
     """The group of attributes below `name`: `{"p.0.role": "user"}` under `p` → `{"0": {"role": "user"}}`.
 
-    Of a name that is of a value and of a group at once, one is left out; dots deeper than MAX_DEPTH are no groups."""
+    If a name has both a value and a group, one is dropped. Dots deeper than MAX_DEPTH do not group."""
     root: dict[str, Any] = {}
     for full, value in attributes.items():
         if full.startswith(f"{name}."):
@@ -45,8 +45,7 @@ def nested(attributes: Attributes, name: str) -> dict[str, Any]:
 
 
 def listed(node: Any) -> Any:
-    """What `nested` gives, with groups whose names are 0, 1, 2 … as lists: `{"0": {"role": "user"}}` →
-    `[{"role": "user"}]`."""
+    """Like `nested`, but groups named 0, 1, 2 … become lists: `{"0": {"role": "user"}}` → `[{"role": "user"}]`."""
     if not isinstance(node, dict):
         return node
     group = {name: listed(value) for name, value in cast(dict[str, Any], node).items()}
@@ -55,7 +54,7 @@ def listed(node: Any) -> Any:
 
 
 def checked_text(what: str, text: str) -> str:
-    """`text` itself, or InvalidError where UTF-8 cannot hold it: half a surrogate pair, as in odd file names."""
+    """`text`, if UTF-8 can encode it; InvalidError for half a surrogate pair, as in odd file names."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -64,7 +63,7 @@ def checked_text(what: str, text: str) -> str:
 
 
 def finite(what: str, value: float) -> float:
-    """`value` as a float, or InvalidError where it is NaN or infinite."""
+    """`value` as a float. InvalidError if it is NaN or infinite."""
     number = float(value)
     if not math.isfinite(number):
         raise InvalidError(f"{what} is {number}; it must be a finite number, since anything else poisons the training")
@@ -72,7 +71,7 @@ def finite(what: str, value: float) -> float:
 
 
 def to_json(what: str, value: Any) -> str:
-    """`value` as JSON text, or InvalidError where it has no JSON form."""
+    """`value` as JSON. InvalidError if it has no JSON form."""
     try:
         return msgspec.json.encode(value).decode()
     except (TypeError, ValueError, OverflowError, RecursionError) as error:

@@ -1,6 +1,6 @@
-"""What one span says, in the words of OpenTelemetry's gen_ai, of OpenInference, of Traceloop, or in ours.
+"""Reads one span in the attribute names of OpenTelemetry's gen_ai, OpenInference, Traceloop or Agent Lightning.
 
-Looks at a span by itself; how spans belong together is read in `tracing.steps`.
+It sees each span alone; `tracing.steps` reads how spans belong together.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ _PREBUILT_NODES: Final = ("model", "agent", "tools")  # of every agent that Lang
 
 
 def is_gateway_call(span: Span) -> bool:
-    """Whether the gateway recorded it as a call, so that it has what was really asked and answered."""
+    """Whether the gateway recorded it as a call."""
     return span.tokens is not None or semconv.CALL_ENDPOINT in span.attributes
 
 
 def speaks_for_gateway(span: Span) -> bool:
-    """Whether it holds what only the gateway writes."""
+    """Whether it has attributes that only the gateway may write."""
     return span.tokens is not None or any(name.startswith(semconv.CALL) for name in (span.name, *span.attributes))
 
 
@@ -91,20 +91,20 @@ def kind_of(span: Span) -> Kind:
 
 
 def name_of(span: Span, kind: Kind) -> str:
-    """The tool's, agent's or model's name, else the span's."""
+    """The name of the tool, agent or model, or else of the span."""
     return text_of(span, *_NAMES[kind]) or (_plain_name(span) if kind in ("tool", "agent") else span.name)
 
 
 def scope_of(span: Span) -> str | None:
-    """The instrumentation that it comes from."""
+    """The instrumentation that recorded it."""
     return text_of(span, "otel.scope.name")
 
 
 def names_agent(span: Span, kind: Kind) -> str | None:
-    """The agent that what runs in this span, of that kind, belongs to, if the span says so.
+    """The agent that the contents of this span, of that kind, belong to, if the span says so.
 
-    A call's own `gen_ai.agent.name` is not asked: some instrumentation writes one constant there for all agents, and
-    what the gateway writes is the harness's word, which a span around the call knows better."""
+    A call's own `gen_ai.agent.name` is ignored: some instrumentation writes one constant for all agents, and the
+    gateway writes the harness's name, which a span around the call knows better."""
     if is_gateway_call(span):
         return None
     if kind == "agent":
@@ -129,9 +129,9 @@ def result_of(span: Span) -> str | None:
 
 
 def said(span: Span, *names: str) -> str | None:
-    """The first of these attributes there is: text as it stands, anything else (OpenAI Agents' numbers) as JSON.
+    """The first of these attributes that exists: text unchanged, anything else as JSON.
 
-    An operation's input and output may be spread over attributes below their names, as by Agent Lightning 0.3."""
+    An operation's input and output may be spread over attributes below their names, as in Agent Lightning 0.3."""
     value = next((found for name in names if (found := span.attributes.get(name)) is not None), None)
     if value is None and span.name == semconv.OPERATION:
         value = next((listed(found) for name in names if (found := nested(span.attributes, name))), None)
@@ -139,7 +139,7 @@ def said(span: Span, *names: str) -> str | None:
 
 
 def content_of(result: str | None) -> str | None:
-    """What the tool itself said, without what LangChain, google-adk or LlamaIndex puts around it."""
+    """A tool's own output, without the wrapping of LangChain, google-adk or LlamaIndex."""
     body = unwrapped(result)
     if "tool_call_id" in body and isinstance(body.get("content"), str):
         return body["content"]
@@ -150,7 +150,7 @@ def content_of(result: str | None) -> str | None:
 
 
 def unwrapped(result: object) -> dict[str, Any]:
-    """The JSON object that a result is, or LangChain's message in it; also a dict as Python writes it."""
+    """A result's JSON object, or LangChain's message in it; also a dict written as Python."""
     if result is None or (isinstance(result, str) and not result.lstrip().startswith("{")):
         return {}  # most results are plain text, which an exception is a dear way to find out
     body = mapping(_json_or_dict(result) if isinstance(result, str) else result)
@@ -161,7 +161,7 @@ def unwrapped(result: object) -> dict[str, Any]:
 
 
 def text_of(span: Span, *names: str) -> str | None:
-    """The first of these attributes that is a text with something in it."""
+    """The first of these attributes that is a non-empty text."""
     for name in names:
         value = span.attributes.get(name)
         if isinstance(value, str) and value:
@@ -170,7 +170,7 @@ def text_of(span: Span, *names: str) -> str | None:
 
 
 def json_of(text: str | None) -> Any:
-    """Decoded JSON; None for what is none, as texts are that were cut to fit."""
+    """Decoded JSON; None for anything else, such as texts that were cut to fit."""
     if not text:
         return None
     try:
@@ -184,7 +184,7 @@ def json_of(text: str | None) -> Any:
 
 
 def first_item(array: str) -> Any:
-    """The first item of a JSON array; what follows it is not read. None where there is none."""
+    """The first item of a JSON array, without reading the rest. None if there is none."""
     begin = _ARRAY.match(array)
     try:
         return _decoder.raw_decode(array, begin.end())[0] if begin else None
@@ -193,7 +193,7 @@ def first_item(array: str) -> Any:
 
 
 def _json_or_dict(text: str) -> Any:
-    """Decoded JSON, or a dict as Python writes it, which some frameworks make of a tool's."""
+    """Decoded JSON, or a dict written as Python, as some frameworks do."""
     if (value := json_of(text)) is None and len(text) <= _LONGEST_DICT:
         with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             return ast.literal_eval(text.strip())
@@ -211,7 +211,7 @@ def items(value: object) -> list[Any]:
 
 
 def joined(content: object) -> str:
-    """The text of a message's content, which is a text or parts of which some have one."""
+    """The text of a message's content: a text, or the texts of its parts."""
     texts = [mapping(part).get("text") for part in items(content)]
     return content if isinstance(content, str) else "".join(text for text in texts if isinstance(text, str))
 

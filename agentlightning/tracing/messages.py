@@ -27,22 +27,22 @@ _OUTPUT_TOKENS: Final = (semconv.GEN_AI_OUTPUT_TOKENS, "gen_ai.usage.completion_
 
 
 def input_messages(attributes: Attributes) -> list[dict[str, Any]]:
-    """What the model was sent; empty where the span does not say."""
+    """The messages sent to the model; empty if the span has none."""
     return _messages(attributes, semconv.GEN_AI_INPUT_MESSAGES, "llm.input_messages", "gen_ai.prompt")
 
 
 def output_messages(attributes: Attributes) -> list[dict[str, Any]]:
-    """What the model answered, one message per choice; empty where the span does not say."""
+    """The model's answer, one message per choice; empty if the span has none."""
     return _messages(attributes, semconv.GEN_AI_OUTPUT_MESSAGES, "llm.output_messages", "gen_ai.completion")
 
 
 def model_name(attributes: Attributes) -> str | None:
-    """The model that answered, else the one that was asked for."""
+    """The model that answered, or else the one that was asked for."""
     return next((name for key in MODEL_NAMES if isinstance(name := attributes.get(key), str) and name), None)
 
 
 def token_counts(attributes: Attributes) -> tuple[int, int] | None:
-    """(tokens read, tokens written), None where the span counts neither."""
+    """(tokens read, tokens written); None if the span has neither."""
     read, written = (_first_integer(attributes, names) for names in (_INPUT_TOKENS, _OUTPUT_TOKENS))
     return None if read is None and written is None else (read or 0, written or 0)
 
@@ -56,7 +56,7 @@ def finish_reasons(attributes: Attributes) -> list[str]:
 
 
 def text_of(message: dict[str, Any]) -> str:
-    """The text of a message; parts that are none (images) by their type."""
+    """The text of a message, with the type of each part that has none (images)."""
     content = message.get("content")
     if isinstance(content, list):
         parts = [part for part in content if isinstance(part, dict)]
@@ -86,8 +86,8 @@ def _entries(node: Any) -> list[dict[str, Any]]:
 
 
 def _of_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """A message with OpenTelemetry's `parts`; one without is in our form already. Several tool results in one message
-    are one message each."""
+    """A message with OpenTelemetry's `parts`; one without is already in our form. Several tool results become one
+    message each."""
     parts = message.get("parts")
     if not isinstance(parts, list):
         return [message]
@@ -112,7 +112,7 @@ def _of_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _of_entries(message: dict[str, Any]) -> dict[str, Any]:
-    """A message of OpenInference, or of Traceloop, which says the same in fewer groups."""
+    """A message of OpenInference or Traceloop."""
     parts = [mapping(entry.get("message_content")) for entry in _entries(message.get("contents"))]
     texts = [str(part["text"]) for part in parts if "text" in part]
     chat: dict[str, Any] = {

@@ -1,8 +1,8 @@
-"""What OpenTelemetry's SDK traces in the code of an attempt, as spans of that attempt.
+"""Collects the spans that OpenTelemetry's SDK records in an attempt's code.
 
-A span processor finds whose each span is: the attempt of its parent, else that of the running code. It stands beside
-the processors a program has already, exports nothing, and changes no span. This is the one module of the agent side
-that imports opentelemetry; `tracing.choice` imports it where the SDK is installed. Nothing is patched.
+A span processor finds the attempt of each span: its parent's, or that of the running code. It works beside the
+program's own processors, exports nothing and changes no span. This is the only agent-side module that imports
+opentelemetry; `tracing.choice` imports it if the SDK is installed. Nothing is patched.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _HIGHEST_TRACE_ID: Final = 2**128 - 1  # the first that a sampler by trace id le
 
 
 class OpenTelemetryTracer(AttemptTracer):
-    """The tracer of an attempt that collects the SDK's spans too, from the global provider and those joined by `join`.
+    """The tracer of an attempt that also collects the SDK's spans, from the global provider and those joined by `join`.
 
-    Where it is bound, OpenTelemetry's current span is a remote parent in the attempt's trace: spans are born in that
-    trace, and `traceparent` headers name it. Spans that have not ended when the attempt does are kept as they are, with
-    the attribute `agentlightning.unfinished`."""
+    While bound, OpenTelemetry's current span is a remote parent in the attempt's trace, so that new spans and
+    `traceparent` headers are in that trace. Spans that have not ended with the attempt are kept with the attribute
+    `agentlightning.unfinished`."""
 
     def __init__(self, rollout_id: str, attempt_id: str) -> None:
         super().__init__(rollout_id, attempt_id)
@@ -59,11 +59,11 @@ class OpenTelemetryTracer(AttemptTracer):
         return f"{current:016x}" if current in self._open else parent_id
 
     def started(self, span: SdkSpan) -> None:
-        """One of the SDK's spans has begun in this attempt."""
+        """A span of the SDK began in this attempt."""
         self._open[_id_of(span)] = span
 
     def ended(self, span: ReadableSpan) -> None:
-        """And one has ended."""
+        """A span of the SDK ended in this attempt."""
         self._open.pop(_id_of(span), None)
         self._collect(span)
 
@@ -86,7 +86,7 @@ class OpenTelemetryTracer(AttemptTracer):
 
 
 class _Attributing(SpanProcessor):
-    """Hands each span to the tracer of its attempt. Holds on to no attempt."""
+    """Passes each span to the tracer of its attempt, without keeping attempts alive."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -95,7 +95,7 @@ class _Attributing(SpanProcessor):
         self._by_open_span: weakref.WeakValueDictionary[int, OpenTelemetryTracer] = weakref.WeakValueDictionary()
 
     def serve(self, tracer: OpenTelemetryTracer) -> None:
-        """Attribute spans to `tracer` from now on. The first makes the SDK's provider the global one if there is
+        """Attribute spans to `tracer` from now on. The first call makes the SDK's provider the global one if there is
         none."""
         self._by_trace[int(tracer.trace_id, 16)] = tracer
         provider = trace.get_tracer_provider()
@@ -149,7 +149,7 @@ class _Attributing(SpanProcessor):
 
 
 def join(provider: TracerProvider) -> None:
-    """Collect the spans of a provider that is not the global one. Harmless when it is joined already."""
+    """Collect the spans of a provider that is not the global one. Repeating it changes nothing."""
     _processor.join(provider)
 
 
@@ -164,7 +164,7 @@ def _context_of(trace_id: str, span_id: str) -> trace.SpanContext:
 
 
 def _keeps_all(sampler: Sampler) -> bool:
-    """Whether a sampler keeps every span below a sampled parent."""
+    """Whether a sampler keeps every span with a sampled parent."""
     trace_id = f"{_HIGHEST_TRACE_ID:032x}"
     parent = trace.set_span_in_context(trace.NonRecordingSpan(_context_of(trace_id, trace_id[:16])))
     return sampler.should_sample(parent, _HIGHEST_TRACE_ID, "agentlightning").decision.is_recording()

@@ -1,10 +1,8 @@
-"""OTLP trace requests to spans, in protobuf and in OTLP's JSON.
+"""Decodes OTLP trace requests, in protobuf and in OTLP's JSON, to spans.
 
-This module knows the wire format. It knows no HTTP, no store and no keys: a decoded span belongs to nobody (its ids are
-`unattributed`) until `resolve` has read whom it names. It needs protobuf, which the agent side lives without; nothing
-but the server imports it.
-
-Left out on the way in: trace state, flags and counts of what the exporter dropped, since a span has no place for them.
+It knows the wire format, but no HTTP, store or keys: a decoded span has the ids `unattributed` until `resolve` has read
+whose it is. It needs protobuf, so only the server imports it. Trace state, flags and the exporter's counts of dropped
+items are left out, since a span has no field for them.
 """
 
 from __future__ import annotations

@@ -127,9 +127,15 @@ def find_reward_spans(spans: Iterable[Span]) -> list[Span]:
 
 def find_final_reward(spans: Iterable[Span]) -> float | None:
     """The rollout's reward: what the agent returned, or else the last final reward; None without either."""
+    final = find_final_rewards(spans)
+    return final[0].value if final else None
+
+
+def find_final_rewards(spans: Iterable[Span]) -> list[Reward]:
+    """All dimensions of the rollout's reward, that of `find_final_reward` first; empty without a reward."""
     final = [span for span in find_reward_spans(spans) if is_final_reward(span)]
     returned = [span for span in final if span.attributes.get(REWARD_RETURNED) is True]
-    return get_reward_value((returned or final)[-1]) if final else None
+    return get_rewards_from_span((returned or final)[-1]) if final else []
 
 
 def checked_reward(value: Any, what: str = "the reward") -> float:

@@ -1,7 +1,7 @@
-"""What exists for Agent Lightning 0.3 alone: its names and modules that are called otherwise here or not at all.
+"""Names and modules of Agent Lightning 0.3 that have another name here, or no counterpart.
 
-`agentlightning.__getattr__` looks here last, and so does Python for a module that is not here otherwise. Nothing below
-the trainer imports this room. `docs/reference/compatibility.md` tells the whole story.
+`agentlightning.__getattr__` and Python's import look here last. Nothing below the trainer imports this room.
+`docs/reference/compatibility.md` describes all of it.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ REPLACED: Final = {name: instead for instead, names in _INSTEAD.items() for name
 
 
 class Refused(type):
-    """The class of a name without a counterpart. It can be imported, annotated with and derived from; ConfigError where
-    it is called, or asked for an attribute."""
+    """A name without a counterpart. You can import it, annotate with it and derive from it; calling it, or an
+    attribute, is a ConfigError."""
 
     _instead: str
 
@@ -142,7 +142,8 @@ class Refused(type):
 
 
 def find(name: str) -> Any:
-    """What serves for `name` of 0.3, or a `Refused`, which says what to use. AttributeError if 0.3 had no such name."""
+    """The counterpart of `name` of 0.3, or a `Refused` that says what to use. AttributeError if 0.3 had no such
+    name."""
     if name in RENAMED:
         module, _, attribute = RENAMED[name].partition(":")
         return getattr(importlib.import_module(module), attribute)
@@ -153,7 +154,7 @@ def find(name: str) -> Any:
 
 
 class Module(ModuleType):
-    """A module of 0.3. `import agentlightning.reward` hides the decorator `agl.reward`, and so it is called like it."""
+    """A module of 0.3. It is callable, because `import agentlightning.reward` hides the decorator `agl.reward`."""
 
     def __getattr__(self, name: str) -> Any:
         return importlib.import_module("agentlightning").__getattr__(name)
@@ -167,11 +168,11 @@ class _Loader(Loader):
         return Module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing to run: its names are looked up when they are asked for."""
+        """Nothing to run: names are looked up on access."""
 
 
 def find_spec(name: str) -> ModuleSpec | None:
-    """The module of 0.3 called `name`, `agentlightning.adapter.triplet`; None where 0.3 had none of that name."""
+    """The module of 0.3 named `name`, such as `agentlightning.adapter.triplet`; None if 0.3 had none."""
     package, _, module = name.rpartition(".")
     known = module in _MODULES.get(package, "").split()
     return ModuleSpec(name, _Loader(), is_package=True) if known else None
@@ -183,13 +184,13 @@ def setup_logging(
     submodule_levels: Mapping[str, int | str] | None = None,
     apply_to: Iterable[str] = (),
 ) -> None:
-    """Show the package's log on stderr, and that of the loggers in `apply_to`, from `level` on."""
+    """Show the logs of the package and of the loggers in `apply_to` on stderr, from `level` up."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s")
     for name, wanted in {"agentlightning": level, **dict.fromkeys(apply_to, level), **(submodule_levels or {})}.items():
         logging.getLogger(name).setLevel(wanted)
 
 
 def configure_logger(level: int | str = logging.INFO, name: str = "agentlightning") -> logging.Logger:
-    """`setup_logging` for the logger called `name`, which is returned."""
+    """`setup_logging` for the logger `name`, which is returned."""
     setup_logging(level, apply_to=[name])
     return logging.getLogger(name)

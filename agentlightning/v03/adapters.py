@@ -1,4 +1,4 @@
-"""0.3's adapters: the spans of one rollout as triplets or conversations, over `trace_rollout` and `read_calls`."""
+"""0.3's adapters: the spans of one rollout as triplets or conversations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Target = TypeVar("Target")
 
 
 class Triplet(Noun, frozen=True, kw_only=True):
-    """0.3's view of a transition: prompt, response and reward of one LLM call."""
+    """A transition of 0.3: prompt, response and reward of one LLM call."""
 
     prompt: Any
     response: Any
@@ -32,7 +32,7 @@ class Triplet(Noun, frozen=True, kw_only=True):
 
 
 class Adapter(Generic[Source, Target]):
-    """Converts one form of data into another; derive from it and write `adapt`. It can be called like a function."""
+    """Converts data. Derive from it and write `adapt`; instances are callable."""
 
     def adapt(self, source: Source, /) -> Target:
         raise NotImplementedError(f"{type(self).__name__} has no method adapt(source), which makes its result")
@@ -50,10 +50,10 @@ class TraceToTripletBase(TraceAdapter[list[Triplet]]):
 
 
 class TracerTraceToTriplet(TraceToTripletBase):
-    """A triplet for each call of the final attempt that may be trained, in the order of the calls.
+    """A triplet for each trainable call of the final attempt, in order.
 
-    `agent_match` is searched in the agent's name (a regular expression, case counts). Each reward, in order of time,
-    goes to the last call that had ended and has none yet. Calls below a reward's own span are left out."""
+    `agent_match` is a case-sensitive regular expression for the agent's name. Each reward, in order of time, goes to
+    the last ended call that has none yet. Calls inside a reward's own span are left out."""
 
     def __init__(self, agent_match: str | None = None) -> None:
         self.agent_match = agent_match
@@ -63,7 +63,7 @@ class TracerTraceToTriplet(TraceToTripletBase):
             raise ConfigError(f"agent_match is {agent_match!r}, which is no regular expression: {error}") from None
 
     def adapt(self, source: Sequence[Span], /) -> list[Triplet]:
-        """InvalidError where the spans are of several rollouts."""
+        """InvalidError if the spans are of several rollouts."""
         above = {span.span_id: span.parent_id for span in source}
         rewarding = {span.span_id for span in source if _rewards(span)}
         found = [
@@ -79,12 +79,12 @@ class TracerTraceToTriplet(TraceToTripletBase):
 
 
 class LlmProxyTraceToTriplet(TraceToTripletBase):
-    """A triplet for each call of the final attempt that may be trained, with token ids and the id of the answer alone.
+    """A triplet for each trainable call of the final attempt, with token ids and the answer's id only.
 
-    A reward goes to the last call that was stored before it and has none yet."""
+    Each reward goes to the last call stored before it that has none yet."""
 
     def adapt(self, source: Sequence[Span], /) -> list[Triplet]:
-        """InvalidError where the spans are of several rollouts."""
+        """InvalidError if the spans are of several rollouts."""
         found = sorted(_trained(source), key=lambda pair: pair[0].sequence_id)
         rewards = [(span.sequence_id, span) for span in source if is_reward_span(span)]
         matched = _matched([(call.sequence_id, call) for call, _ in found], sorted(rewards, key=lambda pair: pair[0]))
@@ -102,8 +102,8 @@ class LlmProxyTraceToTriplet(TraceToTripletBase):
 class TraceToMessages(TraceAdapter[list[dict[str, Any]]]):
     """For each call `{"messages": [...], "tools": [...] or None}` in the form of chat completions, the answer last.
 
-    Reads the gateway's calls and those that other instrumentation traced; of several answers, the first. Calls whose
-    messages were not recorded are left out. Of a rollout with several attempts, the calls of each follow each other."""
+    Reads the calls of the gateway and of other instrumentation; of several answers, the first. Calls without recorded
+    messages are left out. The calls of several attempts follow each other."""
 
     def adapt(self, source: Sequence[Span], /) -> list[dict[str, Any]]:
         from agentlightning.data.conversations import read_calls
@@ -119,8 +119,8 @@ class TraceToMessages(TraceAdapter[list[dict[str, Any]]]):
 
 
 def with_adapter(algorithm: Algorithm | None, adapter: Any) -> Algorithm:
-    """The function decorated by `agl.algo`, given this adapter, or a TracerTraceToTriplet with these options. APO reads
-    conversations as TraceToMessages does, and may be given it. ConfigError for another algorithm."""
+    """A function decorated with `agl.algo`, with this adapter or a TracerTraceToTriplet with these options. APO accepts
+    a TraceToMessages, which it does anyway. ConfigError for another algorithm."""
     from agentlightning.algorithm.apo import APO
     from agentlightning.algorithm.base import FunctionAlgorithm
 
@@ -144,7 +144,7 @@ def with_adapter(algorithm: Algorithm | None, adapter: Any) -> Algorithm:
 
 
 def _trained(source: Sequence[Span]) -> list[tuple[Span, Transition]]:
-    """The calls of the final attempt that may be trained."""
+    """The trainable calls of the final attempt."""
     from agentlightning.data.call_filter import HAS_IMAGES, CallFilter
     from agentlightning.data.transitions import trace_rollout  # here, as it needs numpy, which the agent side may lack
 
@@ -180,7 +180,7 @@ def _below(attributes: Attributes, prefix: str) -> dict[str, Any]:
 
 
 def _matched(calls: Sequence[tuple[float, Span]], rewards: Sequence[tuple[float, Span]]) -> dict[str, float | None]:
-    """The reward of each call by its id: one after the other goes to the last call that came before and has none."""
+    """The reward of each call by id: each goes to the last earlier call that has none."""
     matched: dict[str, float | None] = {}
     for given, reward in rewards:
         free = (call for came, call in reversed(calls) if call.span_id not in matched and came <= given)

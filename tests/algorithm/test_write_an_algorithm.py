@@ -12,7 +12,6 @@ import torch
 
 import agentlightning as agl
 from agentlightning.cli.fit import make_algorithm
-from agentlightning.data.aggregation import Tokens
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.references import load_reference
 from agentlightning.data.sequences import Origin
@@ -21,6 +20,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.learner.losses import Loss, policy_loss
 from tests import agents
 from tests.test_trainer import TASKS, trainer
+from tests.transitions import tokens_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 SETTINGS = {"steps": 1, "tasks_per_step": 3, "group_size": 4, "max_tokens": 6, "temperature": 2.0}
@@ -84,8 +84,7 @@ def test_its_loss_aggregation_and_token_weights_train_together(written: Path) ->
 
 def test_an_aggregation_by_groups_weighs_each_group_alike(written: Path) -> None:
     group_mean = load_reference(f"{written}/group_mean.py:group_mean")
-    calls = np.array([0, 0, 1, 2])
-    tokens = Tokens(calls, calls, [Origin(3), Origin(3), Origin(5)])
+    tokens = tokens_of(([2, 1], Origin(3)), ([1], Origin(5)))
     np.testing.assert_allclose(group_mean(tokens), [1 / 6, 1 / 6, 1 / 6, 1 / 2])
 
 

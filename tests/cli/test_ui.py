@@ -64,7 +64,7 @@ def served(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     command = [sys.executable, "-m", "agentlightning.cli.main", "ui", "--port", "0"]
     with subprocess.Popen(command, cwd=tmp_path, env=os.environ, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        assert process.stderr.readline() == "2 runs below .; new ones appear by themselves\n"
+        assert process.stderr.readline() == "2 runs in .; new ones appear by themselves\n"
         found = re.fullmatch(r"dashboard: (\S+)\n", process.stderr.readline())
         assert found is not None
         yield found[1], process
@@ -107,6 +107,7 @@ def test_runs_are_compared_failures_explained_and_a_new_run_appears(
         page.go_back()
         page.get_by_role("link", name="large").click()
         page.locator(".causes a").first.click()
+        expect(page.get_by_text("LookupError: no such city").first).to_be_visible()
         process.send_signal(signal.SIGTERM)
         expect(page.get_by_role("alert").filter(has_text="has stopped")).to_be_visible(timeout=15_000)
         expect(page.get_by_text("LookupError: no such city").first).to_be_visible()

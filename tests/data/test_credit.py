@@ -276,7 +276,7 @@ def test_every_combination_that_is_not_refused_gives_each_token_an_advantage() -
                     continue
                 worked += 1
                 assert [len(one) for one in found] == [2] * 10
-    assert worked == 4 * 6 + 1 + 1
+    assert worked == 4 * 7 + 3  # `across_calls`, `tree`, and `gdpo` with `identical`
 
 
 def test_what_does_not_go_together_is_refused_with_the_reason() -> None:

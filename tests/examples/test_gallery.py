@@ -10,12 +10,11 @@ import pytest
 import torch
 
 import agentlightning as agl
-from agentlightning.data.aggregation import Tokens
 from agentlightning.data.credit import Returns
 from agentlightning.data.sequences import Origin
 from agentlightning.learner.losses import Loss, policy_loss
 from tests.golden import INPUTS, MASK, OUTPUTS, sampled
-from tests.transitions import transition
+from tests.transitions import tokens_of, transition
 
 GALLERY = Path(__file__).parents[2] / "examples" / "gallery"
 sys.path.insert(0, str(GALLERY))
@@ -73,10 +72,9 @@ def test_a_double_sided_mask_follows_the_present_weights() -> None:
 
 def test_a_focal_loss_scales_each_group_by_how_often_it_failed() -> None:
     old, advantages, transitions = OLD[:4], ADVANTAGES[:4], torch.tensor([0, 0, 1, 1])
-    origins = [Origin(0, (1.0, 1.0, 1.0, 0.0)), Origin(1, (0.0, 0.0, 1.0, 0.0))]
-    numbers = np.array([0, 0, 1, 1])
+    tokens = tokens_of(([2], Origin(0, (1.0, 1.0, 1.0, 0.0))), ([2], Origin(1, (0.0, 0.0, 1.0, 0.0))))
     setting = agl.GRPO(loss={"name": losses.focal, "gamma": 2.0}).make_loss()
-    found = policy_loss(old + 0.1, old, advantages, transitions, setting, lambda: Tokens(numbers, numbers, origins))
+    found = policy_loss(old + 0.1, old, advantages, transitions, setting, tokens)
     plain = policy_loss(old + 0.1, old, advantages, transitions, Loss()).values
     expected = torch.tensor([0.25**2, 0.25**2, 0.75**2, 0.75**2])
     torch.testing.assert_close(found.values, expected * plain)
@@ -91,7 +89,7 @@ def test_echo_weighs_each_answer_of_the_environment_once() -> None:
 
 
 def test_a_constant_per_rollout_does_not_ask_how_many_calls_it_made() -> None:
-    tokens = Tokens(np.array([0, 0, 1, 2]), np.array([0, 0, 0, 1]), [Origin(), Origin()])
+    tokens = tokens_of(([2, 1], Origin()), ([1], Origin()))
     assert aggregations.per_rollout(tokens, length=4).tolist() == [1 / 8] * 4
 
 

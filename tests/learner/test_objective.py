@@ -64,7 +64,7 @@ def test_the_batch_of_a_step_knows_task_group_and_reward_terms() -> None:
     halves = slice(0, 2), slice(2, 4)
     groups = [RewardedGroup(calls[of], rewards[of], terms[of], records[of]) for of in halves]
     made = make_batches(agl.GRPO(group_size=2), groups, {"policy": None})["policy"].sequences
-    tokens = Tokens.of(made)
+    tokens = Tokens(made)
     assert tokens.origins == [
         Origin(group, rewards[2 * group : 2 * group + 2], {"level": i}, {"a": "b"}, rewards[i], terms[i])
         for i, group in enumerate((0, 0, 1, 1))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
 import shutil
 from pathlib import Path
 
@@ -11,7 +13,9 @@ import pytest
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError
 from agentlightning.store.many import ManyStores
 from agentlightning.store.sql import SqlStore
-from agentlightning.types import And, Condition, EnqueueRolloutRequest, Metrics
+from agentlightning.tracing.context import AttemptTracer
+from agentlightning.tracing.rewards import reward_attributes
+from agentlightning.types import And, Condition, EnqueueRolloutRequest, Metrics, Order
 
 pytestmark = pytest.mark.anyio
 
@@ -97,10 +101,57 @@ async def test_pages_miss_and_repeat_nothing_where_stores_are_written_between_th
         await many.query_runs()
     assert cursor is None and len(found) == len({*found}) == 12
     with pytest.raises(InvalidError, match="ask from the start"):
-        await many.page_rollouts(cursor="nowhere\n")
+        await many.page_rollouts(cursor='{"nowhere":null}')
+    with pytest.raises(InvalidError, match="ask from the start"):
+        await many.page_rollouts(cursor="nowhere")
     await many.close()
     for store in stores:
         await store.close()
+
+
+@pytest.mark.parametrize("limit", [1, 3, 100])
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("field", ["reward", "start_time", "status", "error", "number"])
+async def test_rollouts_of_several_stores_are_sorted_together(
+    field: str, descending: bool, limit: int, tmp_path: Path
+) -> None:
+    """As one store sorts them that holds them all."""
+    clock = functools.partial(next, itertools.count(1e9))  # one for all
+    files = [*(f"many/{n}.sqlite" for n in range(3)), "one.sqlite"]
+    *stores, together = [await SqlStore.open(tmp_path / file, clock=clock) for file in files]
+    for number, reward in enumerate([0.5, None, 1.0, 0.25, None, 0.75, 0.0]):
+        for store in (stores[number % 3], together):
+            begun = await store.start_rollout(number, rollout_id=f"ro-{number}")
+            tracer = AttemptTracer(begun.rollout_id, begun.attempt.attempt_id)
+            if reward is not None:
+                tracer.record("agentlightning.annotation", reward_attributes(reward))
+                await store.add_many_spans(tracer.drain())
+            why = {"reason": f"reason {number}"} if number % 2 else {}
+            status = "failed" if number % 2 else "succeeded"
+            await store.update_attempt(begun.rollout_id, begun.attempt.attempt_id, status=status, metadata=why)
+    many = await ManyStores.open([tmp_path / "many"])
+    order = [Order(field=field, descending=descending), Order(field="start_time")]
+    found, cursor, first = list[str](), None, True
+    while first or cursor:
+        page = await many.page_rollouts(order=order, limit=limit, cursor=cursor, with_total=first)
+        assert page.total == (7 if first else None) and len(page.items) <= limit
+        found, cursor, first = [*found, *(one.rollout_id for one in page.items)], page.next_cursor, False
+    assert found == [one.rollout_id for one in (await together.page_rollouts(order=order)).items]
+    skipped = await many.page_rollouts(order=order, limit=2, offset=3)
+    assert [one.rollout_id for one in skipped.items] == found[3:5]
+    with pytest.raises(InvalidError, match="cannot be sorted by group_end_time"):
+        await many.page_rollouts(order=[Order(field="group_end_time")])
+    for store in (many, together, *stores):
+        await store.close()
+
+
+async def test_a_file_is_named_itself_and_outcomes_are_found_in_all_stores(tmp_path: Path) -> None:
+    await (await filled(tmp_path / "one.store", "one", 2)).close()
+    await (await filled(tmp_path / "two" / "store.sqlite", "two", 1)).close()
+    many = await ManyStores.open([tmp_path / "one.store", tmp_path / "two" / "store.sqlite"])
+    names = [one.rollout_id for one in await many.query_rollouts()]
+    assert sorted(one.rollout_id for one in await many.query_outcomes([*names, "nobody"])) == sorted(names)
+    await many.close()
 
 
 async def test_a_run_of_a_copied_store_is_there_once_and_a_replaced_store_is_read_anew(tmp_path: Path) -> None:

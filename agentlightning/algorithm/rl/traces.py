@@ -21,7 +21,7 @@ from agentlightning.data.call_filter import OTHER_MODEL
 from agentlightning.data.conversations import chat_messages
 from agentlightning.data.recordings import finished_rollouts, recorded_groups, rewarded_group
 from agentlightning.data.token_bytes import TokenBytes
-from agentlightning.data.transitions import TracedRollout, trace_rollout
+from agentlightning.data.transitions import TracedRollout, compare_costs, trace_rollout
 from agentlightning.errors import ConfigError, InUseError, TrainingError
 from agentlightning.store.base import LightningStore
 from agentlightning.store.client import LightningStoreClient
@@ -118,7 +118,8 @@ async def read_groups(
     models: set[str] = set()
     spelled: set[bool | None] = set()
     async for group in recorded_groups(traces, finished_rollouts(run_id)):
-        traced = [trace_rollout(one.rollout, one.spans, calls=calls, reward=algorithm.reward) for one in group]
+        alone = [trace_rollout(one.rollout, one.spans, calls=calls, reward=algorithm.reward) for one in group]
+        traced = compare_costs(alone, algorithm.reward)
         for one, recorded in zip(traced, group, strict=True):
             outcomes[one.outcome] += 1
             excluded += one.excluded
