@@ -89,6 +89,8 @@ def create_app(
         stops.append(gateway.turn_away)
         if not guarded:
             gateway.keep_to_this_machine()
+        if access is not None:
+            gateway.admit_sessions(access.sessions.key_of)
         shown += gateway_readings(gateway)
     metrics = ServerMetrics(store, access, shown)
     routes.append(metrics.route())
