@@ -45,6 +45,11 @@ class Gate:
     def held(self) -> bool:
         return bool(self._holders)
 
+    def holds(self) -> list[tuple[Hashable, float | None]]:
+        """Who holds calls, and for how many seconds more at most."""
+        now = asyncio.get_running_loop().time()
+        return [(holder, end and end.when() - now) for holder, end in self._holders.items()]
+
     def held_by(self, holder: Hashable) -> bool:
         return holder in self._holders
 

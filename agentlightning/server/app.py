@@ -44,6 +44,7 @@ def create_app(
     store: LightningStore | None,
     *,
     gateway: Gateway | None = None,
+    models: Models | None = None,
     admin_key: str | None = None,
     body_limit: int = BODY_LIMIT,
     rate_limit: float | None = None,
@@ -68,7 +69,7 @@ def create_app(
     stops: list[Callable[[], None]] = []
     if store is not None:
         access, polls = Access(store, admin_key), LongPolls(longest_poll)
-        performed = _performed(store, gateway)
+        performed = _performed(store, Models(gateway) if gateway is not None and models is None else models)
         described = [kind for kinds, _ in performed for kind in kinds]
         performed.append(page_views(store, ModelTable() if gateway is None else gateway.models))
         inner.append(Middleware(Rest, access=access, polls=polls, body_limit=body_limit, performed=performed))
@@ -111,13 +112,12 @@ def create_app(
     return app
 
 
-def _performed(store: LightningStore, gateway: Gateway | None) -> list[tuple[Sequence[type[Call]], Perform]]:
+def _performed(store: LightningStore, models: Models | None) -> list[tuple[Sequence[type[Call]], Perform]]:
     """The calls of the store and those about the gateway's models, with what carries them out."""
     performed: list[tuple[Sequence[type[Call]], Perform]] = [
         (list(CALLS.values()), lambda call, caller: store.perform(call))
     ]
-    if gateway is not None:
-        models = Models(gateway)
+    if models is not None:
         performed.append((list(MODEL_CALLS), lambda call, caller: models.perform(call)))
     return performed
 

@@ -22,7 +22,6 @@ def algorithm(steps: int | None = None) -> GRPO:
         group_size=8,
         minibatches=2,
         clip_high=0.28,
-        level="tree",
         max_tokens=40,
         target_reward=0.97,
         evaluate_every=0,
