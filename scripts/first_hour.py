@@ -33,9 +33,8 @@ COMMANDS = (
     "agl eval --compare {first} {second}",
     "echo 'My parcel is late.' | agl chat {best}",
     "agl export sft.jsonl --format sft --run {first}",
-    "timeout --signal INT 5 agl ui --port 0",
+    "timeout --preserve-status --signal INT 5 agl ui --port 0",
 )
-ENDED_BY_US = (0, 124, 130)
 
 
 class Done(NamedTuple):
@@ -84,13 +83,14 @@ def main() -> int:
         table = list(first_hour(Path(folder), options.steps))
     print("| command | seconds | CPU seconds | exit code |\n|---|---|---|---|")
     for done in table:
-        print(f"| `{done.command}` | {done.seconds:.1f} | {done.cpu_seconds:.1f} | {done.exit_code} |")
+        shown = done.command.replace("|", "\\|")
+        print(f"| `{shown}` | {done.seconds:.1f} | {done.cpu_seconds:.1f} | {done.exit_code} |")
     total, used = sum(done.seconds for done in table), sum(done.cpu_seconds for done in table)
     print(f"\n{total / 60:.1f} minutes, {used / 60:.1f} CPU minutes, on {machine()}")
     if options.out:
         rows = [done._asdict() for done in table]
         options.out.write_text(json.dumps({"machine": machine(), "commands": rows}, indent=2) + "\n", encoding="utf-8")
-    return int(any(done.exit_code not in ENDED_BY_US for done in table))
+    return int(any(done.exit_code for done in table))
 
 
 if __name__ == "__main__":

@@ -335,7 +335,7 @@ def test_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path: 
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=f"{next(iter(wrong))} is "):
             Trainer(**wrong)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="device 'gpu' cannot be used here"):
+    with pytest.raises(ConfigError, match="device 'gpu' cannot be used: torch "):
         trainer(tmp_path, run_dir=tmp_path / "a", device="gpu").fit(agents.vowels, TASKS)
     with pytest.raises(ConfigError, match="holds no run to resume"):
         trainer(tmp_path).fit(agents.vowels, TASKS, resume=True)
@@ -345,6 +345,14 @@ def test_settings_that_cannot_work_are_refused_before_anything_starts(tmp_path: 
         trainer(tmp_path, run_dir=tmp_path / "b", max_sequence_length=10**6).fit(agents.vowels, TASKS)
     with pytest.raises(ConfigError, match="does not exist"):
         trainer(tmp_path, run_dir=tmp_path / "c", model=tmp_path / "nowhere").fit(agents.vowels, TASKS)
+    assert not (tmp_path / "c").exists()  # what failed to start leaves nothing behind
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "notes").touch()
+    for name in ("runs/d", "kept", "kept/e"):
+        with pytest.raises(ConfigError, match="does not exist"):
+            trainer(tmp_path, run_dir=tmp_path / name, model="./nowhere").fit(agents.vowels, TASKS)
+    assert not (tmp_path / "runs").exists() and not (tmp_path / "kept" / "e").exists()
+    assert (tmp_path / "kept" / "notes").exists()
     with pytest.raises(ConfigError, match="group_size"):
         agl.GRPO(group_size=1)
     with pytest.raises(ConfigError, match="evaluate_every needs held-out tasks"):

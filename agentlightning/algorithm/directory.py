@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -31,6 +32,8 @@ except ImportError:
 MARK = "run.json"
 RUN_FILE = "run.yaml"
 START = "start"  # folder of the policy that training starts from, where the run made it itself
+_LOCK = ".lock"
+_OF_THE_START = {_LOCK, RUN_FILE, START, *(f"store.sqlite{ending}" for ending in ("", "-owner", "-shm", "-wal"))}
 
 
 class RunMark(msgspec.Struct):
@@ -69,9 +72,12 @@ def run_directory(root: str | Path, kind: str, *, named: bool, resume: bool, see
         resume: continue the run found here (the newest one, with `named=False`) instead of starting one.
         seed: that of the run; a run is resumed with the seed it was started with.
 
+    A directory that this makes, and that the run did not come to begin in, is removed again.
+
     Raises ConfigError where the directory cannot be written, holds a run that was not asked for, holds none to
     resume or one of another seed, or is in use."""
     path = _choose(Path(root).expanduser(), kind, named=named, resume=resume)
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
     with _locked(path):
         if resume:
             mark = read_mark(path)
@@ -81,14 +87,21 @@ def run_directory(root: str | Path, kind: str, *, named: bool, resume: bool, see
             name = path.name if path.name.isidentifier() else "run"
             mark = RunMark(run_id=f"{name}-{time.time_ns():x}", kind=kind, seed=seed)
             (path / MARK).write_bytes(msgspec.json.encode(mark))
-        yield RunDirectory(path, mark, resume)
+        try:
+            yield RunDirectory(path, mark, resume)
+        finally:
+            if made and not (path / MARK).exists() and {file.name for file in path.iterdir()} <= _OF_THE_START:
+                shutil.rmtree(path, ignore_errors=True)
+                with suppress(OSError):  # a folder of runs with other runs in it stays
+                    for folder in made[1:]:
+                        folder.rmdir()
 
 
 @contextmanager
 def _locked(path: Path) -> Generator[None]:
     try:
         path.mkdir(parents=True, exist_ok=True)
-        lock = (path / ".lock").open("ab")
+        lock = (path / _LOCK).open("ab")
     except OSError as error:
         raise ConfigError(f"cannot write to {path}: {error.strerror}. Choose another directory") from None
     with lock:

@@ -74,7 +74,7 @@ class SFT(Reinforcement):
             raise ConfigError("traces_run names a run in a store; also give traces, the store")
         if self.traces is not None and "://" not in str(self.traces):
             self.traces = str(Path(self.traces).expanduser().absolute())
-        given = [name for name in _OF_FRESH if getattr(self, name)]
+        given = [*(name for name in _OF_FRESH if getattr(self, name)), *["next_task"] * self.picks_tasks]
         if self.traces is not None and given:
             raise ConfigError(
                 f"{given[0]} is about rollouts that are run, and with traces none is: leave one of them out"

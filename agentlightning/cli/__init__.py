@@ -1,1 +1,1 @@
-"""The command line, `agl …`: turns arguments into calls of the rooms below and shows what they tell."""
+"""The command line, `agl …`: turns arguments into calls of the rooms below, and shows the results."""

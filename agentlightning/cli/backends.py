@@ -1,6 +1,6 @@
-"""Which server answers: told on the command line, or by the variables that an agent's own clients would read.
+"""Which server answers: the one on the command line, or the one that an agent's own clients would find.
 
-This module knows addresses, kinds of servers and where their keys are. It does not know what is done with them.
+This module knows addresses, kinds of servers and where their keys are, but not what they are used for.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OPENAI_URL, _ANTHROPIC_URL = "https://api.openai.com/v1", "https://api.anthropi
 
 
 class Upstream(NamedTuple):
-    """A server as the command line names it."""
+    """A server named on the command line."""
 
     url: str
     kind: BackendKind | None = None
@@ -42,7 +42,7 @@ class Upstream(NamedTuple):
     tokenizer: str | None = None
 
     async def open(self) -> HttpBackend | SglangBackend:
-        """The server, as `resolved` has it. ConfigError as there, and if the tokenizer cannot be read."""
+        """The server as a backend. ConfigError as in `resolved`, and if the tokenizer cannot be read."""
         from agentlightning.gateway.backends.factory import make_backend
 
         found = await self.resolved()
@@ -52,8 +52,8 @@ class Upstream(NamedTuple):
         )
 
     async def resolved(self) -> Upstream:
-        """The same with its kind, its key and the `/v1` that its `url` may lack; SGLang says which tokenizer it has.
-        ConfigError if nobody answers there, or a hosted API would need a key."""
+        """The same with kind, key and the `/v1` that `url` may lack; SGLang names its tokenizer. ConfigError if nothing
+        answers there, or a hosted API needs a key."""
         from agentlightning.gateway.backends.factory import with_version
 
         hosted = _kind_by_host(self.url)
@@ -70,7 +70,7 @@ class Upstream(NamedTuple):
 def with_backend(
     left_out: str = "as OPENAI_BASE_URL, OPENAI_API_KEY and the like say",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`--backend` and what says more of it, handed to the command as one `backend`, an `Upstream` or None."""
+    """`--backend` and its options, passed to the command as `backend`, an `Upstream` or None."""
     address = f"URL of the model server, such as http://localhost:8000/v1; default: {left_out}."
     options = together(
         click.option("--backend", metavar="URL", help=address),
@@ -98,7 +98,8 @@ def with_backend(
 
 
 async def backend_of_environment(environment: Mapping[str, str]) -> Backend:
-    """Whom a program with these variables would call: OpenAI's API, Anthropic's, or both. ConfigError without any."""
+    """The API that a program with these variables would call: OpenAI's, Anthropic's, or both. ConfigError without
+    any."""
     from agentlightning.gateway.backends.factory import ByProtocol
 
     openai_url = environment.get("OPENAI_BASE_URL") or environment.get("OPENAI_API_BASE")
@@ -121,7 +122,7 @@ async def backend_of_environment(environment: Mapping[str, str]) -> Backend:
 
 
 def _kind_by_host(url: str) -> Kind | None:
-    """None for the address of no hosted API. ConfigError for what is no address."""
+    """The kind of a hosted API's address; None for other addresses. ConfigError for a malformed address."""
     try:
         parts = urlsplit(url)
         host = parts.hostname if parts.scheme in ("http", "https") and parts.port != 0 else None
@@ -133,7 +134,7 @@ def _kind_by_host(url: str) -> Kind | None:
 
 
 async def _tokenizer(url: str, key: str | None) -> str:
-    """That of an SGLang server."""
+    """The tokenizer of an SGLang server."""
     from agentlightning.errors import BackendError
     from agentlightning.gateway.backends.connection import Connection
 
@@ -148,7 +149,7 @@ async def _tokenizer(url: str, key: str | None) -> str:
 
 
 async def _kind_by_asking(url: str) -> Kind:
-    """`vllm` for a server that tells vLLM's version, `openai` for any other. ConfigError if nobody answers."""
+    """`vllm` for a server that reports vLLM's version, `openai` for any other. ConfigError if nothing answers."""
     import aiohttp
 
     root = url.partition("?")[0].rstrip("/").removesuffix("/v1")

@@ -84,7 +84,7 @@ def _talk(url: str, *, model_name: str, key: str, system: str | None, as_json: b
 
 
 def _lines() -> Iterator[str]:
-    """What is typed, line by line, until /quit or the end; empty lines are left out."""
+    """The typed lines until /quit or the end, without empty ones."""
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()

@@ -1,7 +1,7 @@
-"""A run file (YAML) and its flags → `TrainConfig`, complete and checked before anything starts.
+"""Reads a run file (YAML) and flags into a complete, checked `TrainConfig`, before anything starts.
 
-`TrainConfig` is the one definition of a setting: flags, `--help` and the checks of a run file are made of it. Every
-refusal names the file, the key with its path, and the nearest right one.
+`TrainConfig` is the one definition of a setting: flags, `--help` and the checks of run files follow from it. An error
+names the file, the key with its path, and the nearest known key.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from agentlightning.types import LLM, FrozenModel, PromptTemplate
 
 
 class CommandConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An agent that is a program; the fields are those of `agentlightning.command` or, with `harness`, its name, those
-    of `agentlightning.harness`. `grader` is a command, or a reference to a function. In a run file `cwd` is the file's
-    folder unless it says otherwise."""
+    """An agent that is a program. The fields are those of `agentlightning.command`, or with `harness` (its name) those
+    of `agentlightning.harness`. `grader` is a command, or a reference to a function. In a run file, `cwd` is by default
+    the file's folder."""
 
     command: str | None = None
     harness: str | None = None
@@ -46,7 +46,7 @@ class CommandConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     cwd: str | None = None
 
     def load(self) -> CommandAgent:
-        """The agent. ConfigError where it cannot be one, such as for a grader that cannot be loaded."""
+        """The agent. ConfigError if it is not valid, for example if its grader cannot be loaded."""
         grader: Any = self.grader
         if self.grader is not None and _is_word(self.grader) and is_reference(self.grader):
             grader = load_reference(self.grader)
@@ -63,12 +63,12 @@ class CommandConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def _flag(help_: str, metavar: str | None = None, *names: str, **settings: Any) -> msgspec.Meta:
-    """What `agl train --help` says of a key, for which there is a flag then; `settings` are click's."""
+    """The text of a key that has a flag, for `agl train --help`; `settings` are click's."""
     return msgspec.Meta(description=help_, extra={"names": names, "metavar": metavar, **settings})
 
 
 def _key(description: str) -> msgspec.Meta:
-    """What the reference says of a key that has no flag."""
+    """The text of a key without a flag, for the reference."""
     return msgspec.Meta(description=description)
 
 
@@ -91,11 +91,11 @@ ALGORITHMS: Final = {
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What `agl train` needs to know, with the defaults and meanings of `Trainer`; the flags are made of it.
+    """The settings of `agl train`, with the defaults and meanings of `Trainer`. The flags follow from it.
 
-    `algorithm` holds a `name` and that algorithm's own fields (a run file may give the bare name), `optimizer` those of
-    AdamW, `lora` those of LoRA. Paths in a run file are relative to it, paths in flags to the current directory.
-    `environment` is an agent with its tasks: its `name`, `HUB:NAME`, and that hub's own fields."""
+    `algorithm` has a `name` and that algorithm's fields (or is the name alone), `optimizer` the fields of AdamW, `lora`
+    those of LoRA. `environment` has a `name`, `HUB:NAME`, and that hub's fields. Paths in a run file are relative to
+    it, paths in flags to the current directory."""
 
     agent: Annotated[str | CommandConfig | None, _flag("The agent, in a file or a module.", "FILE.py:NAME")] = None
     environment: Annotated[
@@ -156,7 +156,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = msgspec.field(default_factory=list[str | dict[str, Any]])
 
     def load_agent(self) -> Any:
-        """The agent, its name, or the environment. ConfigError where there is no such hub, or it takes other fields."""
+        """The agent, its name, or the environment. ConfigError if there is no such hub, or it has no such field."""
         if self.environment is None:
             return self.agent.load() if isinstance(self.agent, CommandConfig) else self.agent
         from agentlightning.environments import HUBS
@@ -173,7 +173,7 @@ FIELDS = {field.name: field for field in msgspec.structs.fields(TrainConfig)}
 
 
 def key_flags(*left_out: str) -> Option:
-    """A flag for each key of a run file that has one but those `left_out`; None where it is not given."""
+    """The flags of all keys that have one, except `left_out`; None if not given."""
     return together(*(_option(name, hint) for name, hint in _HINTS.items() if name not in left_out))
 
 
@@ -198,7 +198,7 @@ _PATHS = ("model", "train_dataset", "val_dataset", "run_dir", "store")
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice and reads `1e-3` as the number it is."""
+    """Safe YAML that refuses repeated keys and reads `1e-3` as a number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -220,8 +220,7 @@ def load_config(
 ) -> TrainConfig:
     """The run file at a path, changed by `key=value` assignments (dotted keys), then by `flags` that are not None.
 
-    Raises ConfigError for a missing or malformed file, an unknown or repeated key, a missing one, or a wrong type.
-    """
+    ConfigError for a missing or malformed file, for an unknown, repeated or missing key, and for a wrong type."""
     values: dict[str, Any] = {} if source is None else _read_run_file(source)
     for assignment in assignments:
         _assign(values, assignment)
@@ -251,7 +250,7 @@ def load_config(
 
 
 def _where_it_belongs(key: str, values: Mapping[str, Any]) -> str:
-    """A hint for a key that no run file has: `write algorithm.group_size`, or the nearest that there is."""
+    """A hint for an unknown key: `write algorithm.group_size`, or the nearest known key."""
     named = values.get("algorithm")
     kind = ALGORITHMS.get(str(named.get("name", "grpo")) if isinstance(named, dict) else "grpo", "GRPO")
     parts = {"algorithm": f"algorithm:{kind}", "optimizer": "learner.base:AdamW", "lora": "learner.base:LoRA"}
@@ -263,7 +262,7 @@ def _where_it_belongs(key: str, values: Mapping[str, Any]) -> str:
 
 
 def _needed(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """The keys without which nothing can be trained; recorded rollouts take the place of tasks."""
+    """The required keys; recorded rollouts replace tasks."""
     algorithm = values.get("algorithm")
     recorded = isinstance(algorithm, dict) and "traces" in algorithm
     if values.get("environment") is not None:
@@ -274,7 +273,7 @@ def _needed(values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def build(kind: type[Any], fields: Mapping[str, Any], where: str, *name: str) -> Any:
-    """`kind(*name, **fields)`, a dataclass's instance, after each field was checked against its type."""
+    """`kind(*name, **fields)`, an instance of a dataclass, after checking the type of each field."""
     hints = typing.get_type_hints(kind)
     known = {one.name: hints[one.name] for one in dataclasses.fields(kind) if one.init and one.name != "name"}
     checked: dict[str, Any] = {}
@@ -305,8 +304,7 @@ def _read_run_file(path: Path) -> dict[str, Any]:
 
 
 def kept(config: TrainConfig) -> dict[str, Any]:
-    """The run file by which a run can be repeated: with paths that hold anywhere, without what is the run's own (its
-    directory) and without what is secret by its name."""
+    """The run file that repeats the run: with absolute paths, without the run's directory and without secrets."""
     here, own = Path.cwd() / "run.yaml", ("run_dir", "resume")
     values: dict[str, Any] = settings_without_secrets(msgspec.to_builtins(config))
     values = _seen_from(here, {key: one for key, one in values.items() if key not in own and one is not None})
@@ -314,7 +312,7 @@ def kept(config: TrainConfig) -> dict[str, Any]:
 
 
 def _references_from(path: Path, value: Any) -> Any:
-    """The same value, however deep, with references to files seen from the folder of `path`."""
+    """The same value at any depth, with references to files relative to the folder of `path`."""
     if isinstance(value, dict):
         return {name: _references_from(path, one) for name, one in cast("dict[str, Any]", value).items()}
     if isinstance(value, list):
@@ -323,7 +321,7 @@ def _references_from(path: Path, value: Any) -> Any:
 
 
 def _seen_from(path: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a run file at `path`, with paths seen from the current directory."""
+    """The values of a run file at `path`, with paths relative to the current directory."""
     values |= {key: {"name": values[key]} for key in _NAMED if isinstance(values.get(key), str)}
     for key in _PATHS:
         if key in values:
@@ -350,7 +348,7 @@ def _seen_from(path: Path, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _command_beside(path: Path, agent: dict[str, Any]) -> dict[str, Any]:
-    """A command runs in the run file's folder, and its grader, if it is a reference, is looked up there."""
+    """A command runs in the run file's folder; a grader that is a reference is looked up there."""
     seen = {**agent, "cwd": _beside(path, agent.get("cwd") or ".")}
     if "workspace" in agent:
         seen["workspace"] = _beside(path, agent["workspace"])
@@ -365,7 +363,8 @@ def _is_word(text: str) -> bool:
 
 
 def _beside(run_file: Path, value: Any, must_exist: bool = False) -> Any:
-    """`value` seen from the run file's folder, if it is a path; a model name on a hub or a module stays as it is."""
+    """`value` relative to the run file's folder, if it is a path. Names of models on a hub and of modules stay
+    unchanged."""
     if not isinstance(value, str) or is_hub_name(value):
         return value
     location, _, attribute = value.rpartition(":") if is_reference(value) else (value, "", "")
@@ -381,7 +380,7 @@ _ENGINES: Final = ("vllm", "sglang", "fsdp", "tinker", "verl")
 
 
 def read_value(where: str, text: str) -> Any:
-    """What a YAML value on the command line says. ConfigError, which begins with `where`, for what is none."""
+    """A YAML value from the command line. ConfigError, beginning with `where`, if it is malformed."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError:
@@ -406,7 +405,7 @@ def _assign(values: dict[str, Any], assignment: str) -> None:
 
 
 def _convert(value: Any, type_: Any, where: str) -> Any:
-    """`value` as a `type_`. ConfigError names the innermost key that is wrong, and what would be right there."""
+    """`value` as a `type_`. ConfigError names the innermost wrong key and what is expected there."""
     try:
         return msgspec.convert(value, type_)
     except msgspec.ValidationError as error:

@@ -1,4 +1,4 @@
-"""`agl doctor`: what an installation and a backend need to work, each looked at for real, each with a fix."""
+"""`agl doctor`: checks an installation and a backend by using them, and suggests fixes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from agentlightning.tracing.tree import one_line
 
 
 class Check(NamedTuple):
-    """What was looked at, how it stands, and what to do about it unless it is ok."""
+    """A check, its result and, unless it is ok, how to fix it."""
 
     name: str
     state: Literal["ok", "warning", "failed"]
@@ -71,7 +71,7 @@ def _gpu() -> Check:
 
 
 async def _writing() -> Check:
-    """A store is made where runs would be, and written to: some network drives cannot hold one."""
+    """Create a store where runs would be, and write to it: some network drives cannot hold one."""
     from agentlightning.store.sql import SqlStore
 
     place = (RUNS if RUNS.is_dir() else Path()).absolute()
@@ -89,7 +89,7 @@ async def _writing() -> Check:
 
 
 async def _backend(upstream: Upstream, model: str | None) -> AsyncGenerator[Check]:
-    """Whether it is there, what it serves, and whether its answers can be trained on."""
+    """Whether the server answers, what it serves, and whether its answers can be trained on."""
     from agentlightning.errors import BackendError
     from agentlightning.gateway.backend import Sampling
     from agentlightning.gateway.capture import untrainable_reason

@@ -1,4 +1,4 @@
-"""`agl train --dry-run`: what a run will do, with one group really run and learned from to measure what it costs."""
+"""`agl train --dry-run`: estimates a run by running and learning from one group."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _ONE_GROUP: Final = {
 
 
 def run_dry(config: TrainConfig, console: Console, *, as_json: bool) -> None:
-    """Run one group of the run that `config` describes, in a directory that is removed, and say what all will take.
+    """Run one group of `config`'s run in a temporary directory, and print what the whole run will take.
 
-    The model is read and not written. ConfigError for what is no reinforcement learning from tasks."""
+    The model is not written. ConfigError unless it is reinforcement learning from tasks."""
     from agentlightning.algorithm import Reinforcement
     from agentlightning.environments.base import tasks_of
 
@@ -77,7 +77,7 @@ def run_dry(config: TrainConfig, console: Console, *, as_json: bool) -> None:
 def _measure(
     config: TrainConfig, algorithm: Any, console: Console
 ) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
-    """The metrics of a step of one group, and what its calls of frozen models read and wrote."""
+    """The metrics of a step with one group, and the tokens of its calls to frozen models."""
     with tempfile.TemporaryDirectory(prefix="agl-dry-run-") as folder:
         own = {key: value for key, value in _ONE_GROUP.items() if hasattr(algorithm, key)}
         changed: dict[str, Any] = {"algorithm": config.algorithm | own, "run_dir": f"{folder}/run", "trackers": []}
@@ -108,7 +108,7 @@ def _lines(plan: dict[str, Any], at_once: int) -> Iterator[str]:
 
 
 async def _frozen_tokens(store: Path, frozen: set[str]) -> dict[str, tuple[int, int]]:
-    """Prompt and answer tokens of the group's calls of models that are not trained."""
+    """Prompt and answer tokens of the group's calls to models that are not trained."""
     from agentlightning.store.reading import StoreReader
     from agentlightning.tracing.messages import model_name, token_counts
 

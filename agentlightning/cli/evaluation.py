@@ -1,7 +1,7 @@
-"""`agl eval`: how good an agent is, how sure that is, and which of two is better; with `--show`, what it does.
+"""`agl eval`: measures an agent with confidence intervals, compares two, and with `--show` prints what an agent does.
 
-It runs the agent on held-out tasks (`Baseline`), or reads what runs have stored. What is computed of rollouts is the
-business of `agentlightning.algorithm.measures`.
+It runs the agent on held-out tasks (`Baseline`), or reads stored rollouts. `agentlightning.algorithm.measures` computes
+the figures.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from agentlightning.cli.config import TrainConfig, key_flags, load_config
 from agentlightning.cli.fit import fit
 from agentlightning.cli.options import Numbers, json_option, make_table, print_json, print_table
 from agentlightning.cli.place import Place
-from agentlightning.cli.training import INTERRUPTED
-from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning.cli.training import INTERRUPTED, RUN_FILE
+from agentlightning.errors import ConfigError, NotFoundError, nearest
+from agentlightning.runner.agent import as_agent
 from agentlightning.tracing.tree import printable, rollout_tree
 from agentlightning.types import LLM, Mode, PromptTemplate, Rollout
 
@@ -95,7 +96,8 @@ def eval(
     Without an agent, nothing is run: the rollouts that runs have stored are measured.
 
     \b
-    agl eval agent.py:agent heldout.jsonl --model Qwen/Qwen3-0.6B --show
+    agl eval --show                                  # run.yaml of this folder, the first 5 tasks
+    agl eval agent.py:agent heldout.jsonl --model Qwen/Qwen3-0.6B
     agl eval agent.py:agent heldout.jsonl --model runs/…/checkpoints/… --samples 8 -k 1,4,8
     agl eval run.yaml --compare prompt=old.txt prompt=new.txt
     agl eval --rollouts runs/grpo-…
@@ -106,6 +108,8 @@ def eval(
     measures = Measures(ks and tuple(sorted({*ks})), threshold)
     console = Console(stderr=as_json, highlight=False)
     fields = by or TAG_FIELDS
+    if show and agent is None and RUN_FILE.is_file():
+        agent = str(RUN_FILE)
     _check(ctx, agent, rollouts, compare)
     if agent is None:
         place = Place(running["store"], running["server"], running["api_key"])
@@ -125,7 +129,7 @@ def eval(
 
 
 def _check(ctx: click.Context, agent: str | None, rollouts: tuple[str, ...], compare: tuple[str, str] | None) -> None:
-    """UsageError for options that have no effect on what is asked for."""
+    """UsageError for options that have no effect here."""
     if agent is None and bool(rollouts) == bool(compare):
         raise click.UsageError("choose what to measure: an agent and its DATA, stored --rollouts, or --compare A B")
     given = {name for name in ctx.params if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE}
@@ -140,7 +144,7 @@ def _check(ctx: click.Context, agent: str | None, rollouts: tuple[str, ...], com
 
 
 def _config(agent: str, mode: Mode, ks: tuple[int, ...] | None, running: dict[str, Any]) -> TrainConfig:
-    """What the run file and the flags say, as a run that trains nothing."""
+    """The run file and the flags, as a run that trains nothing."""
     model, endpoint = running.pop("model"), running.pop("endpoint")
     name, key = running.pop("endpoint_model"), running.pop("endpoint_key")
     if endpoint is None and name is not None:
@@ -175,7 +179,7 @@ def _run(
     show: bool,
     limit: int | None,
 ) -> list[list[Measured]]:
-    """The rollouts of one evaluation, or of two, whose runs are side by side in one directory."""
+    """The rollouts of one evaluation, or of two, whose runs are beside each other in one directory."""
     from agentlightning.algorithm.directory import MARK
     from agentlightning.algorithm.measures import measured
 
@@ -192,10 +196,15 @@ def _run(
             )
             for name, side in zip(compare, ("a", "b"), strict=True)
         ]
-    groups: list[list[Measured]] = []
     for one in configs:
         if one.model is None and not isinstance(one.initial_resources.get("llm"), LLM):
             raise click.UsageError("choose the model: --model, or --endpoint and --model")
+        if compare is not None and isinstance(one.model, str):
+            from agentlightning.learner.policy import check_model
+
+            check_model(one.model)  # before the first of them is measured, which may take hours
+    groups: list[list[Measured]] = []
+    for one in configs:
         result = fit(one, console, limit)
         tasks = result.evaluations[0].tasks
         if show:
@@ -213,7 +222,7 @@ def _show_tasks(console: Console, tasks: Sequence[EvaluatedTask]) -> None:
 
 
 def _variant(config: TrainConfig, name: str) -> TrainConfig:
-    """The same with another prompt (`NAME=FILE`) or another model."""
+    """The same settings with another prompt (`NAME=FILE`) or another model."""
     template, is_prompt, file = name.partition("=")
     llm = config.initial_resources.get("llm")
     if not is_prompt or Path(name).exists():
@@ -225,6 +234,11 @@ def _variant(config: TrainConfig, name: str) -> TrainConfig:
             text = Path(file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the prompt {file}: {error}") from None
+        prompts = [key for key, value in config.initial_resources.items() if isinstance(value, PromptTemplate)]
+        if prompts and template not in prompts:
+            raise ConfigError(f"there is no prompt {template!r} to replace; {nearest(template, prompts)}")
+        if not as_agent(config.load_agent()).takes_prompts():
+            raise ConfigError("the agent takes no prompt: give it a parameter `prompt_template` or `resources`")
         present = config.initial_resources.get(template)
         engine = present.engine if isinstance(present, PromptTemplate) else "f-string"
         changed = {template: PromptTemplate(template=text, engine=engine)}
@@ -235,7 +249,7 @@ def _variant(config: TrainConfig, name: str) -> TrainConfig:
 
 
 async def _stored(name: str, mode: Mode | None, place: Place, fields: Sequence[str]) -> list[Measured]:
-    """The rollouts of `RUN`, or of its evaluation after step N, or with version N of its resources: `RUN@N`."""
+    """The rollouts of `RUN`, or with `RUN@N` of its evaluation after step N, or with version N of its resources."""
     from agentlightning.algorithm.measures import measured
     from agentlightning.cli.runs import choose_run
     from agentlightning.data.transitions import trace_rollout
@@ -264,7 +278,7 @@ async def _stored(name: str, mode: Mode | None, place: Place, fields: Sequence[s
 
 
 async def _parts(store: LightningStore, rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
-    """Rollouts by the training step after which they were made, or else by the number of their resources version."""
+    """Rollouts by the training step they came after, or else by the number of their resources version."""
     from agentlightning.algorithm.measures import EVALUATED_STEP
 
     versions = {one.resources_id: str(one.version) for one in await store.query_resources()}
@@ -276,7 +290,7 @@ async def _parts(store: LightningStore, rollouts: Sequence[Rollout]) -> dict[str
 
 
 def _last(run_name: str, parts: Mapping[str, list[Rollout]]) -> list[Rollout]:
-    """Those after the last step. ConfigError where versions stand beside each other and none is the last."""
+    """The rollouts after the last step. ConfigError if there are several versions and none is the last."""
     from agentlightning.algorithm.measures import EVALUATED_STEP
 
     latest = max(parts.values(), key=lambda part: part[0].metadata.get(EVALUATED_STEP, -1))
@@ -292,7 +306,7 @@ def _last(run_name: str, parts: Mapping[str, list[Rollout]]) -> list[Rollout]:
 def _tell(
     console: Console, names: Sequence[str], groups: Sequence[list[Measured]], measures: Measures, *, as_json: bool
 ) -> int:
-    """Print it. The exit code: 1 where not one rollout was rewarded."""
+    """Print the result. The exit code: 1 if no rollout was rewarded."""
     from agentlightning.algorithm.measures import compare, summarise
 
     told: Summary | Comparison
@@ -311,7 +325,7 @@ def _tell(
 
 
 def _show_summary(console: Console, summary: Summary, confidence: float) -> None:
-    """How the rollouts ended; then a row for each thing measured, of all tasks and of each tag."""
+    """How the rollouts ended, then a row per measure, for all tasks and for each tag."""
     _show_rollouts(console, "", summary)
     rows: list[tuple[object, ...]] = []
     for tag, estimates in [(_ALL, summary.estimates), *summary.tags.items()]:
@@ -324,7 +338,7 @@ def _show_summary(console: Console, summary: Summary, confidence: float) -> None
 
 
 def _show_comparison(console: Console, sides: Sequence[str], comparison: Comparison, confidence: float) -> None:
-    """The same of two, with what the second has over the first."""
+    """The rows of two, with their difference."""
     for letter, name, summary in zip("AB", sides, (comparison.first, comparison.second), strict=True):
         console.print(f"{letter}: {printable(name)}", markup=False, soft_wrap=True)
         _show_rollouts(console, "   ", summary)

@@ -1,4 +1,4 @@
-"""A `TrainConfig` becomes an algorithm, a `Trainer` and a run."""
+"""Makes an algorithm, a `Trainer` and a run from a `TrainConfig`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NOT_THE_TRAINERS: Final = {
 
 
 def fit(config: TrainConfig, console: Console, limit: int | None = None) -> FitResult:
-    """Train once, as `config` says, with the progress shown on `console`; of held-out tasks only the first `limit`."""
+    """Train once as in `config`, with progress on `console`. Only the first `limit` held-out tasks are used."""
     if "torch" not in sys.modules:  # which takes seconds
         console.print("loading libraries and the agent …", highlight=False)
     algorithm = make_algorithm(config.algorithm)
@@ -51,7 +51,7 @@ def fit(config: TrainConfig, console: Console, limit: int | None = None) -> FitR
 
 
 def make_algorithm(spec: Mapping[str, Any]) -> Any:
-    """The algorithm that `{"name": …, field: value}` describes, with every field's name and type checked."""
+    """The algorithm of `{"name": …, field: value}`, after checking the name and type of every field."""
     from agentlightning.data.references import is_reference, load_reference
 
     fields = dict(spec)

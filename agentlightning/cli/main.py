@@ -1,7 +1,7 @@
 """The entry point: finds the command, and turns every outcome into an exit code and a readable message.
 
-Exit codes: 0 done, 1 a job that could not be done, 2 a command line that is wrong, 130 interrupted by Ctrl-C.
-Commands import what they need when they run, so that `agl --help` is quick and `agl runner` needs no torch.
+Exit codes: 0 done, 1 failed, 2 wrong command line, 130 interrupted by Ctrl-C. Commands import what they need when they
+run, so that `agl --help` is quick and `agl runner` needs no torch.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib
 import keyword
 import os
+import re
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 
 import click
 
@@ -60,7 +62,7 @@ TRAINING = ("quickstart", "train", "sweep", "eval", "chat", "serve")
 
 
 class LazyGroup(click.Group):
-    """A group that imports a command's module when it is asked for and suggests the nearest name for one unknown."""
+    """A group that imports a command's module when needed, and suggests the nearest name for an unknown one."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -80,7 +82,16 @@ class LazyGroup(click.Group):
             click.echo(f"agl {' '.join(former)} is now agl {' '.join(FORMER[former])}", err=True)
         elif args and args[0] not in COMMANDS and not args[0].startswith("-"):
             raise click.UsageError(f"no command {args[0]!r}; {nearest(args[0], COMMANDS)}", ctx)
-        return super().resolve_command(ctx, args)
+        return super().resolve_command(ctx, _with_all_instruments(args))
+
+
+def _with_all_instruments(args: list[str]) -> list[str]:
+    """`--instrument run.yaml` → `--instrument=all run.yaml`: click would take the file for the names."""
+    end = args.index("--") if "--" in args else len(args)
+    for index, (word, following) in enumerate(pairwise(args[:end])):
+        if word == "--instrument" and not re.fullmatch(r"[\w,-]+", following):
+            args = [*args[:index], "--instrument=all", *args[index + 1 :]]
+    return args
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -123,7 +134,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _how_to_install(error: Exception, words: Sequence[str]) -> str:
-    """What to say about a package that is missing and comes with an extra of ours; nothing of any other error."""
+    """How to install a missing package of one of our extras; empty for other errors."""
     for missing in (error, error.__cause__):
         if isinstance(missing, ModuleNotFoundError) and missing.name is not None:
             for extra, packages in EXTRAS.items():

@@ -1,7 +1,6 @@
-"""What commands share: options such as durations (`30d`), and how a command prints what it found.
+"""Shared by commands: options such as durations (`30d`), and printing.
 
-Cells of tables hold what others wrote (models, agents, users): nothing of it is taken for markup, and nothing acts on
-the terminal.
+Table cells contain the text of models, agents and users: it is never markup, and never acts on the terminal.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ instrument_option = click.option(
 
 
 def together(*options: Option) -> Option:
-    """These options as one, in the order in which `--help` lists them."""
+    """These options as one, in the order of `--help`."""
     return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
 
 
 def instrument_agents(told: str | None, *, here: bool) -> None:
-    """Have the agents in processes below this one instrumented, and those `here`, before they are imported."""
+    """Instrument the agents of child processes and, with `here`, of this one, before they are imported."""
     if told is None:
         return
     os.environ[INSTRUMENT] = told
@@ -60,7 +59,7 @@ def instrument_agents(told: str | None, *, here: bool) -> None:
 
 
 class Numbers(click.ParamType[tuple[int, ...]]):
-    """`"1,4,8"` → (1, 4, 8). A usage error for what is no list of whole numbers from 1 on."""
+    """`"1,4,8"` → (1, 4, 8). UsageError unless all are whole numbers from 1."""
 
     name = "numbers"
 
@@ -78,7 +77,7 @@ _WRITTEN: Final = re.compile(r"(\d+(?:\.\d+)?)([dhms]?)", re.ASCII)
 
 
 def seconds_in(text: str, *, zero: bool = False, bare: bool = False) -> float:
-    """`"1.5h"` → 5400.0. ValueError says how a duration is written; `bare` allows seconds without a unit."""
+    """`"1.5h"` → 5400.0; `bare` allows seconds without a unit. ValueError says how to write a duration."""
     written = _WRITTEN.fullmatch(text.strip())
     if written is None or not (written[2] or bare):
         raise ValueError(f"{text!r} is no duration; write a number and d, h, m or s, such as 30d or 12h")
@@ -89,7 +88,7 @@ def seconds_in(text: str, *, zero: bool = False, bare: bool = False) -> float:
 
 
 class Duration(click.ParamType[float]):
-    """`seconds_in` of what is written, as a number; a usage error where it is none."""
+    """A duration in seconds, read by `seconds_in`. UsageError if it is malformed."""
 
     name = "duration"
 
@@ -109,12 +108,12 @@ class Duration(click.ParamType[float]):
 
 
 def print_json(what: object, enc_hook: Callable[[Any], Any] | None = None) -> None:
-    """Print one object, at once; `enc_hook` is msgspec's."""
+    """Print one object and flush; `enc_hook` is msgspec's."""
     click.echo(msgspec.json.encode(what, enc_hook=enc_hook).decode())
 
 
 def tell(as_json: bool, what: object, words: str) -> None:
-    """Print what was done: as JSON, or in words."""
+    """Print a result, as JSON or in words."""
     if as_json:
         print_json(what)
     else:
@@ -124,7 +123,7 @@ def tell(as_json: bool, what: object, words: str) -> None:
 def make_table(
     names: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None, right: Collection[str] = ()
 ) -> Table:
-    """A table of these columns; numbers, and the columns named `right`, go to the right."""
+    """A table with these columns; numbers and the columns named `right` are aligned to the right."""
     from rich import box
     from rich.table import Table
 
@@ -139,7 +138,7 @@ def make_table(
 
 
 def print_table(table: Table, console: Console | None = None) -> None:
-    """Print a table whole: ids are there to be copied, and a narrow terminal wraps lines rather than cutting cells."""
+    """Print a whole table: you can copy ids, and a narrow terminal wraps lines instead of cutting cells."""
     from rich.console import Console
 
     console = console or Console()
@@ -161,12 +160,12 @@ def _cell(value: object) -> Any:
 
 
 def number(value: float) -> str:
-    """Four significant digits, and the thousands set apart: `0.1235`, `12,346`, `1e-06`."""
+    """Four significant digits, with separated thousands: `0.1235`, `12,346`, `1e-06`."""
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def squeezed(values: Sequence[float], width: int) -> list[float]:
-    """At most `width` values, each the mean of as many neighbours: `([1, 3, 5, 7], 2)` → `[2, 6]`."""
+    """At most `width` values, each the mean of neighbours: `([1, 3, 5, 7], 2)` → `[2, 6]`."""
     if len(values) <= width:
         return list(values)
     edges = [round(index * len(values) / width) for index in range(width + 1)]

@@ -1,4 +1,4 @@
-"""Which store a command works on: how a command line names it, and how it is opened."""
+"""The store that a command works on: its options, and how it is opened."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PATIENCE_SECONDS: Final = 10.0  # somebody waits before a terminal: a mistyped 
 
 @dataclass(frozen=True)
 class Place:
-    """A store to open here, in a SQLite file or at a postgresql:// URL, or the server that has one open."""
+    """A store to open here, in a SQLite file or at a postgresql:// URL, or the server that has it open."""
 
     address: str | None = None
     server: str | None = None
@@ -43,8 +43,7 @@ class Place:
 
     @contextlib.asynccontextmanager
     async def open(self, *, create: bool = False, reading: bool = False) -> AsyncGenerator[LightningStore]:
-        """The store; one that does not exist is only made if `create`. For `reading`, a file that another process uses
-        is as good as any."""
+        """The open store. Without `create`, it must exist. For `reading`, another process may use the file."""
         if (self.address is None) == (self.server is None):
             raise click.UsageError("choose the store: either its file or postgresql:// URL, or --server URL")
         if self.server is not None:
@@ -75,13 +74,13 @@ async def _open_here(address: str, *, create: bool, reading: bool) -> LightningS
 
 
 def require_file(address: str) -> None:
-    """A mistyped path would otherwise become a new store."""
+    """ConfigError if the file does not exist, since a mistyped path would create a new store."""
     if not address.startswith(POSTGRES) and not Path(address).is_file():
         raise ConfigError(f"there is no store at {address} (looked in {Path.cwd()})")
 
 
 def stores_here() -> list[str]:
-    """The stores of this folder's runs and its server's, the one written to last first. ConfigError for none."""
+    """The stores of this folder's runs and its server's, the last written first. ConfigError if there are none."""
     levels = ("*/", "*/*/")  # a run, a folder of runs with several seeds
     files = [SERVER_STORE, *(path for level in levels for path in RUNS.glob(f"{level}{STORE_FILE}"))]
     found = sorted((path for path in files if path.is_file()), key=_written, reverse=True)
@@ -91,18 +90,18 @@ def stores_here() -> list[str]:
 
 
 def newest_store() -> str:
-    """The store that a command reads where none is named. ConfigError where there is none."""
+    """The store that a command reads by default. ConfigError if there is none."""
     return stores_here()[0]
 
 
 def _written(store: Path) -> float:
-    """When a store was last written to; the newest of it is in its log."""
+    """When a store, or its log, was last written."""
     log = store.with_name(f"{store.name}-wal")
     return max(path.stat().st_mtime for path in (store, log) if path.exists())
 
 
 class Named(NamedTuple):
-    """How a command names its store, and which it takes where none is named."""
+    """How a command's options name its store, and its default."""
 
     option: Option | None
     default: Callable[[], str] | None = None
@@ -129,7 +128,7 @@ _ASKED: Final = (
 
 
 def with_place(named: Named) -> Option:
-    """A command, async or not, with the store as `named`, `--server`, `--key` and `--json`; it is given `place` and
+    """A command, async or not, with the options `named`, `--server`, `--key` and `--json`. It gets `place` and
     `as_json`."""
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,7 +145,7 @@ def with_place(named: Named) -> Option:
 
 
 def on_store(named: Named = STORE, *, create: bool = False, reading: bool = False) -> Option:
-    """An async command that is given an open `store`; the options are those of `with_place`."""
+    """An async command that gets an open `store`; the options are those of `with_place`."""
 
     def add(command: Callable[..., Coroutine[Any, Any, int | None]]) -> Callable[..., Any]:
         @with_place(named)

@@ -1,4 +1,4 @@
-"""`agl record -- COMMAND`: one run of a program as it is, recorded and shown as a tree."""
+"""`agl record -- COMMAND`: runs a program once, unchanged, records it and prints it as a tree."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "GEMINI_MODEL", "AG
 
 
 class _RecordCommand(click.Command):
-    """Takes the program of `--instrument python agent.py` for the program, not for a name of instrumentation."""
+    """In `--instrument python agent.py`, takes `python agent.py` as the program, not as a name."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         options = [param for param in self.params if isinstance(param, click.Option) and not param.is_flag]
@@ -148,7 +148,7 @@ def _task(text: str) -> Any:
 
 
 def _unanswered(spans: Sequence[Span]) -> Counter[str]:
-    """What the gateway or the backend refused and why, with how often; of an attempt the gateway's first hundred."""
+    """What the gateway or backend refused, why and how often; the first hundred per attempt."""
     from agentlightning.tracing.tree import one_line
 
     found = Counter[str]()
@@ -171,7 +171,7 @@ def _told(rollout: Rollout, spans: Sequence[Span]) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def _gateway(backend: Any, store: LightningStore) -> AsyncGenerator[str]:
-    """The gateway in front of the server that answers, on this machine alone; gives its root URL."""
+    """The gateway in front of the answering server, for this machine only; its root URL."""
     from agentlightning.gateway.app import Gateway
     from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
     from agentlightning.server.app import create_app
@@ -197,8 +197,8 @@ class ProgramFailed(AgentLightningError):
 
 @dataclass
 class Program(LitAgent[Any]):
-    """A command as an agent that is run once; what it prints goes to `output`, or where ours goes. `exit_code` is as a
-    shell says it: 128 and the signal's number for a program that was killed."""
+    """A command as an agent that runs once. Its output goes to `output`, or where ours goes. `exit_code` is a shell's:
+    128 plus the signal's number for a killed program."""
 
     command: Sequence[str]
     output: TextIO | None = None
@@ -212,7 +212,7 @@ class Program(LitAgent[Any]):
         return self  # it runs once, and is asked afterwards how that went
 
     async def run(self, store: LightningStore, url: str, task: Any) -> AttemptedRollout:
-        """Run it as a rollout of its own; its calls are answered, and its spans taken, at `url`."""
+        """Run it as a rollout. `url` answers its calls and takes its spans."""
         from agentlightning.runner.runner import Runner
 
         self._url = url
@@ -260,7 +260,7 @@ class Program(LitAgent[Any]):
 
 @contextlib.contextmanager
 def _signals_to(process: asyncio.subprocess.Process) -> Generator[None]:
-    """Ctrl-C and SIGTERM are the program's to answer; we end when it does."""
+    """Ctrl-C and SIGTERM go to the program; we end when it ends."""
 
     def passed_on(number: signal.Signals) -> None:
         from_terminal = number is signal.SIGINT and os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp()

@@ -1,4 +1,4 @@
-"""`agl rollouts`: what rollouts a store holds, and what one of them did, as a tree."""
+"""`agl rollouts`: lists the rollouts of a store, and shows one as a tree."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rollouts() -> None:
 
 
 class ListedRollout(msgspec.Struct, frozen=True):
-    """A rollout, and the reward of its last attempt."""
+    """A rollout and its last attempt's reward."""
 
     rollout: Rollout
     reward: float | None
@@ -169,7 +169,7 @@ async def annotate(place: Place, rollout_id: str, as_json: bool, **parts: str | 
 
 
 async def _find(named: Place, rollout_id: str) -> tuple[Place, Rollout]:
-    """The rollout and where it is: in the store that is named, or in whichever below runs/ has it."""
+    """The rollout and its store: the named one, or whichever below runs/ has it."""
     places = [named] if named.named else [Place(store) for store in stores_here()]
     for place in places:
         async with place.open(reading=True) as store:
@@ -183,7 +183,7 @@ async def _find(named: Place, rollout_id: str) -> tuple[Place, Rollout]:
 
 
 def _print_attempts(console: Console, attempts: Sequence[Attempt], shown: Attempt | None) -> None:
-    """How each ended and why, where there is more to say than the tree's first line does."""
+    """How each attempt ended and why, unless the tree's first line says so."""
     from agentlightning.tracing.tree import printable
 
     for attempt in attempts:
@@ -197,7 +197,7 @@ def _print_attempts(console: Console, attempts: Sequence[Attempt], shown: Attemp
 
 
 def _print_texts(console: Console, spans: Sequence[Span], *, everything: bool) -> None:
-    """The tracebacks of what was raised, and the logs."""
+    """Tracebacks and logs."""
     from agentlightning.semconv import EXCEPTION, EXCEPTION_STACKTRACE, LOG, LOG_STREAM, LOG_TEXT
     from agentlightning.tracing.tree import one_line, printable
 

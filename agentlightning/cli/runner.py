@@ -1,4 +1,4 @@
-"""`agl runner`: an agent on rollouts of a server, here, or with `--ray` and `--kubernetes` on other machines."""
+"""`agl runner`: runs an agent on a server's rollouts, here or, with `--ray` and `--kubernetes`, on other machines."""
 
 from __future__ import annotations
 
@@ -131,7 +131,8 @@ async def _run(
 
 
 def _arguments(context: click.Context, each: int) -> list[str]:
-    """This command line for a runner of the pool, without the key. In `--name=value` no value is an option."""
+    """This command line for a runner of the pool, without the key. In `--name=value` no value is taken for an
+    option."""
     idle = context.params["idle_seconds"]
     arguments = [f"--concurrency={each}", f"--idle={60 if math.isinf(idle) else idle:f}s"]
     for option in context.command.params:
@@ -144,7 +145,7 @@ def _arguments(context: click.Context, each: int) -> list[str]:
 
 
 async def _run_pool(context: click.Context, ray: int | None, kubernetes: Path, most: int, kube_api: URL | None) -> int:
-    """Run a pool of the runners that `context` asks for, until stopped. The exit code: 1 where some may be left."""
+    """Run a pool of runners until stopped. The exit code: 1 if some may be left running."""
     from agentlightning.runner.fleet import KubernetesJobs, Pool, RayActors, read_manifest
     from agentlightning.server.local_keys import local_key
     from agentlightning.store.client import LightningStoreClient

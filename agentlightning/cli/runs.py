@@ -1,7 +1,6 @@
-"""`agl runs`: what runs there are, and what each measured.
+"""`agl runs`: lists runs, and shows their metrics.
 
-This module finds runs in the stores below a folder, in one store or at a server, and shows them. It does not know what
-the metrics mean.
+This module finds runs in the stores below a folder, in one store or at a server. It does not know what metrics mean.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ watch_option: Final = click.option(
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run, all it measured by step, and the place of its store."""
+    """A run, its metrics by step, and its store."""
 
     place: Place
     run: Run
@@ -51,7 +50,7 @@ class StoredRun:
 
 
 class ListingGroup(click.Group):
-    """A group in which `list` is another name of `ls`, and `ls` is meant where no command is named."""
+    """A group with `list` as another name of `ls`, which is also the default command."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return super().get_command(ctx, "ls" if cmd_name == "list" else cmd_name)
@@ -72,8 +71,7 @@ def runs() -> None:
 
 
 async def stored_runs(path: Path, place: Place) -> list[StoredRun]:
-    """The runs of a store or of a server, where one is named, else those of the stores below `path`, by the time they
-    were started."""
+    """The runs of the named store or server, or else of the stores below `path`, oldest first."""
     found: list[StoredRun] = []
     places = [place] if place.named else [Place(file) for file in _store_files(path)]
     for one in places:
@@ -93,16 +91,16 @@ def _store_files(path: Path) -> list[str]:
         return [str(path)]
     servers = [SERVER_STORE] if path == RUNS and SERVER_STORE.is_file() else []
     if not path.is_dir() and not servers:
-        raise ConfigError(f"no store file and no folder of runs at {path} (looked in {Path.cwd()})")
+        raise ConfigError(f"there are no runs here: {path.absolute()} does not exist; give --store, --server or a path")
     levels = ("", "*/", "*/*/")  # a run, a folder of runs, a folder of runs with several seeds
     return [*map(str, servers), *sorted(str(file) for level in levels for file in path.glob(f"{level}{STORE_FILE}"))]
 
 
 async def choose_run(name: str | None, place: Place) -> StoredRun:
-    """The run of this name, an id, the beginning of one, or a run's directory; without a name the newest run.
+    """The run with this id, beginning of an id, or directory; without a name, the newest.
 
-    NotFoundError for a name that none has, or several; ConfigError for the directory of a run that is stored elsewhere,
-    unless `place` says where."""
+    NotFoundError if no run has the name, or several have; ConfigError for the directory of a run that is stored
+    elsewhere, unless `place` says where."""
     from agentlightning.algorithm.directory import MARK, read_mark
 
     run_id = name or ""
@@ -115,6 +113,8 @@ async def choose_run(name: str | None, place: Place) -> StoredRun:
     found = await stored_runs(RUNS, place)
     if not found and not run_id:
         raise NotFoundError(f"there is no run in {name or place}; name another place with --store or --server")
+    if not found:
+        raise NotFoundError(f"there is no run {name!r}: {place} has no run at all; --store or --server name another")
     alike = [one for one in found if one.run.run_id == run_id]
     alike = alike or ([one for one in found if one.run.run_id.startswith(run_id)] if run_id else found[-1:])
     if len(alike) != 1:
@@ -148,7 +148,7 @@ async def ls(path: Path, watch: float | None, place: Place, as_json: bool) -> No
 
 
 async def repeated(show: Callable[[], Awaitable[None]], watch: float | None, as_json: bool) -> None:
-    """Show something, with `watch` again and again on a cleared screen, also while a server is away."""
+    """Show something; with `watch`, again and again on a cleared screen, even while a server is away."""
     if watch and as_json:
         raise click.UsageError("--watch shows a table: omit --json")
     await show()
@@ -162,7 +162,7 @@ async def repeated(show: Callable[[], Awaitable[None]], watch: float | None, as_
 
 
 def runs_table(found: Sequence[StoredRun]) -> Table:
-    """One line a run, with its reward as a curve."""
+    """A line per run, with its reward as a curve."""
     from agentlightning.display import duration, sparkline
 
     names = ("run", "kind", "status", "started", "took", "step", "reward", "", "held-out", "rollouts/s", "store")
@@ -235,7 +235,7 @@ async def show(name: str | None, patterns: tuple[str, ...], place: Place, as_jso
 
 
 async def count_rollouts(store: LightningStore, run_id: str) -> dict[str, int]:
-    """How many of a run's rollouts have each status; those that none has are left out."""
+    """How many of a run's rollouts have each status, without zeros."""
     counts: dict[str, int] = {}
     for status in STATUSES:
         where = And([Condition("run_id", "eq", run_id), Condition("status", "eq", status)])

@@ -1,4 +1,4 @@
-"""`agl train --schema`: the JSON schema of a run file, by which an editor completes and checks it."""
+"""`agl train --schema`: the JSON schema of run files, with which editors complete and check them."""
 
 from __future__ import annotations
 
@@ -62,5 +62,5 @@ def _schemas(kinds: Sequence[Any], definitions: dict[str, Any]) -> tuple[dict[st
 
 
 def _anything(kind: type[Any]) -> dict[str, Any]:
-    """What a run file names by a reference, such as a function."""
+    """A value that a run file gives by reference, such as a function."""
     return {}

@@ -28,8 +28,8 @@ STORE = click.option("--store", "address", metavar="PATH|URL", default="agentlig
 
 
 class RequireKey:
-    """ASGI middleware: a request that presents another key than `key`, or none, is answered 401, as the OpenAI API
-    does. Clients of Anthropic's present theirs in `x-api-key`."""
+    """ASGI middleware that answers 401, like the OpenAI API, to requests without `key`. Anthropic's clients send theirs
+    in `x-api-key`."""
 
     def __init__(self, app: Any, key: str) -> None:
         self._app = app
@@ -59,7 +59,7 @@ def address_options(port: int) -> Option:
 
 
 class Header(click.ParamType[tuple[str, str]]):
-    """`"name=value"` → its two parts. A usage error for what cannot be an HTTP header."""
+    """`"name=value"` → its two parts. UsageError if it cannot be an HTTP header."""
 
     name = "header"
     envvar_list_splitter = ","
@@ -110,7 +110,7 @@ async def served_model(
     model: str, *, model_name: str, seed: int, host: str = "127.0.0.1", port: int = 0, key: str | None = None,
     **sizes: Any,
 ) -> AsyncGenerator[str]:  # fmt: skip
-    """The URL at which the embedded engine answers for a model; nothing is stored."""
+    """The URL of the embedded engine with a model; nothing is stored."""
     from agentlightning.display import hide_library_progress
     from agentlightning.gateway.app import Gateway
     from agentlightning.gateway.models import ModelEntry, ModelTable
@@ -219,7 +219,7 @@ async def _server(upstream: Upstream | None, as_json: bool, options: dict[str, A
 
 
 async def until_stopped(greeting: str, told: object = None) -> None:
-    """Say that the server is there, with `told` as JSON too, and return at Ctrl-C or SIGTERM."""
+    """Print that the server is up, with `told` for JSON, and return at Ctrl-C or SIGTERM."""
     stopping = asyncio.Event()
     with on_signal(stopping.set):
         click.echo(greeting, err=True)

@@ -1,4 +1,4 @@
-"""`agl sweep`: one run per combination of settings and seed, and a table of what each reached."""
+"""`agl sweep`: one run per combination of settings and seed, and a table of the results."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _combinations(over: Sequence[str]) -> list[tuple[list[str], tuple[str, ...]]
 
 
 def _check_same(mark: Path, settings: dict[str, Any]) -> None:
-    """ConfigError where the directory holds runs that began with something else."""
+    """ConfigError if the directory has runs of other settings."""
     mark.parent.mkdir(parents=True, exist_ok=True)
     if mark.is_file() and json.loads(mark.read_bytes()) != settings:
         raise ConfigError(f"{mark.parent} holds runs of another run file or --set; choose another --out")
@@ -102,7 +102,7 @@ def _written(value: object) -> str:
 
 
 def _run(run_file: Path, assignments: Sequence[str], directory: Path) -> dict[str, Any] | None:
-    """What the run in `directory` reached, once it has ended; None where it failed."""
+    """The result of the run in `directory`, once it has ended; None if it failed."""
     kept = directory / _RESULT
     if kept.is_file():
         return json.loads(kept.read_bytes())
@@ -121,7 +121,7 @@ def _run(run_file: Path, assignments: Sequence[str], directory: Path) -> dict[st
 
 
 def _summary(settings: dict[str, str], results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Means over seeds, with the standard deviation of the closing reward; None where there is none."""
+    """Means over seeds, with the standard deviation of the last reward; None if there is none."""
     rewards = [one["reward"] for one in results if one["reward"] is not None]
     after = [one["after"] for one in rewards]
     return {

@@ -1,4 +1,4 @@
-"""`agl train`, as a run file and flags say; `agl init`, a project with such a file; `agl quickstart`, one of ours."""
+"""`agl train`, from a run file and flags; `agl init`, a project with a run file; `agl quickstart`, an example."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def train(
 
 
 def _run_to_resume(named: str | None) -> tuple[str, Path]:
-    """The directory of the run in `named`, or of the newest below runs/, and its run file. ConfigError for no run."""
+    """The directory of the named run, or of the newest below runs/, and its run file. ConfigError if there is none."""
     from agentlightning.algorithm.directory import MARK
 
     found = sorted(RUNS.glob(f"*/{MARK}"), key=lambda mark: mark.stat().st_mtime)
@@ -88,7 +88,7 @@ def _run_to_resume(named: str | None) -> tuple[str, Path]:
 
 
 def show_fit(console: Console, result: FitResult) -> None:
-    """What a run reached, and where it is."""
+    """Print the result of a run, and where it is."""
     from agentlightning.display import runnable
 
     lines = [f"Stopped: {result.stopped_because}, after {result.seconds:.0f} s."]
@@ -115,7 +115,7 @@ def show_fit(console: Console, result: FitResult) -> None:
 
 
 def _summary(result: FitResult, config: TrainConfig) -> dict[str, Any]:
-    """The object that `--json` prints."""
+    """The object printed by `--json`."""
     rewards = [evaluation.reward for evaluation in result.evaluations]
     return {
         "run_id": result.run_id,
@@ -130,7 +130,7 @@ def _summary(result: FitResult, config: TrainConfig) -> dict[str, Any]:
 
 
 def exit_code(stopped_because: str) -> int:
-    """What was saved is whole either way; a script must still be able to tell that the job was cut short."""
+    """The exit code: what was saved is complete either way, but scripts must see that the job was cut short."""
     from agentlightning.algorithm.base import STOPPED_BY_USER
 
     return INTERRUPTED if stopped_because == STOPPED_BY_USER else 0

@@ -1,7 +1,6 @@
-"""`agl import` and `agl export`: traces and rollouts into a store, and rollouts and datasets out of it.
+"""`agl import` and `agl export`: traces and rollouts into a store, rollouts and datasets out of it.
 
-What a line of a dataset is, is the business of `agentlightning.data`; what a file of rollouts is, of
-`agentlightning.store.transfer`.
+`agentlightning.datasets` writes the lines of datasets, `agentlightning.store.transfer` files of rollouts.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ async def import_(
 
 
 def _is_export(file: Path) -> bool:
-    """Whether it begins as `agl export --format rollouts` writes it."""
+    """Whether the file begins like one of `agl export --format rollouts`."""
     with contextlib.suppress(OSError), (gzip.open if file.suffix == ".gz" else open)(file, "rb") as opened:
         return opened.read(11) == b'{"rollout":'
     return file.suffix == ".gz"
@@ -187,7 +186,7 @@ async def export(
 
 
 def _wanted(models: tuple[str, ...], agents: str | None, labels: tuple[str, ...], **others: Any) -> Wanted:
-    """ConfigError for a pattern of agents that is none."""
+    """What to export. ConfigError for a wrong pattern of agents."""
     from agentlightning.data.agents import agent_pattern
     from agentlightning.datasets.export import Wanted
 
@@ -198,7 +197,7 @@ def _wanted(models: tuple[str, ...], agents: str | None, labels: tuple[str, ...]
 
 @contextlib.contextmanager
 def _destination(file: str) -> Generator[Path]:
-    """Where to write to: the file, or one that goes to the hub once it is whole."""
+    """The file to write to, or one that goes to the hub when it is complete."""
     if not is_hub_name(file):
         yield Path(file)
         return
@@ -210,7 +209,7 @@ def _destination(file: str) -> Generator[Path]:
 
 
 def _push_model(run: StoredRun | None, target: str, as_json: bool) -> None:
-    """The best weights of a run, or its last, go to the hub."""
+    """Push a run's best weights, or its last, to the hub."""
     from agentlightning.algorithm.rl.checkpoints import Checkpoints
 
     if run is None or not is_hub_name(target):
@@ -225,7 +224,7 @@ def _push_model(run: StoredRun | None, target: str, as_json: bool) -> None:
 
 @dataclass
 class _Exported:
-    """How many rollouts were read and lines or rows written, and what is not among these, by reason."""
+    """How many rollouts were read and lines or rows written, and what was left out, by reason."""
 
     rollouts: int = 0
     written: int = 0
@@ -235,7 +234,7 @@ class _Exported:
 async def _export(
     store: LightningStore, where: Filter, wanted: Wanted, kind: str, path: Path, force: bool, place: str
 ) -> _Exported:
-    """Without a line there is no file, and a ConfigError."""
+    """Write the file. Without lines there is no file, and a ConfigError."""
     from agentlightning.data.recordings import recorded_groups
     from agentlightning.datasets import export
     from agentlightning.datasets.parquet import TransitionFile, transition_lines

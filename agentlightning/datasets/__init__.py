@@ -1,1 +1,1 @@
-"""What comes in and goes out: tasks to train on, other tools' traces, fine-tuning files, the Hugging Face hub."""
+"""Input and output: tasks, traces of other tools, fine-tuning files, the Hugging Face hub."""

@@ -1,4 +1,4 @@
-"""What a person says of a rollout: a label, a note, and the answer that the agent should have given."""
+"""A person's label, note and corrected answer for a rollout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ANNOTATION: Final = "annotation"
 
 
 class Annotation(msgspec.Struct, frozen=True, omit_defaults=True):
-    """None is what nobody said. `answer` takes the place of the last answer in fine-tuning files."""
+    """None is not given. `answer` replaces the last answer in fine-tuning files."""
 
     label: str | None = None
     note: str | None = None
@@ -22,7 +22,7 @@ class Annotation(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def annotation_of(rollout: Rollout) -> Annotation:
-    """What was said of this rollout. InvalidError where its metadata holds something else under that key."""
+    """This rollout's annotation. InvalidError if its metadata has something else under that key."""
     try:
         return msgspec.convert(rollout.metadata.get(ANNOTATION, {}), Annotation)
     except msgspec.ValidationError as error:
@@ -30,7 +30,7 @@ def annotation_of(rollout: Rollout) -> Annotation:
 
 
 def annotated(rollout: Rollout, **changes: str | None) -> dict[str, Any]:
-    """The rollout's metadata with these parts of its annotation changed; an empty text removes a part."""
+    """The rollout's metadata with these parts of the annotation changed; an empty text removes a part."""
     given = {name: text or None for name, text in changes.items() if text is not None}
     annotation = msgspec.to_builtins(msgspec.structs.replace(annotation_of(rollout), **given))
     others = {key: value for key, value in rollout.metadata.items() if key != ANNOTATION}

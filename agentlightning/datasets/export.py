@@ -1,8 +1,7 @@
-"""Recorded rollouts → lines of fine-tuning files: conversations to imitate (SFT), pairs to prefer (DPO).
+"""Converts recorded rollouts to lines of fine-tuning files: conversations to imitate (SFT), preference pairs (DPO).
 
 The lines are those of OpenAI's chat fine-tuning: `{"messages", "tools"}`, and `{"input": {"messages", "tools"},
-"preferred_output", "non_preferred_output"}`. Pure functions: this module knows rollouts, spans and
-conversations, and neither stores nor files.
+"preferred_output", "non_preferred_output"}`. Pure functions, without stores or files.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ FEWEST_LINES: Final = 10
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to learn from: answers of these models (None: of all that are not frozen) and agents (a pattern; None: of
-    all), in rollouts with one of these labels (None: any or none) and at least `min_reward`; with `best_of_group` only
-    the best of each group. `all_pairs` gives every pair of rollouts that answered a prompt differently, instead of the
-    two whose rewards differ most."""
+    """What to learn from: answers of these models (None: all that are not frozen) and agents (a pattern; None: all), in
+    rollouts with one of these labels (None: any or none) and a reward of at least `min_reward`; with `best_of_group`,
+    only the best of each group. `all_pairs` makes a pair of every two rollouts that answered a prompt differently,
+    instead of only the two whose rewards differ most."""
 
     models: frozenset[str] | None = None
     agents: str | None = None
@@ -62,17 +61,17 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Lines:
-    """What a group of rollouts gives, and how often something of it was left out, by reason."""
+    """The lines of a group of rollouts, and how much was left out, by reason."""
 
     lines: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     left_out: Counter[str] = field(default_factory=Counter[str])
 
 
 def sft_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
-    """A line for each conversation of the rollouts of a group (or of one without) that has something to learn from.
+    """A line for each conversation in a group's rollouts (or in one without a group) that has something to learn from.
 
-    It ends with the last answer to learn from, for which an annotation's answer stands in. Each answer has weight in
-    one line only; whatever else the assistant said in it has `"weight": 0`."""
+    It ends with the last answer to learn, replaced by an annotation's answer. Each answer has weight in one line only;
+    the assistant's other messages there have `"weight": 0`."""
     found = Lines()
     for recorded in _kept(group, wanted, found.left_out):
         calls = _calls(recorded, wanted, found.left_out)
@@ -96,9 +95,9 @@ def sft_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
 
 
 def dpo_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
-    """Lines for pairs of a group's rollouts: a better and a worse answer to the first prompt that both were sent and
-    answered differently. The better rollout is one of at least `min_reward`. An annotation's answer is preferred to the
-    one that it corrects."""
+    """Lines for pairs of a group's rollouts: a better and a worse answer to the first prompt that both got and answered
+    differently. The better rollout has at least `min_reward`. An annotation's answer is preferred to the one it
+    corrects."""
     found = Lines()
     group = list(labelled(group, wanted, found.left_out))
     for recorded in group:
@@ -139,7 +138,7 @@ def _add_pair(found: Lines, better: ChatCall, worse: ChatCall) -> None:
 
 
 def _corrections(recorded: Recorded, calls: Sequence[ChatCall]) -> list[tuple[ChatCall, ChatCall]]:
-    """The last call as it was and as its annotation corrects it; nothing where none does."""
+    """The last call as it was and as its annotation corrects it; nothing without a correction."""
     answer = annotation_of(recorded.rollout).answer
     if answer is None or not calls:
         return []
@@ -148,7 +147,7 @@ def _corrections(recorded: Recorded, calls: Sequence[ChatCall]) -> list[tuple[Ch
 
 
 def labelled(group: Sequence[Recorded], wanted: Wanted, left_out: Counter[str]) -> Iterator[Recorded]:
-    """The rollouts of a group whose label is asked for; the others are counted."""
+    """A group's rollouts with a wanted label; the others are counted."""
     for one in group:
         if wanted.labels is None or annotation_of(one.rollout).label in wanted.labels:
             yield one
@@ -157,7 +156,7 @@ def labelled(group: Sequence[Recorded], wanted: Wanted, left_out: Counter[str]) 
 
 
 def _kept(group: Sequence[Recorded], wanted: Wanted, left_out: Counter[str]) -> Iterator[Recorded]:
-    """The rollouts that labels and rewards keep, and those that were corrected. Of several best ones, the first."""
+    """The rollouts kept by labels and rewards, and the corrected ones. Of several best ones, the first."""
     asked = wanted.min_reward is not None or wanted.best_of_group
     best = max(group, key=lambda one: -math.inf if one.reward is None else one.reward)
     grouped = group[0].rollout.group_id is not None
@@ -175,7 +174,7 @@ def _kept(group: Sequence[Recorded], wanted: Wanted, left_out: Counter[str]) -> 
 
 
 def _calls(recorded: Recorded, wanted: Wanted, left_out: Counter[str]) -> list[ChatCall]:
-    """The calls of a rollout, with what is not learned from counted."""
+    """A rollout's calls; those not learned from are counted."""
     agents = None if wanted.agents is None else agent_pattern(wanted.agents)
     calls, unread = read_calls(recorded.spans, wanted.models, agents)
     if not calls and not unread:
@@ -189,7 +188,7 @@ def _calls(recorded: Recorded, wanted: Wanted, left_out: Counter[str]) -> list[C
 
 
 def _divergence(better: Sequence[ChatCall], worse: Sequence[ChatCall]) -> tuple[ChatCall, ChatCall] | None:
-    """The first call of `better` that `worse` was sent too and answered differently, with the latter."""
+    """The first call of `better` that `worse` also got and answered differently, and that answer."""
     answered = {call.sent: call for call in reversed(worse) if call.unlearnable is None}
     for call in better:
         other = answered.get(call.sent) if call.unlearnable is None else None
@@ -212,7 +211,7 @@ def _add(found: Lines, unit: str, line: dict[str, Any], messages: Sequence[Messa
 
 
 def _problem(message: Message) -> str | None:
-    """What hosts of fine-tuning refuse a message for."""
+    """Why fine-tuning hosts would refuse a message."""
     role, content = message["role"], message["content"]
     if role not in _PARTS:
         return f"messages of role {role}"

@@ -1,7 +1,7 @@
-"""Traces that other tools exported as OTLP's JSON → finished rollouts, as if their agents had run here.
+"""Converts OTLP JSON traces of other tools to finished rollouts, as if their agents had run here.
 
-This module knows files of traces and what a rollout is made of. It does not know the store. Ids are derived from those
-of the traces, so that the same traces always become the same rollouts.
+This module knows trace files and rollouts, but not the store. Ids are derived from the traces' ids, so the same traces
+always become the same rollouts.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _NUMBERED: Final = re.compile(r"\.\d")
 
 
 def read_traces(path: Path) -> list[Span]:
-    """The spans in a file of one `ExportTraceServiceRequest` in JSON, a list of these, or one a line, as the
-    OpenTelemetry Collector writes it. ConfigError without such a file; InvalidError names the part that is not one."""
+    """The spans in a JSON file with an `ExportTraceServiceRequest`, a list of these, or one per line, as the
+    OpenTelemetry Collector writes it. ConfigError if there is no such file; InvalidError names a malformed part."""
     try:
         body = path.read_bytes()
     except OSError as error:
@@ -57,7 +57,7 @@ def read_traces(path: Path) -> list[Span]:
 
 
 def _documents(path: Path, body: bytes) -> Iterator[tuple[str, Any]]:
-    """Each request of a file with the place where it is."""
+    """Each request of a file, with its place."""
     try:
         whole: Any = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -70,7 +70,7 @@ def _documents(path: Path, body: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def _lines(path: Path, body: bytes, error: Exception) -> Iterator[tuple[str, Any]]:
-    """The lines of a file that is not JSON as a whole; if the first line is not JSON, the file was meant as a whole."""
+    """The lines of a file that is not JSON as a whole. If the first line is not JSON, the file was meant as a whole."""
     lines = body.splitlines() or [b""]
     for number, line in enumerate(lines, start=1):
         if not line.strip() and body.strip():
@@ -93,12 +93,12 @@ def _lines(path: Path, body: bytes, error: Exception) -> Iterator[tuple[str, Any
 def rollouts_of(
     spans: Sequence[Span], *, by: str | None = None, reward: str | None = None, mode: Mode = "train"
 ) -> list[Record]:
-    """One finished rollout with one attempt per trace or, where `by` names an attribute, per value of it (of a session,
-    say); traces that lack it stay rollouts of their own.
+    """A finished rollout with one attempt per trace or, with `by`, per value of that attribute (of a session, say).
+    Traces without it stay rollouts of their own.
 
-    The input is the root span's, else the messages of the first LLM call. Status is the last root's. The reward is the
-    newest value of the attribute, or the evaluation, that is called `reward`; without it the score of the only kind of
-    evaluation there is. InvalidError where several kinds leave it open, and for a `by` or `reward` that no span has."""
+    The input is that of the root span, or else the messages of the first LLM call. The status is that of the last root.
+    The reward is the newest attribute or evaluation called `reward`, or else the score of the only kind of evaluation.
+    InvalidError if there are several kinds, or no span has `by` or `reward`."""
     if by is not None:
         _check_name("the attribute", by, {name for span in spans for name in (*span.attributes, *span.resource)})
     if reward is not None:
@@ -181,7 +181,7 @@ def _record(rollout_id: str, members: list[Span], reward: str | None, mode: Mode
 
 
 def _normalised(attributes: Attributes) -> Attributes:
-    """With messages, model and token counts under the names that the rest of the house reads."""
+    """The spans with messages, model and token counts under our names."""
     added: Attributes = {}
     for name, messages in (
         (semconv.GEN_AI_INPUT_MESSAGES, input_messages(attributes)),
@@ -198,7 +198,7 @@ def _normalised(attributes: Attributes) -> Attributes:
 
 
 def _input(roots: Sequence[Span], spans: Sequence[Span]) -> Any:
-    """What the agent was asked, as JSON where it is JSON; None where no span says."""
+    """The agent's input, as JSON if it is JSON; None if no span has it."""
     for root in roots:
         for name in _INPUTS:
             if value := said(root, name):
@@ -214,7 +214,7 @@ def _parsed(text: str) -> Any:
 
 
 def _score(rollout_id: str, spans: Sequence[Span], wanted: str | None) -> tuple[str, float] | None:
-    """(name, value) of the reward that no reward span says yet."""
+    """(name, value) of the reward, if there is no reward span."""
     scores: dict[str, float] = {}
     for attributes in _said(spans):
         scores |= _scores(attributes, every=wanted is not None)
@@ -235,7 +235,7 @@ def _said(spans: Sequence[Span]) -> list[Attributes]:
 
 
 def _scores(attributes: Attributes, *, every: bool = True) -> dict[str, float]:
-    """The score of the evaluation that these attributes tell, by its name; with `every` all other numbers too."""
+    """The score of the evaluation in these attributes, by name; with `every`, all other numbers too."""
     name = str(attributes.get(_EVALUATION_NAME, _EVALUATION_SCORE))
     found = dict(attributes) if every else {}
     if _EVALUATION_SCORE in attributes:

@@ -1,7 +1,7 @@
-"""`hf:` names: models and files of datasets on the Hugging Face hub, fetched and pushed by `huggingface_hub`.
+"""`hf:` names: models and dataset files on the Hugging Face hub, through `huggingface_hub`.
 
-`hf:ORG/NAME` is a model; `hf:ORG/NAME/FILE` a file of a dataset; `hf:ORG/NAME@REVISION…` either at a revision.
-The hub's own variables hold: HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE.
+`hf:ORG/NAME` is a model, `hf:ORG/NAME/FILE` a file of a dataset, `hf:ORG/NAME@REVISION…` either at a revision. The
+hub's variables apply: HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from agentlightning.errors import ConfigError, imported
 PREFIX: Final = "hf:"
 _NAME: Final = re.compile(r"hf:(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w.-]+))?(/(?P<file>[^@]+))?")
 
+_PATIENCE_SECONDS: Final = 5.0  # for the hub's first word; its own package would try again for a minute
 _NOT_THE_MODEL: Final = ["loop.json", "optimizer.pt"]  # of a checkpoint, what only the run itself goes on with
 
 T = TypeVar("T")
 
 
 class HubName(NamedTuple):
-    """What an `hf:` name names; without a `file` it is a whole repository."""
+    """The parts of an `hf:` name; without a `file`, a whole repository."""
 
     repository: str
     revision: str | None
@@ -35,7 +36,7 @@ def is_hub_name(source: object) -> bool:
 
 
 def read_hub_name(source: str) -> HubName:
-    """ConfigError for what is no name."""
+    """Read an `hf:` name. ConfigError if it is malformed."""
     found = _NAME.fullmatch(source)
     if found is None:
         raise ConfigError(f"{source!r} names nothing on the hub; write hf:ORG/NAME for a model, hf:ORG/NAME/FILE.jsonl")
@@ -43,7 +44,7 @@ def read_hub_name(source: str) -> HubName:
 
 
 def fetched_model(source: T) -> T | str | Path:
-    """The id or the directory of the model that an `hf:` name names; anything else as it is."""
+    """The id or directory of the model of an `hf:` name; other names stay unchanged."""
     if not isinstance(source, str) or not is_hub_name(source):
         return source
     name = read_hub_name(source)
@@ -55,8 +56,28 @@ def fetched_model(source: T) -> T | str | Path:
         return Path(hub.snapshot_download(name.repository, revision=name.revision))
 
 
+def reachable_model(repository: str) -> str | Path:
+    """The id itself where the hub answers, whatever it says of it; else the model's directory in the cache here.
+    ConfigError, within seconds, where neither is there."""
+    hub = imported("huggingface_hub", repository, "huggingface_hub")
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        hub.utils.get_session().head(hub.constants.ENDPOINT, timeout=_PATIENCE_SECONDS)
+        return repository
+    except Exception as error:  # noqa: BLE001 - of the HTTP client, another one by version
+        reason = " ".join(str(error).split()).rstrip(".")
+    try:
+        return Path(hub.snapshot_download(repository, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        raise ConfigError(
+            f"there is no model {repository!r} here, neither a directory nor in the hub's cache, and "
+            f"{hub.constants.ENDPOINT} cannot be asked: {reason}. Give a directory written by save_pretrained"
+        ) from None
+
+
 def fetched_file(source: str) -> Path:
-    """The file of a dataset that an `hf:` name names, in the hub's cache here."""
+    """The dataset file of an `hf:` name, in the local cache."""
     name = read_hub_name(source)
     with _hub(source) as hub:
         if name.file is None:
@@ -66,8 +87,8 @@ def fetched_file(source: str) -> Path:
 
 
 def push(path: Path, target: str) -> str:
-    """Upload a checkpoint's directory to the model, or a file to the dataset, that an `hf:` name names; a repository
-    that does not exist is made, private. The address of the commit."""
+    """Upload a checkpoint's directory to a model, or a file to a dataset. A missing repository is created, private.
+    Returns the commit's address."""
     name = read_hub_name(target)
     kind = "dataset" if name.file is not None else "model"
     if path.is_dir() == (name.file is not None):
@@ -83,7 +104,7 @@ def push(path: Path, target: str) -> str:
 
 @contextlib.contextmanager
 def _hub(name: str) -> Generator[Any]:
-    """The hub's package, whose errors become ConfigErrors."""
+    """The hub's package; its errors become ConfigErrors."""
     hub = imported("huggingface_hub", name, "huggingface_hub")
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

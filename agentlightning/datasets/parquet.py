@@ -1,6 +1,6 @@
-"""Recorded rollouts → rows of a Parquet file, one per sampled answer, trained or not.
+"""Converts recorded rollouts to rows of a Parquet file, one per sampled answer, trained or not.
 
-Knows transitions and columns. It does not know stores; pyarrow is imported only where a file is written.
+It knows transitions and columns, but no stores; pyarrow is imported only to write.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _OF_A_ROLLOUT: Final = ("rollout_id", "run_id", "group_id", "group_index", "mode
 
 
 def transition_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
-    """The rows of the rollouts of a group, those of at least the wanted reward."""
+    """The rows of a group's rollouts with at least the wanted reward."""
     found = Lines()
     for recorded in labelled(group, wanted, found.left_out):
         rows = transition_rows(recorded, wanted)
@@ -75,7 +75,7 @@ def transition_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
 
 
 def transition_rows(recorded: Recorded, wanted: Wanted) -> list[dict[str, Any]]:
-    """The rows of a rollout, in call order; token ids are arrays or sequences. Empty where it made no call."""
+    """The rows of a rollout, in call order; token ids are arrays or sequences. Empty if it made no call."""
     rollout = recorded.rollout
     traced = trace_rollout(rollout, recorded.spans, calls=CallFilter(models=wanted.models, agents=wanted.agents))
     common = {name: getattr(rollout, name) for name in _OF_A_ROLLOUT}
@@ -87,7 +87,7 @@ def transition_rows(recorded: Recorded, wanted: Wanted) -> list[dict[str, Any]]:
 
 
 def _calls(spans: Sequence[Span], traced: TracedRollout) -> Iterator[dict[str, Any]]:
-    """A row for each answer of a call: of those that train the first, which is the one that agents read."""
+    """A row for each answer of a call. Of trained calls, the first: the one that agents read."""
     left_out = [step for step in read_steps(spans) if step.kind == "call"] if traced.left_out else []
     agents = {step.span.span_id: agent_of(step).name for step in left_out}
     trained = {transition.span_id: transition for transition in traced.transitions}
@@ -105,7 +105,7 @@ def _calls(spans: Sequence[Span], traced: TracedRollout) -> Iterator[dict[str, A
 
 
 def _row(span: Span, index: int, choice: SampledChoice | None, agent: str | None, reason: str) -> dict[str, Any]:
-    """Of an answer that does not train, for this reason."""
+    """The row of an answer that does not train, with the reason."""
     ended = [*finish_reasons(span.attributes), ""]
     return {
         "attempt_id": span.attempt_id,
@@ -127,7 +127,7 @@ def _row(span: Span, index: int, choice: SampledChoice | None, agent: str | None
 
 
 class TransitionFile:
-    """Writes rows into a Parquet file, a row group at a time. ConfigError where pyarrow is not installed."""
+    """Writes rows to a Parquet file, one row group at a time. ConfigError if pyarrow is not installed."""
 
     _TOKENS: Final = 4_000_000  # of a row group, or its rows: what is held in memory
     _ROWS: Final = 10_000

@@ -1,7 +1,7 @@
-"""Datasets: whatever a user has (a list, a file, a DataFrame, a Hugging Face dataset, a reference) → a list of tasks.
+"""Datasets: converts a list, a file, a DataFrame, a Hugging Face dataset or a reference to a list of tasks.
 
-Rows of tables become dicts. This module does not look into tasks, shuffle or split; pandas and pyarrow are imported
-only for the formats that need them.
+Rows of tables become dicts. It does not look into tasks, shuffle or split; pandas and pyarrow are imported only for
+formats that need them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from agentlightning.store.codec import to_json
 def load_dataset(source: Any) -> list[Any]:
     """All tasks of `source`, in order.
 
-    `source` is a list or other iterable; a path to `.jsonl`, `.json`, `.csv` or `.parquet`, or such a file of the hub,
-    `hf:ORG/NAME/FILE.jsonl`; a pandas DataFrame; a
-    Hugging Face `Dataset`; or a reference `module:attribute` or `file.py:attribute` to one of those or to a function
-    that returns one. ConfigError says which file, line or type is wrong, and refuses a dataset
-    without tasks, and a task that no store can hold.
-    """
+    `source` is an iterable; a path to `.jsonl`, `.json`, `.csv` or `.parquet`, or such a file of the hub,
+    `hf:ORG/NAME/FILE.jsonl`; a pandas DataFrame; a Hugging Face `Dataset`; or a reference `module:attribute` or
+    `file.py:attribute` to one of these, or to a function that returns one. ConfigError names the wrong file, line or
+    type, and refuses a dataset without tasks and a task that a store cannot hold."""
     name = str(source) if isinstance(source, str | Path) else type(source).__name__
     if isinstance(source, str) and is_hub_name(source):
         source = fetched_file(source)
@@ -102,7 +100,7 @@ def _parse_json(text: str, where: str) -> Any:
 
 
 def _read_csv(path: Path) -> list[Any]:
-    """One dict per row; every value is a string, as the file has no types."""
+    """One dict per row; all values are strings."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file)
         tasks: list[Any] = []

@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from agentlightning.data.references import is_reference, load_reference
 from agentlightning.data.token_bytes import TokenBytes
-from agentlightning.datasets.hub import fetched_model
+from agentlightning.datasets.hub import fetched_model, reachable_model
 from agentlightning.errors import ConfigError
 from agentlightning.learner.base import DType, LoRA
 
@@ -74,7 +74,9 @@ def choose_device(device: str | None = None) -> str:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError):  # what torch raises for a device it was built without
-        raise ConfigError(f"device {device!r} cannot be used here; choose cpu, cuda or mps") from None
+        here = [name for name in ("cuda", "mps") if getattr(torch, name).is_available()]
+        why = f"torch {torch.__version__} finds {' and '.join(here) or 'no GPU'} on this machine"
+        raise ConfigError(f"device {device!r} cannot be used: {why}; choose {', '.join(['cpu', *here])}") from None
     return device
 
 
@@ -131,8 +133,8 @@ def load_policy(source: str | Path, *, device: str | None = None, dtype: str = "
     path = Path(source)
     device = choose_device(device)
     tokenizer = load_tokenizer(source)
-    with _explained(source):
-        model = _load_model(path if path.exists() else str(source), getattr(torch, dtype))
+    with _found(source) as place:
+        model = _load_model(place, getattr(torch, dtype))
     return Policy(cast(Any, model).to(device), tokenizer, name=path.name if path.exists() else str(source))
 
 
@@ -149,9 +151,8 @@ def saved_weights(directory: Path) -> dict[str, Tensor]:
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a directory or a Hugging Face id. ConfigError where it cannot be had or renders no chats."""
-    _check_source(source)
-    with _explained(source):
-        tokenizer = AutoTokenizer.from_pretrained(source)
+    with _found(source) as place:
+        tokenizer = AutoTokenizer.from_pretrained(place)
     if not tokenizer.chat_template:
         raise ConfigError(
             f"the tokenizer of {str(source)!r} has no chat template; choose an instruction-tuned model, or "
@@ -164,9 +165,8 @@ def empty_model(source: str | Path, *, dtype: str = "float32") -> PreTrainedMode
     """The model that `load_policy` would load, with shapes and without numbers: it takes no memory.
 
     ConfigError as of `load_policy`."""
-    _check_source(source)
-    with _explained(source), torch.device("meta"):
-        config = AutoConfig.from_pretrained(source)
+    with _found(source) as place, torch.device("meta"):
+        config = AutoConfig.from_pretrained(place)
         return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
 
 
@@ -188,7 +188,17 @@ def _load_model(source: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     return wrapped.merge_and_unload()
 
 
-def _check_source(source: str | Path) -> None:
+def check_model(source: str | Path) -> None:
+    """ConfigError where `open_policy` would find no model of that name, without loading one."""
+    if is_reference(str(source := fetched_model(source))):
+        load_reference(str(source))
+    else:
+        load_tokenizer(source)
+
+
+@contextmanager
+def _found(source: str | Path) -> Generator[str | Path]:
+    """The directory or the hub's id from which transformers loads; what it cannot load becomes a ConfigError."""
     path = Path(source)
     if "://" in str(source):
         raise ConfigError(f"{source} is the address of an endpoint, which gives no weights; give a path or a hub id")
@@ -199,13 +209,8 @@ def _check_source(source: str | Path) -> None:
         )
     if not path.exists() and (path.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") > 1):
         raise ConfigError(f"model path {source} does not exist")
-
-
-@contextmanager
-def _explained(source: str | Path) -> Generator[None]:
-    """What transformers cannot load becomes a ConfigError."""
     try:
-        yield
+        yield path if path.exists() else reachable_model(str(source))
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(

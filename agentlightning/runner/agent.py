@@ -93,6 +93,10 @@ class LitAgent(Generic[TaskT]):
         `resources`."""
         return False
 
+    def takes_prompts(self) -> bool:
+        """Whether it is given prompt templates."""
+        return True
+
     def entry_point(self, mode: Mode) -> EntryPoint:
         """The method that runs a rollout of `mode`. ConfigError if there is none."""
         special = "training_rollout" if mode == "train" else "validation_rollout"
@@ -138,6 +142,9 @@ class FunctionAgent(LitAgent[Any], Generic[P, R]):
     def reads_environment(self) -> bool:
         return not {"llm", "resources"}.intersection(self._injected)
 
+    def takes_prompts(self) -> bool:
+        return bool({"prompt_template", "resources"}.intersection(self._injected))
+
     def entry_point(self, mode: Mode) -> EntryPoint:
         return self.rollout_async if is_async(self.function) else self.rollout
 
@@ -174,6 +181,9 @@ class NamedAgent(LitAgent[Any]):
         except SystemExit:
             pass
         return True
+
+    def takes_prompts(self) -> bool:
+        return self.loaded().takes_prompts()
 
     def loaded(self) -> LitAgent[Any]:
         """The agent of that name. ConfigError as above."""

@@ -171,6 +171,9 @@ class CommandAgent(LitAgent[Any]):
         if isinstance(self._grader, Program):
             self._grader.check()
 
+    def takes_prompts(self) -> bool:
+        return False
+
     async def rollout_async(self, task: Any, resources: NamedResources, rollout: AttemptedRollout) -> RolloutRawResult:
         """Run the program on the task and return its reward; None if it posted its reward itself, or has none."""
         with tempfile.TemporaryDirectory(prefix="agentlightning-", ignore_cleanup_errors=True) as own:

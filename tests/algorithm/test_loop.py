@@ -20,7 +20,7 @@ from agentlightning.errors import ConfigError
 
 
 def taken(sampler: TaskSampler, count: int) -> list[Any]:
-    return [sampler.task(sampler.take()) for _ in range(count)]
+    return [sampler.task(*sampler.take()) for _ in range(count)]
 
 
 def test_an_epoch_shows_every_task_once_and_the_next_in_another_order() -> None:
@@ -52,7 +52,7 @@ def test_a_curriculum_orders_each_epoch() -> None:
 def test_a_task_that_is_too_easy_is_left_out_of_the_next_epoch_and_then_tried_again() -> None:
     sampler = TaskSampler(["a", "b"], seed=0, difficulty=(0.1, 0.9))
     for _ in range(2):
-        position = sampler.take()
+        position, _ = sampler.take()
         sampler.report(position, 1.0 if sampler.task(position) == "a" else 0.5)
     assert taken(sampler, 1) == ["b"]
     assert sorted(taken(sampler, 2)) == ["a", "b"]

@@ -55,6 +55,7 @@ initial_resources:
 """
 ENDPOINT = ("--endpoint", "http://127.0.0.1:9/v1", "--endpoint-key", "none")
 OBEDIENT = ("measured_agent.py:obedient", "tasks.jsonl")
+HOPELESS = ("measured_agent.py:hopeless", "tasks.jsonl", *ENDPOINT, "--model", "m")
 
 
 @pytest.fixture
@@ -144,8 +145,10 @@ def test_an_interrupted_evaluation_goes_on(
         (("run.yaml", "-k", "1,4"), 2, "pass@4 needs 4 attempts at each task: --samples 4"),
         (("run.yaml", "-k", "0"), 2, "write 1,4,8"),
         (("run.yaml", "--compare", "prompt=no.txt", "prompt=always.txt"), 1, "cannot read the prompt no.txt"),
+        (("run.yaml", "--compare", "promt=never.txt", "prompt=never.txt"), 1, "no prompt 'promt' to replace; did you"),
+        ((*HOPELESS, "--compare", "prompt=never.txt", "prompt=always.txt"), 1, "the agent takes no prompt"),
         (("run.yaml", "--compare", "a", "b", "--resume"), 2, "--resume needs --run-dir"),
-        (("--rollouts", "nowhere"), 1, "no folder of runs at runs"),
+        (("--rollouts", "nowhere"), 1, "there are no runs here"),
     ],
 )
 def test_what_cannot_be_measured_says_why(
@@ -153,6 +156,24 @@ def test_what_cannot_be_measured_says_why(
 ) -> None:
     assert run(["eval", *arguments]) == code
     assert told in " ".join(capsys.readouterr().err.split())
+
+
+def test_both_models_are_looked_up_before_the_first_is_measured(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy().save(project / "model")
+    assert run(["eval", "measured_agent.py:spelling", "tasks.jsonl", "--compare", "model", "./modle"]) == 1
+    assert "model path ./modle does not exist" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_the_run_file_here_is_shown(
+    project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_PYTHON_DISABLED_INSTRUMENTATIONS", "*")
+    for chosen in ((), ("--instrument", "run.yaml")):
+        assert run(["eval", "--show", "--limit", "1", *chosen]) == 0
+        assert "Run: runs" in capsys.readouterr().out
 
 
 @pytest.mark.slow

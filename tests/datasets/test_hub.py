@@ -19,6 +19,7 @@ import pytest
 from agentlightning.cli.main import run
 from agentlightning.datasets.hub import HubName, read_hub_name
 from agentlightning.errors import ConfigError
+from tests.test_trainer import policy
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -99,16 +100,17 @@ def hub() -> Iterator[Hub]:
         server.shutdown()
 
 
-def agl(folder: Path, hub: Hub, *arguments: str, code: int = 0, token: str = "good") -> tuple[str, str]:
+def agl(
+    folder: Path, hub: Hub, *arguments: str, code: int = 0, token: str = "good", url: str | None = None
+) -> tuple[str, str]:
     variables = {
-        "HF_ENDPOINT": hub.url,
+        "HF_ENDPOINT": url or hub.url,
         "HF_HOME": str(folder / "home"),
         "HF_TOKEN": token,
     }
     command = [sys.executable, "-m", "agentlightning.cli.main", *arguments]
-    done = subprocess.run(
-        command, cwd=folder, env=os.environ | variables, capture_output=True, text=True, check=False, timeout=300
-    )
+    files: dict[str, Any] = {"cwd": folder, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    done = subprocess.run(command, env=os.environ | variables, check=False, timeout=300, **files)
     assert done.returncode == code, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout, done.stderr
@@ -139,6 +141,19 @@ def test_tasks_and_models_come_from_the_hub_and_go_there(tmp_path: Path, hub: Hu
         assert message in err, err
     _, err = agl(project, hub, "train", *flags[:4], "--out", "wrong", code=1, token="bad")
     assert "HF_TOKEN" in err
+
+
+def test_a_hub_that_is_away_is_asked_once_and_its_cache_serves(tmp_path: Path, hub: Hub) -> None:
+    policy().save(tmp_path / "model")
+    hub.repositories["me/agent"] = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
+    agl(tmp_path, hub, "chat", "me/agent")
+    _, err = agl(tmp_path, hub, "chat", "me/nobody", code=1)
+    assert "cannot load model 'me/nobody'" in err
+    agl(tmp_path, hub, "chat", "me/agent", url="http://127.0.0.1:9")
+    for name in ("nope", "me/nobody", "what ever"):
+        _, err = agl(tmp_path, hub, "chat", name, code=1, url="http://127.0.0.1:9")
+        assert f"there is no model {name!r} here" in err and "http://127.0.0.1:9 cannot be asked" in err
+        assert "Retrying" not in err
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -33,6 +34,7 @@ class LoopState:
     evaluation_seconds: float = 0.0
     recent_reward: float | None = None
     earnings: Earnings = field(default_factory=Earnings)
+    algorithm: Any = None
 
 
 class Checkpoints:

@@ -37,10 +37,12 @@ UNFINISHED: Final[list[RolloutStatus]] = ["queuing", "requeuing", "preparing", "
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """A group that was begun: the position of its task, and the policy version that was newest then."""
+    """A group that was begun: the position of its task, the policy version that was newest then, and the index of the
+    task where the algorithm picked it."""
 
     position: int
     version: int
+    index: int | None = None
 
 
 class GroupsState(msgspec.Struct):
@@ -103,7 +105,11 @@ class Groups:
         self.algorithm = algorithm
         self.context = context
         self.sampler = TaskSampler(
-            context.train_tasks, context.seed, algorithm.curriculum_function, algorithm.difficulty
+            context.train_tasks,
+            context.seed,
+            algorithm.curriculum_function,
+            algorithm.difficulty,
+            algorithm.next_task if algorithm.picks_tasks else None,
         )
         self.steps_left = algorithm.steps
         self._dropped = Dropped()
@@ -274,7 +280,8 @@ class Groups:
         return max(0, steps * self.algorithm.tasks_per_step - len(self._begun) - len(self._ready) - len(self._taken))
 
     def _next_ticket(self) -> Ticket:
-        return Ticket(self.sampler.take(), self._lineage[-1])
+        position, index = self.sampler.take()
+        return Ticket(position, self._lineage[-1], index)
 
     async def _begin_groups(self) -> None:
         """Begin as many groups as there is room for: those that turn out complete and of no use make room for more."""
@@ -310,7 +317,7 @@ class Groups:
         step, index = divmod(ticket.position, algorithm.tasks_per_step)
         return [
             EnqueueRolloutRequest(
-                input=self.sampler.task(ticket.position),
+                input=self.sampler.task(ticket.position, ticket.index),
                 rollout_id=f"{name}-{member}",
                 resources_id=context.resources_id,
                 run_id=context.run.run_id,

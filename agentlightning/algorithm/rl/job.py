@@ -51,6 +51,7 @@ class Job:
     async def save(self) -> None:
         """Write a checkpoint that the run can be resumed from."""
         self.state.groups = self.groups.state
+        self.state.algorithm = self.algorithm.saved_state()
         rewards = self.recent_rewards()
         self.state.recent_reward = sum(rewards) / len(rewards) if rewards else None
         await self.written(self.checkpoints.save)

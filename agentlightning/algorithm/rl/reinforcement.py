@@ -7,6 +7,7 @@ moment loses nothing that `resumption.py` does not find again.
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 import time
 from collections import Counter
@@ -135,6 +136,7 @@ class Loop:
         times = sampled - started, time.perf_counter() - sampled
         metrics |= speed_metrics(metrics, *times, job.policies.usage() - engines, overlaps=job.overlaps)
         metrics["policy_version"] = float(job.state.policy_version)
+        metrics |= self._own_metrics([*groups, *dropped.useless], metrics)
         fallen = job.state.earnings.add(self._earned([*groups, *dropped.useless]))
         await job.context.tracking.record(step, metrics)
         if step % job.algorithm.checkpoint_every == 0:
@@ -142,6 +144,16 @@ class Loop:
         job.context.progress.step(step, metrics)
         self._alarms.check_explosion(step, metrics, self._how_to_replay(step))
         self._alarms.check_collapse(step, fallen, job.state.earnings, job.checkpoints.best)
+
+    def _own_metrics(self, groups: Sequence[CompleteGroup], others: Mapping[str, float]) -> dict[str, float]:
+        """Tell the algorithm how the step went. ConfigError for a metric that has a name of the loop's, or no value."""
+        ordered = sorted(groups, key=lambda group: group.ticket.position)
+        own = self.job.algorithm.step_done([group.rewarded for group in ordered if group.rewarded.rewards])
+        for name, value in own.items():
+            if name in others or not math.isfinite(value):
+                reason = "which is measured already" if name in others else "which is not a finite number"
+                raise ConfigError(f"{self.job.algorithm.name}.step_done gave {name} = {value!r}, {reason}")
+        return {name: float(value) for name, value in own.items()}
 
     def _earned(self, groups: Sequence[CompleteGroup]) -> list[bool]:
         """Whether a rollout of each group has a reward above 0, terms that were added to the agent's own aside."""

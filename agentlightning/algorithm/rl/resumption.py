@@ -31,6 +31,8 @@ async def resume(job: Job, alarms: Alarms) -> None:
     else:
         job.state = restored
         job.groups.restore(restored.groups)
+        if restored.algorithm is not None:
+            job.algorithm.restore(restored.algorithm)
         await context.tracking.resume_after(restored.step)
         alarms.remember(measured for _, measured in sorted(context.tracking.history.items()))
         context.progress.note(f"resumed after step {restored.step} (policy version {restored.policy_version})")

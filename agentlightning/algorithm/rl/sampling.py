@@ -14,6 +14,10 @@ Curriculum: TypeAlias = Callable[[Sequence[Any], int], Sequence[int]]
 """`(tasks, epoch) → indices`: what epoch 0, 1, 2 … goes through, in order; tasks may be left out or repeated."""
 
 
+Picker: TypeAlias = Callable[[Sequence[Any], random.Random], int]
+"""`(tasks, rng) → index` of the task to run next (`RLSettings.next_task`)."""
+
+
 class SamplerState(msgspec.Struct):
     """Where a sampler stands: the number of the next task, and by index of a task that proved too hard or too easy the
     epoch from which on it is tried again."""
@@ -33,20 +37,34 @@ class TaskSampler:
         seed: int,
         curriculum: Curriculum | None = None,
         difficulty: tuple[float, float] | None = None,
+        pick: Picker | None = None,
     ) -> None:
         self.tasks = tasks
         self.state = SamplerState()
         self._seed = seed
         self._curriculum = curriculum
         self._difficulty = difficulty
+        self._pick = pick
         self._starts = [0]  # the position at which each epoch seen so far starts
         self._orders: list[list[int]] = []
 
-    def task(self, position: int) -> Any:
-        return self.tasks[self._at(position)[1]]
+    def task(self, position: int, index: int | None = None) -> Any:
+        """The task at a position, whose `index` is known where it was picked."""
+        return self.tasks[self._at(position)[1] if index is None else index]
 
-    def take(self) -> int:
-        """The next position whose task is to be trained now."""
+    def take(self) -> tuple[int, int | None]:
+        """The next position, and the index of its task where that is picked. ConfigError for an index out of range."""
+        if self._pick is None:
+            return self._next_of_epoch(), None
+        position = self.state.position
+        index = self._pick(self.tasks, random.Random(f"{self._seed}/task/{position}"))
+        if index not in range(len(self.tasks)):
+            raise ConfigError(f"next_task gave {index!r}; it must give the index of one of {len(self.tasks)} tasks")
+        self.state.position += 1
+        return position, int(index)
+
+    def _next_of_epoch(self) -> int:
+        """The next position whose task is not left out."""
         while True:
             position = self.state.position
             self.state.position += 1

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import abc
 import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
+import msgspec
 import numpy as np
 
 from agentlightning.algorithm.evaluation import SUPERVISED
@@ -51,6 +53,7 @@ class _Tried(abc.ABCMeta):
             raise ConfigError(f"{cls.__name__} does not define {', '.join(sorted(cls.__abstractmethods__))}")
         made = super().__call__(*args, **settings)
         made.try_advantages()
+        made.saved_state()
         return made
 
 
@@ -169,6 +172,11 @@ class RLSettings(metaclass=_Tried):
             raise ConfigError(
                 f"curriculum is {self.curriculum!r}; give a function of (tasks, epoch), or file.py:function"
             )
+        if self.picks_tasks and (self.difficulty is not None or self.curriculum is not None):
+            raise ConfigError(
+                f"{type(self).__name__}.next_task picks each task, and difficulty and curriculum order epochs: leave "
+                "them out"
+            )
         if self.unrewarded != "exclude" and not math.isfinite(self.unrewarded):
             raise ConfigError(f"unrewarded is {self.unrewarded}; give 'exclude', or a finite reward")
         if self.kl_coefficient and not self.reference:
@@ -285,6 +293,45 @@ class RLSettings(metaclass=_Tried):
     def fewest_rewarded(self) -> int:
         """How many members of a group must have a reward for it to be trained on."""
         return min(2, self.group_size)
+
+    @property
+    def picks_tasks(self) -> bool:
+        """Whether `next_task` is defined, so that tasks are not taken epoch after epoch."""
+        return type(self).next_task is not RLSettings.next_task
+
+    def next_task(self, tasks: Sequence[Any], rng: random.Random) -> int:
+        """The index of the task to run next, if you define it. `rng` draws the same numbers for the same seed and
+        number of tasks picked before."""
+        raise NotImplementedError
+
+    def step_done(self, groups: Sequence[RewardedGroup]) -> Mapping[str, float]:
+        """A step is over: called once for each with its groups that have a reward, in the order in which their tasks
+        were picked. Change your state here; the answer is your metrics of the step."""
+        return {}
+
+    def state(self) -> Any:
+        """What a checkpoint keeps for `restore`, in the types of JSON."""
+        return None
+
+    def restore(self, state: Any) -> None:
+        """Go on from what `state` gave when the checkpoint was written."""
+        raise NotImplementedError
+
+    def saved_state(self) -> Any:
+        """What `state` gives. ConfigError unless it can be restored."""
+        own, state = type(self), self.state()
+        if own.state is not RLSettings.state and own.restore is RLSettings.restore:
+            raise ConfigError(f"{own.__name__} defines state and not restore, so that a resumed run would lose it")
+        try:
+            same = msgspec.json.decode(msgspec.json.encode(state)) == state
+        except (TypeError, ValueError, OverflowError, RecursionError):
+            same = False
+        if not same:
+            raise ConfigError(
+                f"{own.__name__}.state gave {state!r:.200}, which JSON does not give back unchanged; give dicts with "
+                "names of text, lists, text, finite numbers, booleans and None"
+            )
+        return state
 
     @abc.abstractmethod
     def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
