@@ -25,7 +25,7 @@ import msgspec
 from safetensors import deserialize
 
 from agentlightning.algorithm.directory import START, read_mark
-from agentlightning.algorithm.rl.batch import BATCHES_FILE, RecordedBatch, make_batches
+from agentlightning.algorithm.rl.batch import BATCHES_FILE, RecordedBatch, make_batches, recorded_batches
 from agentlightning.algorithm.rl.checkpoints import STATE_FILE
 from agentlightning.algorithm.rl.groups import trace_group
 from agentlightning.algorithm.rl.policies import Policies, optimiser_steps
@@ -254,7 +254,7 @@ def plan_replay(directory: Path, first: int | None = None, last: int | None = No
 
     Without steps, those that led to the newest checkpoint from the one before it. ConfigError names the steps that
     were not recorded."""
-    batches = _recorded(directory)
+    batches = recorded_batches(directory)
     checkpoints = {
         int(state.parent.name.removeprefix("step-")): state.parent
         for state in (directory / "checkpoints").glob(f"step-*/{STATE_FILE}")
@@ -320,18 +320,6 @@ async def _sequences(
     rewarded = [rewarded_group(group, algorithm.unrewarded) for group in traced]
     batches = make_batches(algorithm, rewarded, policies.critics(algorithm))
     return {model: made.sequences for model, made in batches.items()}
-
-
-def _recorded(directory: Path) -> dict[int, RecordedBatch]:
-    path = directory / BATCHES_FILE
-    try:
-        lines = path.read_bytes().splitlines()
-        batches = [msgspec.json.decode(line, type=RecordedBatch) for line in lines if line.strip()]
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}; a training run writes it as it goes") from None
-    if not batches:
-        raise ConfigError(f"{path} holds no step: the run trained nothing yet")
-    return {batch.step: batch for batch in batches}
 
 
 # --- the same bits -----------------------------------------------------------------------------------------------

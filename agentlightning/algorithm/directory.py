@@ -1,5 +1,6 @@
-"""A run's directory: `run.json`, the run file that repeats it, store, checkpoints and pictures of one run, held by one
-process at a time; and its manifest, gathered when it starts."""
+"""A run's directory, held by one process at a time: `run.json`, the run file that repeats it, store, checkpoints and
+pictures; and the run's manifest.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ _OF_THE_START = {_LOCK, RUN_FILE, START, *(f"store.sqlite{ending}" for ending in
 
 
 class RunMark(msgspec.Struct):
-    """What `run.json` says: which run of the store lives here."""
+    """The contents of `run.json`: which run of the store is here."""
 
     run_id: str
     kind: str
@@ -46,36 +47,34 @@ class RunMark(msgspec.Struct):
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The directory of a run that this process holds."""
+    """The directory of a run, held by this process."""
 
     path: Path
     mark: RunMark
     resumed: bool
 
     def keep(self, run_file: Mapping[str, Any]) -> None:
-        """Write the run file by which this run can be repeated, if it is not there yet."""
+        """Write the run file that repeats this run, if it is not there yet."""
         if not (self.path / RUN_FILE).exists():
             (self.path / RUN_FILE).write_text(yaml.safe_dump(dict(run_file), sort_keys=False), encoding="utf-8")
 
     def forget(self) -> None:
-        """The run did not come to begin: leave the directory to the next one."""
+        """The run did not start: leave the directory to the next one."""
         if not self.resumed:
             (self.path / MARK).unlink(missing_ok=True)
 
 
 @contextmanager
 def run_directory(root: str | Path, kind: str, *, named: bool, resume: bool, seed: int = 0) -> Generator[RunDirectory]:
-    """Create or find the directory of a run, and lock it against a second process.
+    """Create or find the directory of a run, and lock it against other processes.
 
     Args:
-        root: the directory of this run, or, with `named=False`, the folder in which runs get directories of their own.
-        resume: continue the run found here (the newest one, with `named=False`) instead of starting one.
-        seed: that of the run; a run is resumed with the seed it was started with.
+        root: the directory of this run or, with `named=False`, the folder in which each run gets a directory.
+        resume: continue the run found here (with `named=False`, the newest) instead of starting one.
+        seed: of the run; a run is resumed with its own seed.
 
-    A directory that this makes, and that the run did not come to begin in, is removed again.
-
-    Raises ConfigError where the directory cannot be written, holds a run that was not asked for, holds none to
-    resume or one of another seed, or is in use."""
+    ConfigError if the directory cannot be written, is in use, has a run although none was asked for, or has none to
+    resume, or one with another seed."""
     path = _choose(Path(root).expanduser(), kind, named=named, resume=resume)
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     with _locked(path):
@@ -129,7 +128,7 @@ def _choose(root: Path, kind: str, *, named: bool, resume: bool) -> Path:
 
 
 def read_mark(directory: Path) -> RunMark:
-    """What the run in `directory` says of itself. ConfigError where it cannot be read."""
+    """The mark of the run in `directory`. ConfigError if it cannot be read."""
     mark = directory / MARK
     try:
         return msgspec.json.decode(mark.read_bytes(), type=RunMark)
@@ -148,7 +147,7 @@ PACKAGES = (
 def make_manifest(
     config: Mapping[str, Any], seed: int, train_tasks: Sequence[Any], val_tasks: Sequence[Any]
 ) -> dict[str, Any]:
-    """Config and command without secrets, code commit, package versions, hashes of the data, seed, hardware."""
+    """Settings and command without secrets, commit, package versions, hashes of the data, seed, hardware."""
     return {
         "config": settings_without_secrets(msgspec.to_builtins(config, enc_hook=str, str_keys=True)),
         "commit": _commit(),
@@ -166,7 +165,7 @@ def make_manifest(
 
 
 def fingerprint(tasks: Sequence[Any]) -> dict[str, Any]:
-    """How many tasks, and a hash of them all."""
+    """The number of tasks, and a hash of them."""
     encoded = msgspec.json.encode(msgspec.to_builtins(tasks, enc_hook=str, str_keys=True), order="sorted")
     return {"tasks": len(tasks), "sha256": hashlib.sha256(encoded).hexdigest()}
 
@@ -178,8 +177,7 @@ def _versions() -> Generator[tuple[str, str]]:
 
 
 def _commit() -> str | None:
-    """The commit of the working directory, where it is a git checkout and git is installed; with `-dirty` where files
-    were changed since."""
+    """The commit of the working directory, if it is a git checkout, with `-dirty` if files have changed."""
     describe = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
     try:
         answer = subprocess.run(describe, capture_output=True, text=True, check=False, timeout=5)
@@ -189,7 +187,7 @@ def _commit() -> str | None:
 
 
 async def check_data(store: LightningStore, run_id: str, manifest: Mapping[str, Any]) -> None:
-    """ConfigError where a run is resumed with other tasks than it began with."""
+    """ConfigError if a run is resumed with other tasks."""
     for run in await store.query_runs():
         for name, began_with in run.manifest.get("data", {}).items():
             if run.run_id == run_id and began_with != manifest["data"][name]:

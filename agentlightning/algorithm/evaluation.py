@@ -1,5 +1,4 @@
-"""Running the agent over a list of tasks without training: used before, beside and after training, and alone
-(`Baseline`)."""
+"""Runs the agent on tasks without training: before, beside and after training, and alone (`Baseline`)."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ SUPERVISED: Final = RolloutConfig(timeout_seconds=300.0, max_attempts=3, retry_c
 
 @dataclass(frozen=True)
 class EvaluatedTask:
-    """One rollout of a task with everything it left in the store."""
+    """One rollout of a task, with everything stored of it."""
 
     traced: TracedRollout
     spans: tuple[Span, ...]
@@ -38,7 +37,7 @@ class EvaluatedTask:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Rewards over a list of tasks. `step` and `policy_version` say what was evaluated."""
+    """Rewards over tasks. `step` and `policy_version` say which weights were evaluated."""
 
     step: int
     policy_version: int
@@ -46,7 +45,7 @@ class Evaluation:
 
     @property
     def reward(self) -> float:
-        """Mean reward; a rollout that failed or was not rewarded counts 0 here, so that failing cannot help."""
+        """The mean reward. A rollout that failed or was not rewarded counts 0, so that failing cannot help."""
         return sum(task.reward or 0.0 for task in self.tasks) / max(1, len(self.tasks))
 
     @property
@@ -59,7 +58,7 @@ class Evaluation:
 
 
 def evaluation_id(run_id: str, mode: Mode, step: int, version: int) -> str:
-    """What the ids of an evaluation's rollouts begin with."""
+    """The beginning of the ids of an evaluation's rollouts."""
     return f"{run_id}-{mode}-{step}-v{version}"
 
 
@@ -75,8 +74,8 @@ async def evaluate(
     samples: int = 1,
     beside: bool = False,
 ) -> Evaluation:
-    """Run the agent `samples` times on every task in `mode` and wait for all, `beside` something else or not. Repeating
-    it after a crash, or with more samples, reuses what finished."""
+    """Run the agent `samples` times on every task in `mode`, and wait for all. Repeating this after a crash, or with
+    more samples, reuses what has finished."""
     prefix = evaluation_id(context.run.run_id, mode, step, version)
     attempts = [
         (task, f"{index}-{sample}" if sample else f"{index}")
@@ -116,7 +115,7 @@ async def evaluate(
 
 
 async def refuse_uncalled(context: RunContext, rollouts: Sequence[TracedRollout]) -> None:
-    """TrainingError where a model is served and none of the rollouts that succeeded called it."""
+    """TrainingError if a model is served and no successful rollout called it."""
     succeeded = [traced for traced in rollouts if traced.rollout.status == "succeeded"]
     ignored = FROZEN if context.policies else None  # a judge's calls are none of the policy's
     if not succeeded or any(one.transitions or set(one.left_out.values()) - {ignored} for one in succeeded):
@@ -131,7 +130,7 @@ async def refuse_uncalled(context: RunContext, rollouts: Sequence[TracedRollout]
 
 
 async def why_unrewarded(store: LightningStore, rollouts: Sequence[Rollout]) -> TrainingError:
-    """An error that explains why not one of `rollouts` was rewarded, in the words of the first that failed."""
+    """An error that explains why none of `rollouts` was rewarded, with the first failure."""
     failed = next((rollout for rollout in rollouts if rollout.status == "failed"), None)
     if failed is None:
         return TrainingError(

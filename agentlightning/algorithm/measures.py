@@ -1,6 +1,6 @@
-"""What an evaluation comes to: rollouts → mean reward, pass@k, intervals, the same by tag, and two of them compared.
+"""Measures an evaluation: mean reward, pass@k, intervals, the same by tag, and a comparison of two.
 
-Rollouts of one task are attempts at it; two tasks are the same where their inputs are.
+Rollouts of one task are attempts at it. Tasks are the same if their inputs are.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _CLOSE = 1e-9  # a sum of tenths is a little less than 1
 
 @dataclass(frozen=True)
 class Measured:
-    """One rollout. Without a reward it counts 0 and passes nothing, so that failing cannot help; one that was
-    cancelled, or is not over, is left out. `problem` is the exception that ended it."""
+    """One rollout. Without a reward it counts 0 and passes nothing, so that failing cannot help. Cancelled and running
+    rollouts are left out. `problem` is the exception that ended it."""
 
     rollout_id: str
     task: str
@@ -47,8 +47,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class Measures:
-    """What is asked of an evaluation. An attempt passes with a reward of `threshold` or more. `ks` None is 1 and the
-    number of attempts that every task has."""
+    """What to measure. An attempt passes with a reward of at least `threshold`. By default `ks` are 1 and the number of
+    attempts of every task."""
 
     ks: tuple[int, ...] | None = None
     threshold: float = 1.0
@@ -56,7 +56,7 @@ class Measures:
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """A mean over `tasks`, and its interval, None of one task."""
+    """A mean over `tasks`, and its interval; None for one task."""
 
     value: float
     tasks: int
@@ -64,14 +64,14 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 class Difference(Estimate, frozen=True):
-    """What the second has over the first, mean over the `tasks` of both, and how probable that is by chance."""
+    """The second minus the first, a mean over the `tasks` of both, and its p-value."""
 
     p: float
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """`ended` counts rollouts; `attempts` are the least and the most of a task; `estimates` are `reward` and `pass@k`,
-    `tags` the same of the tasks with that tag. `problem` is the first exception, with the rollout that it ended."""
+    """`ended` counts rollouts; `attempts` are the fewest and the most per task; `estimates` are `reward` and `pass@k`,
+    `tags` the same for the tasks with each tag. `problem` is the first exception, with its rollout."""
 
     tasks: int
     attempts: tuple[int, int]
@@ -87,7 +87,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """Two summaries, and what the second has over the first: all of the tasks of both. `unpaired` are of one alone."""
+    """Two summaries and their differences over the tasks of both; `unpaired` tasks are in one only."""
 
     first: Summary
     second: Summary
@@ -100,8 +100,8 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def measured(traced: TracedRollout, spans: Sequence[Span], tag_fields: Sequence[str] = TAG_FIELDS) -> Measured:
-    """Its tags are the words in `tags`, and `field=value` of every other one of `tag_fields`, in the rollout's input
-    and in its metadata."""
+    """A rollout's measures. Its tags are the words in `tags`, and `field=value` for the other `tag_fields`, in its
+    input and metadata."""
     rollout, ended = traced.rollout, "rewarded"
     if rollout.status not in ("succeeded", "failed"):
         ended = _LEFT_OUT
@@ -116,7 +116,7 @@ def measured(traced: TracedRollout, spans: Sequence[Span], tag_fields: Sequence[
 
 
 def exception_of(spans: Iterable[Span]) -> str:
-    """`LookupError: no such city`, of the last exception recorded; empty where there is none."""
+    """The last recorded exception as `LookupError: no such city`; empty if there is none."""
     exceptions = [span.attributes for span in spans if span.name == semconv.EXCEPTION]
     return "{}: {}".format(*map(exceptions[-1].get, _EXCEPTION)) if exceptions else ""
 
@@ -137,7 +137,7 @@ _Values: TypeAlias = dict[str, dict[str, float]]  # what is measured → task �
 
 
 def summarise(rollouts: Sequence[Measured], measures: Measures) -> Summary:
-    """ConfigError where no rollout is over, and for a k of which no task has so many attempts."""
+    """Measure these rollouts. ConfigError if none is over, or no task has k attempts."""
     attempts = _attempts(rollouts)
     counts = [len(of_task) for of_task in attempts.values()]
     values = _values(attempts, measures)
@@ -152,7 +152,7 @@ def summarise(rollouts: Sequence[Measured], measures: Measures) -> Summary:
 
 
 def compare(first: Sequence[Measured], second: Sequence[Measured], measures: Measures) -> Comparison:
-    """ConfigError as of `summarise`, and where no task is of both."""
+    """Compare two evaluations. ConfigError as for `summarise`, and if they share no task."""
     tried, tried_too = (_attempts(side).keys() for side in (first, second))
     both = tried & tried_too
     if not both:
@@ -189,7 +189,7 @@ def _usual_ks(attempts: Iterable[list[Measured]]) -> tuple[int, ...]:
 
 
 def _values(attempts: _Attempts, measures: Measures) -> _Values:
-    """Mean reward of every task; pass@k of those that were attempted k times or more."""
+    """The mean reward of each task, and pass@k of tasks with at least k attempts."""
     most = max(map(len, attempts.values()))
     passed = {task: sum(_passes(one, measures.threshold) for one in of_task) for task, of_task in attempts.items()}
     values = {"reward": {task: fmean(one.reward or 0.0 for one in of_task) for task, of_task in attempts.items()}}
@@ -219,7 +219,7 @@ def _only(values: _Values, tasks: set[str]) -> _Values:
 
 
 def _estimates(values: _Values, confidence: float) -> dict[str, Estimate]:
-    """Of what was measured of no task there is none."""
+    """The estimates; what no task has is left out."""
     arrays = {name: np.array(list(own.values())) for name, own in values.items() if own}
     return {
         name: Estimate(float(array.mean()), len(array), mean_interval(array, confidence))
@@ -262,9 +262,9 @@ def pass_at_k(attempts: int, passed: int, k: int) -> float:
 
 
 def mean_interval(values: Values, confidence: float) -> tuple[float, float] | None:
-    """Where the mean over all tasks there could be probably lies: percentiles of the means of T − 1 tasks drawn with
-    replacement, which vary as the mean of T new ones would (Rao and Wu 1988; T drawn of T vary less, and few tasks
-    would seem surer than they are). None of fewer than two tasks, which say nothing of it.
+    """An interval for the mean over all possible tasks: percentiles of the means of T − 1 tasks drawn with replacement,
+    which vary like the mean of T new tasks (Rao and Wu 1988; means of T drawn of T vary less). None for fewer than two
+    tasks.
 
     ConfigError unless 0 < confidence < 1."""
     if not 0 < confidence < 1:
@@ -278,9 +278,9 @@ def mean_interval(values: Values, confidence: float) -> tuple[float, float] | No
 
 
 def paired_p_value(differences: Values) -> float:
-    """How probable a mean difference at least as far from 0 is, if which of the two a task did better with is chance:
-    the share of patterns of signs that give one (two-sided, Fisher 1935). All patterns of up to 13 tasks, else 10,000
-    random ones, of which the one seen is counted as one more, so that it is never 0. Of one task it is 1."""
+    """The probability of a mean difference at least this far from 0, if chance decides which of the two did better on
+    each task: the share of sign patterns with one (two-sided, Fisher 1935). All patterns for up to 13 tasks, or else
+    10,000 random ones plus the observed one, so that it is never 0. 1 for one task."""
     count = len(differences)
     seen = abs(differences.mean()) * (1 - 1e-9)  # sums in another order differ in their last bits
     if count <= _EXACT:

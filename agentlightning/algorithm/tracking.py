@@ -1,7 +1,7 @@
-"""Where the measurements of a run go: into the store, into `metrics.jsonl`, and to every tracker.
+"""Sends a run's metrics to the store, to `metrics.jsonl`, and to every tracker.
 
-A tracker runs in a thread of its own: nothing waits for it, and its first error is shown once and stops no training.
-Each knows its package, which is imported when a run starts and not before.
+A tracker runs in its own thread: nothing waits for it, and its first error is shown once and does not stop training.
+Its package is imported when a run starts.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ CLOSING_SECONDS: Final = 60.0  # how long the end of a run waits for a tracker t
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is given when it starts. `directory` is the run's own; `history` is what was measured before,
-    oldest step first: of a run that is resumed, up to the step that it goes on from."""
+    """What a tracker gets at its start. `directory` is the run's; `history` are the earlier metrics of a resumed run,
+    oldest first."""
 
     run_id: str
     kind: str
@@ -42,32 +42,32 @@ class TrackedRun:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The resolved settings, nested."""
+        """The settings, nested."""
         return self.manifest.get("config", {})
 
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Shows or keeps what a run measures. Called by one thread; all calls may block, and raise what they will."""
+    """Shows or keeps the metrics of a run. One thread calls it; all methods may block and raise."""
 
     name: str
 
     def start(self, run: TrackedRun) -> str | None:
-        """Called once, before the rest. Returns where a person finds it, if that is worth a line."""
+        """Called once, first. Returns where to look, if that is worth a line."""
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """What was measured at `step` (0: before training). A step may come more than once, each time with other
-        names, and late: that of an evaluation beside training."""
+        """The metrics at `step` (0: before training). A step may come several times with other names, and late, for
+        evaluations beside training."""
         ...
 
     def close(self) -> None:
-        """Called once, at the end, if `start` went well."""
+        """Called once, at the end, if `start` succeeded."""
         ...
 
 
 class Tracking:
-    """The measurements of one run. `history` holds them by step."""
+    """The metrics of one run. `history` has them by step."""
 
     def __init__(
         self,
@@ -87,13 +87,13 @@ class Tracking:
         self._measured: list[Metrics] = []
 
     async def resume_after(self, step: int) -> None:
-        """Take up what a run that is resumed had measured up to `step`; what came later will come again."""
+        """Continue after `step` of a resumed run; later metrics will come again."""
         self._measured = [one for one in await self._store.query_metrics(self._run.run_id) if one.step <= step]
         self.history = {one.step: dict(one.values) for one in self._measured}
         self._write(sorted(self.history))
 
     async def record(self, step: int, values: Mapping[str, float]) -> None:
-        """Keep what was measured at `step`, beside what was before."""
+        """Add metrics at `step`."""
         if self._outboxes is None:
             run = TrackedRun(self._run.run_id, self._run.kind, self._run.manifest, self._directory, self._measured)
             self._outboxes = [_Outbox(tracker, run, self._note) for tracker in self._trackers]
@@ -112,12 +112,12 @@ class Tracking:
         target.replace(path)
 
     async def close(self) -> None:
-        """Wait until every tracker has closed, for a minute at most."""
+        """Wait until every tracker has closed, for at most a minute."""
         await asyncio.gather(*(outbox.close() for outbox in self._outboxes or ()))
 
 
 class _Outbox:
-    """Metrics that a tracker has not received yet, and the thread that hands them over."""
+    """Metrics for a tracker, and the thread that delivers them."""
 
     def __init__(self, tracker: Tracker, run: TrackedRun, note: Callable[[str], None]) -> None:
         self._tracker, self._note = tracker, note
@@ -164,7 +164,7 @@ class _Outbox:
 
 @dataclass(kw_only=True)
 class TensorBoard:
-    """Event files for TensorBoard in `directory`, by default `tensorboard/` in the run's."""
+    """Event files for TensorBoard in `directory`; default: `tensorboard/` of the run's directory."""
 
     directory: str | None = None
     name = "tensorboard"
@@ -189,8 +189,8 @@ class TensorBoard:
 
 @dataclass(kw_only=True)
 class WandB:
-    """A run of Weights & Biases, of the same id as here. Its own environment variables hold, such as
-    `WANDB_MODE=offline`; what it keeps locally is in the run's directory."""
+    """A run of Weights & Biases with the same id. Its environment variables apply, such as `WANDB_MODE=offline`; local
+    files are in the run's directory."""
 
     project: str = "agentlightning"
     entity: str | None = None
@@ -226,8 +226,7 @@ class WandB:
 
 @dataclass(kw_only=True)
 class MLflow:
-    """A run of MLflow at `uri`, by default what `MLFLOW_TRACKING_URI` says, or MLflow itself. A run that is resumed
-    here goes on there."""
+    """A run of MLflow at `uri`; default: `MLFLOW_TRACKING_URI`, or MLflow's default. A resumed run continues there."""
 
     experiment: str = "agentlightning"
     uri: str | None = None
@@ -266,10 +265,10 @@ _PACKAGES: Final = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "
 
 
 def make_tracker(spec: str | Mapping[str, Any] | Tracker) -> Tracker:
-    """A tracker from its name, from `{"name": …, option: value}`, or as it is. A name is one of `TRACKERS`, or a
+    """A tracker from a name, `{"name": …, option: value}`, or a tracker itself. A name is one of `TRACKERS`, or a
     reference such as `file.py:Class`.
 
-    ConfigError for an unknown name or option, or where the package is not installed."""
+    ConfigError for an unknown name or option, or a package that is not installed."""
     made: object = spec
     if isinstance(spec, str | Mapping):
         options: dict[str, Any] = {"name": spec} if isinstance(spec, str) else dict(spec)
@@ -289,7 +288,7 @@ def make_tracker(spec: str | Mapping[str, Any] | Tracker) -> Tracker:
 
 
 def _allowed(name: str) -> str:
-    """Names of reasons and rewards may hold what MLflow refuses."""
+    """The name without characters that MLflow refuses."""
     return re.sub(r"[^\w\-./: ]", "_", name)
 
 

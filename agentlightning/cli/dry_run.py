@@ -1,4 +1,4 @@
-"""`agl train --dry-run`: estimates a run by running and learning from one group."""
+"""`agl train --dry-run`: estimates a run by running and learning from two groups side by side."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from agentlightning.cli.options import number, print_json
 from agentlightning.cli.place import STORE_FILE
 from agentlightning.errors import ConfigError
 
-_ONE_GROUP: Final = {
+_GROUPS: Final = 2  # that are run, so that what rollouts gain side by side is in the measurement
+_ONE_STEP: Final = {
     "steps": 1,
-    "tasks_per_step": 1,
+    "tasks_per_step": _GROUPS,
     "evaluate_every": 0,
     "dynamic_sampling": False,
     "max_staleness": 0,
@@ -29,7 +30,7 @@ _ONE_GROUP: Final = {
 
 
 def run_dry(config: TrainConfig, console: Console, *, as_json: bool) -> None:
-    """Run one group of `config`'s run in a temporary directory, and print what the whole run will take.
+    """Run two groups of `config`'s run in a temporary directory, and print what the whole run will take.
 
     The model is not written. ConfigError unless it is reinforcement learning from tasks."""
     from agentlightning.algorithm import Reinforcement
@@ -52,8 +53,9 @@ def run_dry(config: TrainConfig, console: Console, *, as_json: bool) -> None:
         "evaluations": evaluations,
     }
     measured, frozen = _measure(config, algorithm, console)
-    # One group has the machine to itself; the groups of a step share it, as far as there are runners.
-    at_once = min(algorithm.tasks_per_step, max(1, (config.n_runners or 64) // group))
+    # Two groups have the machine to themselves; the groups of a step share it, as far as there are runners.
+    groups = min(_GROUPS, algorithm.tasks_per_step)
+    at_once = max(groups, min(algorithm.tasks_per_step, (config.n_runners or 64) // group)) / groups
     total = plan["training_rollouts"] + evaluations * len(val)
     per_rollout = total / max(1.0, measured["rollouts"])
     plan |= {
@@ -64,7 +66,7 @@ def run_dry(config: TrainConfig, console: Console, *, as_json: bool) -> None:
         "answer_tokens": measured["sampled_tokens"] * per_rollout,
         "hosted_tokens": {name: [count * per_rollout for count in counts] for name, counts in frozen.items()},
         "rollout_seconds": measured["rollout_seconds"] * per_rollout / at_once,
-        "learn_seconds": measured["learn_seconds"] * algorithm.steps * algorithm.tasks_per_step,
+        "learn_seconds": measured["learn_seconds"] * algorithm.steps * algorithm.tasks_per_step / groups,
         "learning_measured": bool(measured.get("sequences")),
     }
     if as_json:
@@ -77,9 +79,10 @@ def run_dry(config: TrainConfig, console: Console, *, as_json: bool) -> None:
 def _measure(
     config: TrainConfig, algorithm: Any, console: Console
 ) -> tuple[dict[str, float], dict[str, tuple[int, int]]]:
-    """The metrics of a step with one group, and the tokens of its calls to frozen models."""
+    """The metrics of a step with two groups, and the tokens of its calls to frozen models."""
     with tempfile.TemporaryDirectory(prefix="agl-dry-run-") as folder:
-        own = {key: value for key, value in _ONE_GROUP.items() if hasattr(algorithm, key)}
+        own = {key: value for key, value in _ONE_STEP.items() if hasattr(algorithm, key)}
+        own["tasks_per_step"] = min(_GROUPS, algorithm.tasks_per_step)
         changed: dict[str, Any] = {"algorithm": config.algorithm | own, "run_dir": f"{folder}/run", "trackers": []}
         changed |= {"val_dataset": None, "time_limit": None, "resume": False, "store": None}
         result = fit(msgspec.structs.replace(config, **changed), console)
@@ -87,24 +90,26 @@ def _measure(
     return result.metrics[-1].values, frozen
 
 
-def _lines(plan: dict[str, Any], at_once: int) -> Iterator[str]:
+def _lines(plan: dict[str, Any], at_once: float) -> Iterator[str]:
     from agentlightning.display import duration
 
     told = {key: number(value) for key, value in plan.items() if isinstance(value, int | float)}
     yield "Tasks:       {train_tasks} to learn from, {val_tasks} held out".format_map(told)
     yield "Training:    {steps} steps × {groups} tasks × {group_size} = {training_rollouts} rollouts".format_map(told)
     yield "Evaluations: {evaluations} × {val_tasks} rollouts".format_map(told)
-    yield f"Measured:    {told['measured_rollouts']} rollouts of one task, mean reward {told.get('measured_reward')}"
+    yield f"Measured:    {told['measured_rollouts']} rollouts, side by side, mean reward {told.get('measured_reward')}"
     yield "All:         about {calls} calls, {prompt_tokens} prompt and {answer_tokens} answer tokens".format_map(told)
     for name, (read, written) in plan["hosted_tokens"].items():
         yield f"Hosted:      {name}: about {number(read)} prompt and {number(written)} answer tokens, at its prices"
     learning, rolling = plan["learn_seconds"], plan["rollout_seconds"]
-    yield (
-        f"Time:        about {duration(rolling + learning)} if rollouts side by side take no longer, "
-        f"{duration(rolling * at_once + learning)} if they gain nothing by it"
-    )
+    middle = f"Time:        about {duration(rolling * at_once**0.5 + learning)}"
+    if at_once > 1:  # the middle of a range of ratios is the geometric one
+        yield f"{middle}: {duration(rolling + learning)} if the other groups of a step take no longer beside these two,"
+        yield f"             {duration(rolling * at_once + learning)} if they have to wait for them"
+    else:
+        yield middle
     if not plan["learning_measured"]:
-        yield "             without learning: the group had no two different rewards, so nothing was learned from it"
+        yield "             without learning: no group had two different rewards, so nothing was learned from them"
 
 
 async def _frozen_tokens(store: Path, frozen: set[str]) -> dict[str, tuple[int, int]]:

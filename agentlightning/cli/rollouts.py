@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 import msgspec
@@ -12,7 +14,7 @@ import msgspec
 from agentlightning.cli.options import STATUSES, make_table, print_json, print_table, tell
 from agentlightning.cli.place import ANY_RUN, NEWEST, Place, stores_here, with_place
 from agentlightning.cli.runs import ListingGroup, repeated, watch_option
-from agentlightning.errors import NotFoundError
+from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.store.codec import plain
 from agentlightning.store.redaction import text_without_secrets
 from agentlightning.types import And, Attempt, Condition, Order, Rollout, Span
@@ -106,6 +108,18 @@ def _input(rollout: Rollout) -> str:
 # --- show --------------------------------------------------------------------------------------------------------
 
 
+class _TokenOfCall(click.ParamType):
+    """`2` or `2:5`."""
+
+    name = "token"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int | None, int]:
+        match = re.fullmatch(r"(\d*)(?::(\d+))?", str(value))
+        if match is None:
+            self.fail(f"{value!r} is no token of a call; write CALL or CALL:TOKEN, such as 0:3", param, ctx)
+        return int(match[1]) if match[1] else None, int(match[2] or 0)
+
+
 @rollouts.command()
 @click.argument("rollout_id", metavar="ID")
 @click.option(
@@ -115,8 +129,25 @@ def _input(rollout: Rollout) -> str:
     "--timeline", "timed", is_flag=True, help="Show when everything happened, on one axis of time, not as a tree."
 )
 @click.option("--logs", is_flag=True, help="Show logs and tracebacks whole, not only their ends.")
+@click.option(
+    "--explain",
+    "explained",
+    type=_TokenOfCall(),
+    is_flag=False,
+    flag_value=":0",
+    metavar="CALL:TOKEN",
+    help="Show a token's way from reward to gradient, by number; default: the first that trains.",
+)
 @with_place(ANY_RUN)
-async def show(place: Place, rollout_id: str, as_json: bool, number: int | None, timed: bool, logs: bool) -> None:
+async def show(
+    place: Place,
+    rollout_id: str,
+    as_json: bool,
+    number: int | None,
+    timed: bool,
+    logs: bool,
+    explained: tuple[int | None, int] | None,
+) -> None:
     """Show a rollout: how its attempts ended, and what an attempt did, call by call."""
     from rich.console import Console
 
@@ -126,6 +157,9 @@ async def show(place: Place, rollout_id: str, as_json: bool, number: int | None,
     from agentlightning.tracing.tree import printable, rollout_tree
 
     place, rollout = await _find(place, rollout_id)
+    if explained is not None:
+        await _explain(place, rollout_id, explained, as_json)
+        return
     async with place.open(reading=True) as store:
         attempts = await store.query_attempts(rollout_id)
         if number is not None and number > len(attempts):
@@ -166,6 +200,25 @@ async def annotate(place: Place, rollout_id: str, as_json: bool, **parts: str | 
     async with place.open() as store:
         rollout = await store.update_rollout(rollout_id, metadata=annotated(rollout, **parts))
     tell(as_json, annotation_of(rollout), f"annotated {rollout_id}")
+
+
+async def _explain(place: Place, rollout_id: str, token_of: tuple[int | None, int], as_json: bool) -> None:
+    """Print the way of a token from reward to gradient."""
+    from agentlightning.cli.explanation import explain_token
+    from agentlightning.dashboard.tokens import Tokenizers
+
+    if place.address is None or "://" in place.address:
+        raise ConfigError("--explain reads what steps trained on, in the run's directory: name its store's file there")
+    async with place.open(reading=True) as store:
+        path = await explain_token(store, Path(place.address).parent, rollout_id, *token_of)
+    if as_json:
+        print_json(path)
+        return
+    tokenizer = Tokenizers(lambda _: place.address).find("")
+    text = f" {tokenizer[1].text([path.token_id])!r}" if tokenizer else ""
+    token = f"token {path.token}:{text} id {path.token_id}, log p {path.logprob:.4f}"
+    click.echo(f"step {path.step}, call {path.call}, {token}")
+    print_table(make_table(("", "value", "how"), [(one.name, f"{one.value:.6g}", one.how) for one in path.stages]))
 
 
 async def _find(named: Place, rollout_id: str) -> tuple[Place, Rollout]:

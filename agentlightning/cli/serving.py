@@ -137,6 +137,8 @@ async def served_model(
 @address_options(8123)
 @STORE
 @with_backend("the models that trainers register")
+@click.option("--workers", type=click.IntRange(min=0), default=0, metavar="N",
+              help="Answer LLM calls in N more processes, for machines with several cores.")  # fmt: skip
 @click.option("--synchronous", type=click.Choice(["FULL", "NORMAL"]), default="FULL", show_default=True,
               help="NORMAL is faster; a power cut may lose the last writes.")  # fmt: skip
 @KEY
@@ -181,27 +183,40 @@ def server(
 
     Trainers join with `agl train --server URL`, runners with `agl runner AGENT --server URL`. URL/docs documents the
     interface. Ctrl-C or SIGTERM stops it after open requests are answered; nothing acknowledged is lost."""
-    from agentlightning.data.references import load_reference
     from agentlightning.server.logs import configure_logging
     from agentlightning.server.serve import run_on_fastest_loop
 
     others |= {"store": address, "body_limit": body_limit * 1024 * 1024, "retain_seconds": retain}
-    others["hook"] = redact and load_reference(redact)
+    others |= {"hook": redact, "log_format": log_format}
     configure_logging(log_format)
     run_on_fastest_loop(_server(backend, as_json, others))
 
 
 async def _server(upstream: Upstream | None, as_json: bool, options: dict[str, Any]) -> None:
-    from agentlightning.gateway.models import ANY, ModelEntry
+    from agentlightning.gateway.backends.factory import captures_tokens
+    from agentlightning.gateway.models import ANY
+    from agentlightning.server.models import RegisterModel
     from agentlightning.server.service import ServerSettings, running_server
     from agentlightning.store.redaction import text_without_secrets
 
     told = {"store": text_without_secrets(options["store"])}
     greeting = "store {store} at {url}\ndashboard: {url}/"
     if upstream is not None:
-        backend = await upstream.open()
-        options["models"] = (ModelEntry(ANY, backend, trainable=backend.captures_tokens, train=None, val=None),)
-        told |= {"backend": backend.name, "kind": backend.kind}
+        found = await upstream.resolved()
+        assert found.kind is not None
+        answering = RegisterModel(
+            name=ANY,
+            base_url=found.url,
+            kind=found.kind,
+            api_key=found.key,
+            tokenizer=found.tokenizer,
+            trainable=captures_tokens(found.kind),
+            train=None,
+            val=None,
+            check=False,
+        )
+        options["registrations"] = (answering,)
+        told |= {"backend": found.url, "kind": found.kind}
         greeting = (
             "calls to {backend} ({kind}) are recorded in {store}\n"
             "    OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY=any python your_agent.py\n"

@@ -10,6 +10,7 @@ import sys
 import time
 import zlib
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Final
@@ -46,7 +47,11 @@ def sweep(
     if len(combinations) * seeds > _MOST_RUNS:
         raise ConfigError(f"--over and --seeds ask for {len(combinations) * seeds} runs; at most {_MOST_RUNS}")
     for keys_values in combinations:  # a wrong value is refused before the first run
-        make_algorithm(load_config(run_file, [*assignments, *map("=".join, keys_values)]).algorithm)
+        config = load_config(run_file, [*assignments, *map("=".join, keys_values)])
+        make_algorithm(config.algorithm)
+        if config.model is not None:
+            import_module("torch")  # which each run would miss
+            import_module("transformers")
     out = out or Path(f"runs/sweep-{time.strftime('%Y%m%d-%H%M%S')}")
     _check_same(out / "sweep.json", {"run_file": str(run_file.resolve()), "set": list(assignments)})
     rows, failed = list[tuple[object, ...]](), 0

@@ -38,7 +38,7 @@ def _print_schema(ctx: click.Context, param: click.Parameter, asked: bool) -> No
 @click.option("--steps", type=int, help="Number of training steps; short for --set algorithm.steps=…")
 @click.option("--schema", is_flag=True, is_eager=True, expose_value=False, callback=_print_schema,
               help="Print the JSON schema of run files, for editors, and exit.")  # fmt: skip
-@click.option("--dry-run", is_flag=True, help="Run one group, estimate the cost of the whole run, and keep nothing.")
+@click.option("--dry-run", is_flag=True, help="Run two groups, estimate the cost of the whole run, and keep nothing.")
 @json_option
 @key_flags()
 def train(

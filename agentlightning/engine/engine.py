@@ -1,9 +1,8 @@
 """Continuous batching: which sequences run, in which slot, and what each step computes.
 
 Synchronous and single-threaded: `step()` admits waiting requests, computes their prompts up to a budget, and samples
-one token for every running sequence. The engine knows token ids and weights; it knows nothing of threads, text or
-HTTP. Weights are read in place from the model: whoever changes them does so between steps, then calls
-`update_weights`.
+one token for every running sequence. The engine knows token ids and weights; no threads, text or HTTP. It reads the
+model's weights in place: change them between steps, then call `update_weights`.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ OnError = Callable[[BackendError], None]
 
 @dataclass
 class Statistics:
-    """Counts since the engine was made. `prompt_tokens` were computed, `reused_tokens` found in the cache."""
+    """Counts since the engine was created. `prompt_tokens` were computed, `reused_tokens` found in the cache."""
 
     steps: int = 0
     requests: int = 0
@@ -49,8 +48,8 @@ class Statistics:
 
 @dataclass(eq=False)
 class Generation:
-    """A request on its way. `tokens[:length]` are the prompt and what was sampled; the keys and values of
-    `tokens[:cached]` are in `slot`."""
+    """A running request. `tokens[:length]` are the prompt and the sampled tokens; `slot` has the keys and values of
+    `tokens[:cached]`."""
 
     request: GenerationRequest
     on_token: OnToken
@@ -66,11 +65,11 @@ class Generation:
 
 
 class Engine:
-    """Samples from `model`, at most `slots` sequences at a time, each of at most `max_sequence_length` tokens.
+    """Samples from `model`, up to `slots` sequences at once, each of at most `max_sequence_length` tokens.
 
-    With `deterministic` what a request samples depends on it, its seed and the weights alone, to the last bit:
-    sequences are computed one by one, each from its first token on, as sums in floating point differ with the shape of
-    what is computed together. ConfigError where the lengths do not suit the model."""
+    With `deterministic`, a request's samples depend only on itself, its seed and the weights, to the last bit:
+    sequences are computed one by one from their first token, because floating-point sums differ with the shape of a
+    batch. ConfigError if the lengths do not suit the model."""
 
     def __init__(
         self,
@@ -106,7 +105,7 @@ class Engine:
     # --- the outside ---
 
     def check(self, request: GenerationRequest) -> TokenArray:
-        """The prompt `[n]` of a request that can be served; BackendError(status=400) otherwise. Changes nothing."""
+        """The prompt `[n]` of a request that can be served; otherwise BackendError(status=400). Changes nothing."""
         for name, ids in (("prompt_token_ids", request.prompt_token_ids), ("stop_token_ids", request.stop_token_ids)):
             if ids and not 0 <= min(ids) <= max(ids) < self._vocabulary_size:
                 raise _invalid(f"{name}: the model knows the token ids 0 to {self._vocabulary_size - 1}")
@@ -129,8 +128,8 @@ class Engine:
         return np.array(request.prompt_token_ids, dtype=np.int64)
 
     def submit(self, request: GenerationRequest, on_token: OnToken, on_error: OnError | None = None) -> Generation:
-        """Queue a request; `on_token` is called from `step` with each token. Where a step fails, `on_error` is called
-        for the requests in it; `step` raises if one of them has none. Raises BackendError(status=400)."""
+        """Queue a request. `step` calls `on_token` with each token. If a step fails, it calls `on_error` for its
+        requests, and raises if one has none. BackendError(status=400) for a request that cannot be served."""
         prompt = self.check(request)
         room = self.max_sequence_length - prompt.size
         limit = prompt.size + min(room, request.max_tokens or room)
@@ -143,7 +142,7 @@ class Engine:
         return generation
 
     def cancel(self, generation: Generation) -> None:
-        """Stop a request; no token of it is delivered any more. Nothing happens if it has ended."""
+        """Stop a request; no more tokens are delivered. Does nothing if it has ended."""
         if generation in self._waiting:
             self._waiting.remove(generation)
         elif self._running.get(generation.slot) is generation:
@@ -151,7 +150,7 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Requests not started yet."""
+        """Requests that have not started."""
         return len(self._waiting)
 
     @property
@@ -161,8 +160,8 @@ class Engine:
 
     @torch.inference_mode()
     def update_weights(self, version: int) -> None:
-        """Sample with the model's present weights from now on and call them `version`. All cached prefixes are
-        dropped; running sequences are computed anew with the new weights and go on where they were."""
+        """Sample with the model's current weights from now on, as `version`. Cached prefixes are dropped; running
+        sequences are recomputed and continue."""
         self._forward.reload()
         self._slots.flush()
         for generation in self._running.values():
@@ -172,7 +171,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """Advance every running sequence by one token, newly admitted ones by up to two. True while work is left."""
+        """Advance every running sequence by one token, new ones by up to two. True while there is work left."""
         try:
             pieces = self._plan()
             if pieces:
@@ -187,7 +186,7 @@ class Engine:
     # --- one step ---
 
     def _plan(self) -> list[tuple[Generation, Piece]]:
-        """The pieces of prompts to compute now: unfinished sequences first, then newcomers in their order."""
+        """The pieces of prompts to compute now: unfinished sequences first, then new ones in order."""
         pieces: list[tuple[Generation, Piece]] = []
         if self._deterministic:  # one at a time
             unfinished = next((one for one in self._running.values() if not self._decodable(one)), None)
@@ -209,7 +208,7 @@ class Engine:
         return pieces
 
     def _plan_piece(self, generation: Generation, budget: int, pieces: list[tuple[Generation, Piece]]) -> int:
-        """Plan as much of a sequence as the budget allows; how many tokens that is."""
+        """Plan as much of a sequence as the budget allows; returns the number of tokens."""
         tokens = generation.tokens[: generation.length]
         placement = None
         if not generation.placed:
@@ -258,8 +257,8 @@ class Engine:
         self._sample(self._forward.decode(slots, token_ids, positions), generations)
 
     def _compact(self, ready: list[int]) -> list[int]:
-        """Bring the sequences of ascending slots to the lowest slots, once the idle rows computed meanwhile have cost
-        as much as that does; the slots they are in then."""
+        """Move the sequences to the lowest slots once computing the idle rows between them has cost as much; returns
+        their slots."""
         count = len(ready)
         self._idle_rows += ready[-1] + 1 - count
         beyond = [slot for slot in ready if slot >= count]
@@ -305,7 +304,7 @@ class Engine:
         self.statistics.generated_tokens += len(generations)
 
     def _go_on(self, generation: Generation, token: SampledToken) -> None:
-        """Deliver a token behind which others come; a grammar that becomes too large ends its own request alone."""
+        """Deliver a token that is not the last. A grammar that becomes too large ends only its own request."""
         if generation.request.masks is not None:
             try:
                 generation.request.masks.advance(token.token_id)
@@ -322,7 +321,7 @@ class Engine:
         self._slots.release(generation.slot)
 
     def _fail(self, error: Exception) -> None:
-        """Give up every running request, since the step left their caches undefined, and be ready for new ones."""
+        """End all running requests, whose caches are undefined after a failed step, and be ready for new ones."""
         failed = list(self._running.values())
         for generation in failed:
             self._end(generation)
@@ -339,7 +338,7 @@ class Engine:
 
     @staticmethod
     def _decodable(generation: Generation) -> bool:
-        """Whether just the last sampled token remains to be computed."""
+        """Whether only the last sampled token remains to be computed."""
         return generation.placed and generation.sampled > 0 and generation.length - generation.cached == 1
 
     def _check_sizes(self, slots: int) -> None:

@@ -1,7 +1,7 @@
-"""Forward passes over slots: the engine's own, of Llama-like decoders over a static key-value cache, and the model's.
+"""Forward passes over slots: the engine's own, for Llama-like decoders with a static key-value cache, and the model's.
 
-Two shapes of work: `prefill` computes pieces of sequences laid end to end without padding, `decode` one token for each
-of many slots. Knows weights and slots; knows nothing of requests, sampling or prefixes beyond the copies it is told.
+`prefill` computes pieces of sequences end to end without padding, `decode` one token in each of many slots. It knows
+weights and slots; no requests, sampling or prefixes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from agentlightning.engine.weights import LayerWeights, Linear, read_weights, ro
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens `[n]` to be computed at positions `start …` of a slot, after the copy its placement asks for (None where
-    the sequence was placed before)."""
+    """Tokens `[n]` to compute at positions `start …` of a slot, after the copy in its placement (None if the sequence
+    was placed before)."""
 
     slot: int
     start: int
@@ -46,7 +46,7 @@ def cache_bytes(model: PreTrainedModel, slots: int, max_sequence_length: int) ->
 
 
 class DecoderForward:
-    """Logits of a decoder model whose weights are shared with whoever trains it."""
+    """Logits of a decoder whose weights are shared with its learner."""
 
     shares_prefixes = True
 
@@ -67,16 +67,16 @@ class DecoderForward:
         self.reload()
 
     def reload(self) -> None:
-        """Read the model's weights again; what the cache holds is stale from here on."""
+        """Read the model's weights again. The cache is stale from now on."""
         self._weights = read_weights(self._model)
 
     def clear(self) -> None:
-        """Overwrite the cache: where a position is masked, its value is multiplied by 0, which a NaN survives."""
+        """Overwrite the cache: a masked position's value is multiplied by 0, which a NaN survives."""
         self._keys.zero_()
         self._values.zero_()
 
     def exchange(self, first: int, second: int, first_length: int, second_length: int) -> None:
-        """Two slots change places; their lengths tell how much there is to move."""
+        """Swap two slots; their lengths say how much to move."""
         for cache in (self._keys, self._values):
             moved = cache[:, first, :, :first_length].clone()
             cache[:, first, :, :second_length] = cache[:, second, :, :second_length]
@@ -97,8 +97,8 @@ class DecoderForward:
         return self._logits(x[self._tensor(last)])
 
     def decode(self, slots: TokenArray, token_ids: TokenArray, positions: TokenArray) -> Tensor:
-        """Logits `[n, vocabulary]` after one more token in each of the slots `[n]`, which are in ascending order; idle
-        ones between them are computed along. `token_ids` and `positions` `[n]` are that token and where it stands."""
+        """Logits `[n, vocabulary]` after one more token in each of the slots `[n]`, in ascending order; idle slots
+        between them are computed too. `token_ids` and `positions` `[n]` are that token and its position."""
         rows = np.arange(slots[0], slots[-1] + 1)
         busy = slots - slots[0]
         whole = len(rows) == len(slots)
@@ -180,14 +180,14 @@ class DecoderForward:
         return attended.flatten(1)
 
     def _causal_mask(self, piece: Piece) -> Tensor | None:
-        """Which positions each token of a continued piece sees, `[n, stop]`; None where that needs no mask."""
+        """The positions that each token of a continued piece sees, `[n, stop]`; None if no mask is needed."""
         if piece.start == 0 or len(piece.token_ids) == 1:
             return None
         return self._positions[: piece.stop] <= self._positions[piece.start : piece.stop, None]
 
     def _attend_slots(self, index: int, rows: TokenArray, mask: Tensor, query: Tensor) -> Tensor:
-        """Attend from one query for each of neighbouring slots `[n, heads, d]` to its cache: `[n, heads · d]`. `mask`
-        `[n · kv_heads, 1, length]` is what is added to the scores: −∞ beyond a row's position."""
+        """Attend from one query in each of neighbouring slots `[n, heads, d]` to its cache: `[n, heads · d]`. `mask`
+        `[n · kv_heads, 1, length]` is added to the scores: −∞ beyond a row's position."""
         shape, length = self._shape, mask.shape[-1]
         query = query.reshape(len(query) * shape.kv_heads, shape.groups, shape.head_dim)
         keys, values = (side[index, rows[0] : rows[-1] + 1].flatten(0, 1) for side in (self._keys, self._values))
@@ -202,8 +202,8 @@ class DecoderForward:
 
 
 def _allocate(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU in huge pages where the system has them. Reading a cache spread over pages of 4 KiB costs a
-    decode step up to a quarter of its time."""
+    """Zeros, on a CPU in huge pages if available: reading a cache over 4 KiB pages costs a decode step up to a quarter
+    of its time."""
     if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(size, dtype=dtype, device=device)
     memory = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -226,7 +226,7 @@ def _apply(parts: tuple[Linear, ...], x: Tensor) -> Tensor:
 
 
 def _add(x: Tensor, linear: Linear, inputs: Tensor) -> Tensor:
-    """`x + linear(inputs)`, in one kernel where there is no bias."""
+    """`x + linear(inputs)`, in one kernel if there is no bias."""
     weight, bias = linear
     if bias is None:
         return torch.addmm(x, inputs, weight.t())
@@ -234,11 +234,11 @@ def _add(x: Tensor, linear: Linear, inputs: Tensor) -> Tensor:
 
 
 class ModelForward:
-    """Logits of models that the engine does not compute itself: from `model.forward`, with one transformers cache per
-    slot, which can be continued and nothing else: not cut back, not copied.
+    """Logits of models that the engine does not compute itself: `model.forward` with one transformers cache per slot,
+    which can be continued, but not cut or copied.
 
-    Sequences run one after another, so nothing is padded and positions, windows and recurrent states are the model's
-    own business: exact for every architecture, and slow."""
+    Sequences run one after another. Nothing is padded, and positions, windows and recurrent states are up to the model:
+    exact for every architecture, and slow."""
 
     shares_prefixes = False
 
@@ -253,7 +253,7 @@ class ModelForward:
     reload = clear  # the model is its own weights
 
     def exchange(self, first: int, second: int, first_length: int, second_length: int) -> None:
-        """Two slots change places."""
+        """Swap two slots."""
         self._caches[first], self._caches[second] = self._caches[second], self._caches[first]
 
     def prefill(self, pieces: Sequence[Piece]) -> Tensor:

@@ -1,7 +1,7 @@
-"""Draws one token per row of logits, with sampling parameters and random numbers of each request's own.
+"""Draws one token per row of logits, with each request's sampling parameters and random numbers.
 
-A random number depends on (seed of the request, index of the token) alone, so that a request draws the same ones
-whatever else is in the batch. This module knows no sequences: parameters live in arrays indexed by slot.
+A random number depends only on the request's seed and the token's index, whatever else is in the batch. This module
+knows no sequences: parameters are arrays indexed by slot.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ def mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], indices: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
-    """Numbers in [0, 1) with 23 random bits, a function of (seed, index) alone.
+    """Numbers in [0, 1) with 23 random bits, from (seed, index) alone.
 
-    With 23 bits the product of a number and any float32 is below that float32, also after rounding."""
+    With 23 bits, the product of a number and a float32 is below that float32, even after rounding."""
     golden = np.uint64(_GOLDEN)
     bits = mix(mix(seeds + golden) + (indices + np.uint64(1)) * golden) >> np.uint64(41)
     return bits.astype(np.float32) * np.float32(2.0**-23)
 
 
 class Sampler:
-    """The sampling parameters of every slot, and the draw."""
+    """The sampling parameters of all slots, and the draw."""
 
     def __init__(self, slots: int, seed: int) -> None:
         self._temperature = np.ones(slots, dtype=np.float32)
@@ -48,7 +48,7 @@ class Sampler:
         self._unseeded = 0
 
     def assign(self, slot: int, request: GenerationRequest) -> None:
-        """Use the parameters of a request for a slot. A request without a seed gets the next of the sampler's own."""
+        """Use a request's parameters for a slot. A request without a seed gets the sampler's next one."""
         # Far beyond any effect, float32 would turn the ends of the range into 0 and infinity.
         self._temperature[slot] = min(max(request.temperature, 1e-30), 1e30) if request.temperature > 0 else 0
         self._top_p[slot] = request.top_p
@@ -61,15 +61,15 @@ class Sampler:
             self._seed[slot] = request.seed & _MASK_64
 
     def exchange(self, first: int, second: int) -> None:
-        """Two slots change places."""
+        """Swap two slots."""
         for parameter in (self._temperature, self._top_p, self._top_k, self._seed):
             parameter[[first, second]] = parameter[[second, first]]
 
     def sample(self, logits: Tensor, slots: TokenArray, indices: TokenArray) -> tuple[list[int], list[float]]:
-        """Ids and logprobs for logits `[n, vocabulary]` of the requests in `slots` `[n]`, whose next tokens are
-        the `indices`-th `[n]` they sample.
+        """Ids and logprobs from logits `[n, vocabulary]` of the requests in `slots` `[n]`, whose next tokens have the
+        `indices` `[n]`.
 
-        Raises BackendError where logits are not finite, which means that the weights are not."""
+        BackendError if logits are not finite, which means that weights are not."""
         logits = logits.float()
         temperature = self._temperature[slots]
         greedy = temperature == 0
@@ -99,8 +99,8 @@ class Sampler:
 
 
 def _truncate(logits: Tensor, top_p: npt.NDArray[np.float32], top_k: TokenArray) -> Tensor:
-    """Logits `[n, v]` with −∞ where top_k, and then top_p within what is left, cut. The likeliest token always stays;
-    of equally likely ones the lower id does."""
+    """Logits `[n, v]` with −∞ for what top_k, and then top_p of the rest, cut off. The likeliest token always stays; of
+    equally likely ones, the lower id."""
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     limit = torch.from_numpy(np.where(top_k == 0, logits.shape[-1], top_k)).to(logits.device)
     rank = torch.arange(logits.shape[-1], device=logits.device)

@@ -1,7 +1,7 @@
-"""The engine in a thread of its own, usable from one asyncio loop.
+"""The engine in its own thread, for one asyncio loop.
 
-The thread takes commands, steps while there is work, and waits on a condition otherwise. Tokens cross to the loop in
-one wake-up per step, however many requests it served. Knows no tensors.
+The thread takes commands, steps while there is work, and waits on a condition otherwise. Per step there is one wake-up
+of the loop, however many requests have tokens. Knows no tensors.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 
 class _Stream:
-    """Tokens of one request on their way from the engine's thread, which appends, to the loop, which pops. The loop is
-    woken for every token, or if `whole` only when the request has ended."""
+    """A request's tokens between the engine's thread, which appends, and the loop, which pops. The loop is woken for
+    every token, or with `whole` only at the end."""
 
     def __init__(self, request: GenerationRequest, touched: set[_Stream], *, whole: bool) -> None:
         self.request = request
@@ -51,7 +51,7 @@ class _Stream:
 
 
 class _Turn:
-    """Somebody's exclusive use of the engine: asked for, had from when it has `begun`, `over`."""
+    """An exclusive use of the engine: requested, `begun`, `over`."""
 
     def __init__(self) -> None:
         self.begun = asyncio.Event()
@@ -59,9 +59,8 @@ class _Turn:
 
 
 class EngineService:
-    """Generates with an engine from coroutines: a `TokenGenerator`. `start` and `close` are called once each; all
-    coroutines belong to one loop. `write` brings the engine's weights up to date where they are not the trained ones
-    themselves."""
+    """Generates with an engine from coroutines of one loop: a `TokenGenerator`. Call `start` and `close` once each.
+    `write` updates the engine's weights, if they are not the trained ones themselves."""
 
     grammars: GrammarsAs = "masks"
 
@@ -85,7 +84,7 @@ class EngineService:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread after its present step; requests in flight get UnavailableError."""
+        """End the thread after its current step; running requests get UnavailableError."""
         with self._changing():
             self._closed = True
         if self._thread.is_alive():
@@ -93,7 +92,7 @@ class EngineService:
 
     @property
     def version(self) -> int:
-        """The policy version that is sampled from now."""
+        """The policy version that is sampled from."""
         return self.engine.version
 
     @property
@@ -103,14 +102,14 @@ class EngineService:
 
     @property
     def idle_seconds(self) -> float:
-        """How long the thread has waited so far: for requests, or because somebody held the engine."""
+        """How long the thread has waited so far, for requests or for an exclusive user."""
         with self._changed:
             since = self._idle_since
             return self._idle + (0.0 if since is None else time.monotonic() - since)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[SampledToken]:
-        """See `TokenGenerator.generate`. BackendError(status=500) where the engine failed in the request, and
-        UnavailableError where the service is closed."""
+        """See `TokenGenerator.generate`. BackendError(status=500) if the engine failed in the request, UnavailableError
+        if the service is closed."""
         with self._submitted(request, whole=False) as stream:
             while True:
                 await stream.ready.wait()
@@ -124,7 +123,7 @@ class EngineService:
                     raise stream.error
 
     async def complete(self, request: GenerationRequest) -> list[SampledToken]:
-        """All tokens of a request at once: like `generate`, but the loop is woken once instead of for every token."""
+        """All tokens of a request: like `generate`, but wakes the loop only once."""
         with self._submitted(request, whole=True) as stream:
             await stream.ready.wait()
             if stream.error is not None:
@@ -133,9 +132,8 @@ class EngineService:
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncGenerator[Engine]:
-        """Wait until the engine is between two steps and hold it there: the caller owns the weights and the cores.
-
-        Requests wait meanwhile. Not to be nested."""
+        """Hold the engine between two steps: the caller has the weights and the cores, and requests wait. Not
+        reentrant."""
         self._bind()
         async with self._one_turn:
             self._check_open()  # it may have ended while others had their turn
@@ -153,8 +151,8 @@ class EngineService:
                     turn.over = True
 
     async def update_weights(self, version: int, write: Callable[[], object] | None = None) -> None:
-        """Sample with the model's present weights, those that `write` leaves, and call them `version`; inside or
-        outside of `exclusive`. Calls that are being answered go on with them."""
+        """Sample with the model's current weights (after `write`) from now on, as `version`; inside or outside of
+        `exclusive`. Running calls continue with them."""
 
         def update() -> None:
             (write or self._write)()

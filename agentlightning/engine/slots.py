@@ -1,8 +1,8 @@
-"""Which sequence lies in which slot of the cache, and which prefixes can be used again.
+"""Which sequence is in which slot of the cache, and which prefixes can be reused.
 
-A slot holds the keys and values of one sequence. A finished sequence stays in its slot until the slot is needed, so
-that its next turn continues in place; a prefix that lies in another slot is copied from there. This module does that
-bookkeeping on token ids alone: it knows no tensors and no model.
+A slot has the keys and values of one sequence. A finished sequence stays until its slot is needed, so that its next
+turn continues in place; a prefix in another slot is copied. This is bookkeeping on token ids, without tensors or a
+model.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ SHORTEST_COPY = 8
 
 
 class Placement(NamedTuple):
-    """Where a sequence goes: positions below `start` lie in `slot` already; those in `start … copied` are to be copied
-    from slot `source`; the rest is to be computed."""
+    """Where a sequence goes: positions below `start` are in `slot` already, `start … copied` are copied from the slot
+    `source`, the rest is computed."""
 
     slot: int
     start: int
@@ -33,10 +33,10 @@ class Placement(NamedTuple):
 
 
 class SlotTable:
-    """The contents of `slots` slots of `capacity` positions each.
+    """The contents of `slots` slots with `capacity` positions each.
 
-    `length[slot]` counts the positions whose keys and values are valid, or will be once the pieces planned so far have
-    run in their order; `token_ids[slot, :length[slot]]` are the tokens at these positions."""
+    `length[slot]` counts the positions that are valid, or will be after the planned pieces have run in order;
+    `token_ids[slot, :length[slot]]` are their tokens."""
 
     def __init__(self, slots: int, capacity: int, *, reuse: bool, share: bool) -> None:
         self.token_ids = np.zeros((slots, capacity), dtype=np.int64)
@@ -52,9 +52,9 @@ class SlotTable:
         return int((~self.busy).sum())
 
     def acquire(self, tokens: TokenArray) -> Placement:
-        """A free slot for a sequence `[n]`, keeping as much of its prefix as is known somewhere.
+        """A free slot for a sequence `[n]`, with as much of its prefix as is cached anywhere.
 
-        The last token is never reused: its logits are what comes next. Call only while `free` is above 0."""
+        The last token is never reused, since its logits are needed. Call only while `free` is above 0."""
         shared = self._shared_prefix(tokens[:-1])
         continued = ~self.busy & (self.length > 0) & (shared == self.length)
         if continued.any():
@@ -67,17 +67,17 @@ class SlotTable:
         return self._place(slot, shared)
 
     def place_again(self, slot: int, tokens: TokenArray) -> Placement:
-        """A placement for a sequence `[n]` that keeps its busy `slot` but whose contents became stale."""
+        """A placement for a sequence `[n]` in its busy `slot`, whose contents are stale."""
         return self._place(slot, self._shared_prefix(tokens[:-1]))
 
     def extend(self, slot: int, tokens: TokenArray, start: int) -> None:
-        """Record that `tokens` `[n]` stand at positions `start …` of a slot."""
+        """Record that `tokens` `[n]` are at positions `start …` of a slot."""
         stop = start + len(tokens)
         self.token_ids[slot, start:stop] = tokens
         self.length[slot] = stop
 
     def release(self, slot: int) -> None:
-        """The sequence in a slot has ended; its prefix stays usable until the slot is needed."""
+        """The sequence in a slot has ended; its prefix stays reusable until the slot is needed."""
         self._clock += 1
         self._released[slot] = self._clock
         self.busy[slot] = False
@@ -85,13 +85,13 @@ class SlotTable:
             self.length[slot] = 0
 
     def exchange(self, first: int, second: int) -> None:
-        """Two slots change places, with contents and state."""
+        """Swap two slots with contents and state."""
         pair, swapped = [first, second], [second, first]
         for state in (self.token_ids, self.length, self.busy, self._released):
             state[pair] = state[swapped]
 
     def flush(self) -> None:
-        """Forget all contents: they were computed with other weights. Busy slots stay busy."""
+        """Forget all contents, which other weights computed. Busy slots stay busy."""
         self.length[:] = 0
 
     def _place(self, slot: int, shared: TokenArray) -> Placement:

@@ -1,8 +1,8 @@
-"""The weights of a decoder model as the engine's own forward reads them.
+"""The weights of a decoder, as the engine's forward pass reads them.
 
-Knows which transformers models the engine computes itself (an allow-list; all others use their own forward) and where
-their weights are. Weights are read in place; only the projections that are computed together are copied, and only in
-models small enough for the copy not to matter.
+It knows which transformers models the engine computes itself (an allow-list; others use their own forward pass) and
+where their weights are. Weights are read in place. Only projections that are computed together are copied, and only in
+models so small that the copy does not matter.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def why_unsupported(model: PreTrainedModel) -> str | None:
 
 
 def shape_of(model: PreTrainedModel) -> Shape:
-    """The sizes of the decoder that speaks. ConfigError for a model without attention, whose state is not bounded by
-    lengths and heads."""
+    """The sizes of the decoder that generates text. ConfigError for a model without attention, whose state is not
+    bounded by lengths and heads."""
     config: Any = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     if heads is None:
@@ -107,7 +107,7 @@ def shape_of(model: PreTrainedModel) -> Shape:
 
 
 def read_weights(model: PreTrainedModel) -> DecoderWeights:
-    """The weights as they are now. Tensors that need no joining are the model's own."""
+    """The current weights. Tensors that are not joined are the model's own."""
     shape = shape_of(model)
     joined = sum(parameter.numel() for parameter in model.parameters()) <= LARGEST_JOINED
     decoder: Any = model.get_submodule("model")

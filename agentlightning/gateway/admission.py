@@ -1,8 +1,8 @@
-"""What of an agent's request reaches an engine that is ours: the fields of a list, and no others.
+"""Which fields of an agent's request reach our own engines: an allow-list.
 
-The engine is trusted with weights and the agent with nothing, and what constrains the sampling would be trained as if
-the policy had said it. Hints are dropped, and noted in the span; in training what an answer must be is one of them.
-Elsewhere it is sent, or refused. Knows requests; no backends, rollouts or spans.
+Agents are not trusted, and constrained sampling would be trained as if the policy had chosen it. Hints are dropped and
+noted in the span; in training, the form of an answer is a hint too. Elsewhere it is sent, or refused. Knows requests;
+no backends, rollouts or spans.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ _INERT: Final = frozenset(
 
 
 def admit(request: CallRequest, *, trained: bool, training: bool) -> tuple[CallRequest, list[str]]:
-    """(what an engine is sent of a request, names of what it is not): the model is `trained` or not, and in `training`
-    it learns from the answer.
+    """(the fields that an engine gets of a request, the names of those it does not get). The model is `trained` or not;
+    in `training` it learns from the answer.
 
-    CallRefused (400) names what cannot be honoured and would have changed the answer's meaning."""
+    CallRefused (400) names a field that cannot be honoured and would change the meaning of the answer."""
     sent = _PROMPT | (frozenset() if training else _MEANT) | (frozenset() if trained else _UNTRAINED)
     extra: dict[str, Any] = {}
     dropped: list[str] = []
@@ -94,13 +94,13 @@ def admit(request: CallRequest, *, trained: bool, training: bool) -> tuple[CallR
 
 
 def _function(function: Mapping[str, Any], dropped: list[str]) -> dict[str, Any]:
-    """Without `strict`, by which servers constrain the arguments."""
+    """The function without `strict`, which makes servers constrain the arguments."""
     dropped += [f"tools.{name}" for name in function if name not in _FUNCTION]
     return {name: value for name, value in function.items() if name in _FUNCTION}
 
 
 def admit_relayed(fields: dict[str, msgspec.Raw]) -> tuple[dict[str, msgspec.Raw], list[str]]:
-    """The fields of a request for embeddings that an engine is sent, and the names of the others."""
+    """The fields of a request for embeddings that an engine gets, and the names of the others."""
     return {name: fields[name] for name in fields if name in _EMBEDDED}, [one for one in fields if one not in _EMBEDDED]
 
 
@@ -109,8 +109,7 @@ def forces_a_call(tool_choice: Any) -> bool:
 
 
 def leaves_sampling_free(extra: Mapping[str, Any], tools: list[dict[str, Any]], tool_choice: Any) -> bool:
-    """Whether an answer with these fields comes from the policy's own distribution. What is not known to leave it alone
-    does not."""
+    """Whether an answer with these fields comes from the policy's own distribution. Unknown fields count as no."""
     if forces_a_call(tool_choice):
         return False
     free = all(name in _PROMPT or asks_for_nothing(name, value) for name, value in extra.items())
@@ -118,5 +117,5 @@ def leaves_sampling_free(extra: Mapping[str, Any], tools: list[dict[str, Any]], 
 
 
 def asks_for_nothing(name: str, value: Any) -> bool:
-    """Whether an answer is the same with and without this field."""
+    """Whether the answer is the same with and without this field."""
     return name in _INERT or (name in _FREE and value == _FREE[name])

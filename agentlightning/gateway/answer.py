@@ -1,6 +1,6 @@
-"""The answer to a call as it grows: backend events gathered per choice into messages, ids and logprobs.
+"""Collects a call's backend events into messages, ids and logprobs, per choice.
 
-It knows backend events. It does not know HTTP, spans or the store.
+It does not know HTTP, spans or the store.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from agentlightning.types import FinishReason
 
 
 class Choice:
-    """One choice so far. `versions` is run-length: `[[3, 10], [4, 2]]` is ten tokens of version 3, two of 4."""
+    """One choice so far. `versions` is run-length encoded: `[[3, 10], [4, 2]]` is ten tokens of version 3, then two of
+    4."""
 
     def __init__(self) -> None:
         self.text: dict[str, list[str]] = {}
@@ -50,7 +51,7 @@ class Choice:
                 self.other[name] = value
 
     def _add_tool_call(self, part: dict[str, Any]) -> None:
-        """A tool-call delta: the first of an index brings id and name, later ones more of the arguments."""
+        """A tool-call delta: the first of an index has id and name, later ones more arguments."""
         index = part.get("index", len(self.tool_calls))
         while len(self.tool_calls) <= index:
             self.tool_calls.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
@@ -60,11 +61,11 @@ class Choice:
         call["function"]["arguments"] += function.get("arguments") or ""
 
     def string(self, *names: str) -> str:
-        """The text of the first of these fields of the message that has one, such as `content`."""
+        """The first of these fields of the message that has text, such as `content`."""
         return next((text for name in names if (text := "".join(self.text.get(name, ())))), "")
 
     def message(self) -> dict[str, Any]:
-        """The assistant message of the chat-completions protocol; content is None beside tool calls without text."""
+        """The assistant message of chat completions; content is None for tool calls without text."""
         content = self.string("content")
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if self.tool_calls else "")}
         message |= {name: "".join(parts) for name, parts in self.text.items() if name != "content"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -45,6 +45,10 @@ class Gateway:
         """From here on, where no admin key is set: answer only this machine's own programs (no page of elsewhere in a
         browser, nothing through a proxy that says so), and whoever shows a key that was issued here."""
         self._calls.attributor.local_only = True
+
+    def admit_sessions(self, key_of: Callable[[Mapping[str, str]], str | None]) -> None:
+        """From here on `key_of` says which key the cookie of a browser stands for, in the headers of a call."""
+        self._calls.attributor.key_of_session = key_of
 
     def hold(self, *names: str, seconds: float | None = None, holder: str = _HOLD) -> None:
         """New calls of these models (without names: of all there are) wait from now on; running ones go on. Nothing is

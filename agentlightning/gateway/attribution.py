@@ -9,12 +9,12 @@ import asyncio
 import hmac
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NoReturn
 
 from agentlightning import semconv
-from agentlightning.errors import ConflictError
+from agentlightning.errors import ConflictError, ForbiddenError
 from agentlightning.gateway.locality import why_elsewhere
 from agentlightning.gateway.request import CallRefused
 from agentlightning.store.base import LightningStore
@@ -70,6 +70,7 @@ class Attributor:
         self._store = store
         self._admin_key = admin_key
         self.local_only = False
+        self.key_of_session: Callable[[Mapping[str, str]], str | None] = lambda headers: None  # of a browser's cookie
         self._remembered = remembered
         self._callers: OrderedDict[tuple[str, str], Caller] = OrderedDict()
         self._keys: OrderedDict[str, Credential] = OrderedDict()
@@ -97,7 +98,10 @@ class Attributor:
     async def check_key(self, headers: Mapping[str, str]) -> Credential | None:
         """What the caller's key allows, None for a foreign one. CallRefused (401, 403) where one is required, and 403
         where none is and a caller without must be of this machine."""
-        api_key, admin_key = api_key_of(headers), self._admin_key
+        try:
+            api_key, admin_key = api_key_of(headers) or self.key_of_session(headers), self._admin_key
+        except ForbiddenError as error:
+            _refuse(403, "other_site", str(error))
         if api_key and admin_key is not None and hmac.compare_digest(api_key.encode(), admin_key.encode()):
             return _ADMIN
         credential = await self._credential(self._store, api_key) if api_key and self._store is not None else None

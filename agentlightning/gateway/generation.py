@@ -1,7 +1,7 @@
-"""Tokens in, tokens out: what is asked of whatever samples tokens, and what it answers, one token at a time; and seeds,
-pure functions of names, so that sampling noise never depends on timing.
+"""Generation on token ids: requests, tokens one at a time, and seeds that depend on names alone, so that sampling never
+depends on timing.
 
-Knows token ids; no text, no chats, no tensors and no servers.
+Knows token ids; no text, chats, tensors or servers.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ GrammarsAs: TypeAlias = Literal["masks", "structural_tag"] | None
 
 
 class Masks(Protocol):
-    """Which tokens may come next under a grammar: those whose bits in `allowed` are set, from the lowest on."""
+    """The tokens that a grammar allows next: those whose bits in `allowed` are set, lowest first."""
 
     allowed: bytes
 
     def advance(self, token_id: int) -> None:
-        """This one came. BackendError where the grammar becomes too large to follow."""
+        """Continue after this token. BackendError if the grammar becomes too large."""
         ...
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
     """One completion to sample. `max_tokens=None` means as many as fit; `temperature=0` is greedy, with logprobs of
-    temperature 1; `top_p=1` and `top_k=0` mean no truncation. `seed` fixes the random numbers of the request whatever
-    else is in the batch. `stop_token_ids` end the generation like the model's own end-of-sequence ids do.
-    `top_logprobs` asks for that many of the likeliest tokens beside each sampled one. `model` is what the call asked
-    for, for a server that has several. `masks` or `structural_tag` say what an answer must be, to a generator whose
-    `grammars` they are; logprobs are then those of the tokens that may come."""
+    temperature 1; `top_p=1` and `top_k=0` do not truncate. `seed` fixes the request's random numbers, whatever else is
+    in the batch. `stop_token_ids` end it like the model's end-of-sequence ids. `top_logprobs` asks for so many of the
+    likeliest tokens beside each sampled one. `model` is the name in the call, for servers with several models. `masks`
+    or `structural_tag` constrain the answer, for a generator with these `grammars`; logprobs are then over the allowed
+    tokens."""
 
     prompt_token_ids: tuple[int, ...] | list[int]
     max_tokens: int | None = None
@@ -47,8 +47,8 @@ class GenerationRequest:
 
 
 class Ending(NamedTuple):
-    """What is known of a request at its end, as in `gateway.backend.Finished`: why its tokens must not be trained, the
-    version in force, the versions of all its tokens by their number."""
+    """What is known at a request's end, as in `gateway.backend.Finished`: why its tokens must not be trained, the
+    current version, and the version of each token."""
 
     untrainable: str | None = None
     version: int | None = None
@@ -56,10 +56,9 @@ class Ending(NamedTuple):
 
 
 class SampledToken(NamedTuple):
-    """One token as it was sampled: its id, its logprob under the distribution it was sampled from (after temperature,
-    top_k and top_p), and the version of the weights. `finish_reason` is set on the last token of a request; that one
-    is the end-of-sequence token itself where the reason is "stop". `top_logprobs` are (id, logprob) of the likeliest
-    tokens, if they were asked for. `ending` is that of the last token."""
+    """One sampled token: its id, its logprob under the distribution it was sampled from (after temperature, top_k and
+    top_p), and the weights' version. The last token has a `finish_reason` and the `ending`; for "stop" it is the
+    end-of-sequence token itself. `top_logprobs` are (id, logprob) of the likeliest tokens, if requested."""
 
     token_id: int
     logprob: float
@@ -70,29 +69,29 @@ class SampledToken(NamedTuple):
 
 
 class TokenGenerator(Protocol):
-    """Samples tokens: the embedded engine, or a server that takes and gives token ids. `grammars` is how it is told
-    what an answer must be, if it can be."""
+    """Samples tokens: the embedded engine, or a server that takes and returns token ids. `grammars` is how it
+    constrains answers, if it can."""
 
     grammars: GrammarsAs
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[SampledToken, None]:
-        """Yield the tokens of a request as they are sampled. Closing the iterator cancels the generation.
+        """Yield a request's tokens as they are sampled. Closing the iterator cancels it.
 
-        Raises BackendError(status=400), before the first token, for a request that cannot be served."""
+        BackendError(status=400), before the first token, for a request that cannot be served."""
         ...
 
     async def complete(self, request: GenerationRequest) -> list[SampledToken]:
-        """All tokens of a request at once: like `generate`, but cheaper where nobody sees them one by one."""
+        """All tokens of a request: like `generate`, but cheaper if nobody needs them one by one."""
         ...
 
 
 def call_seed(run_seed: int, sample: str, call_index: int) -> int:
-    """The seed of call `call_index` of the rollout known as `sample` in its run, a 63-bit integer."""
+    """The seed, a 63-bit integer, of call `call_index` of the rollout `sample` in its run."""
     return _hashed("call", run_seed, sample, call_index)
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """The seed of one of a call's `n` choices; the first samples with the call's own seed."""
+    """The seed of one of a call's `n` choices; the first has the call's own."""
     return seed if choice == 0 else _hashed("choice", seed, choice)
 
 

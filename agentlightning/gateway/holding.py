@@ -1,6 +1,6 @@
-"""Calls that wait while weights change: a gate per model, and the clocks of the attempts behind a closed one.
+"""Holds calls while weights change: a gate per model, and the clocks of the attempts behind a closed one.
 
-Knows which calls run and which wait, and who holds them. Knows no models, and not what changes meanwhile.
+Knows which calls run and wait, and who holds them; no models, and not why they wait.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ AttemptIds: TypeAlias = tuple[str, str]
 
 
 class Gate:
-    """Lets the calls of one model through, or holds them as long as anybody holds it; knows how many run or wait.
+    """Lets the calls of one model through, or holds them while anybody holds it; counts running and waiting calls.
 
-    `attempts` counts the calls of each attempt that run behind the gate or wait at it."""
+    `attempts` counts each attempt's calls that run behind the gate or wait at it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -45,11 +45,16 @@ class Gate:
     def held(self) -> bool:
         return bool(self._holders)
 
+    def holds(self) -> list[tuple[Hashable, float | None]]:
+        """Who holds calls, and for how many seconds more at most."""
+        now = asyncio.get_running_loop().time()
+        return [(holder, end and end.when() - now) for holder, end in self._holders.items()]
+
     def held_by(self, holder: Hashable) -> bool:
         return holder in self._holders
 
     def hold(self, holder: Hashable, seconds: float | None = None) -> None:
-        """New calls wait from now on, for at most `seconds` where given; said again, these count anew."""
+        """Hold new calls from now on, for at most `seconds` if given; a repeated call restarts them."""
         self._forget(holder)
         expiry = None
         if seconds is not None:
@@ -58,7 +63,7 @@ class Gate:
         self._open.clear()
 
     def release(self, holder: Hashable) -> None:
-        """Let calls through again, unless somebody else holds them too."""
+        """Let calls through again, unless somebody else holds them."""
         self._forget(holder)
         if not self._holders:
             self._open.set()
@@ -74,11 +79,11 @@ class Gate:
         self.release(holder)
 
     async def passed(self) -> None:
-        """Return as soon as calls are let through."""
+        """Return when calls are let through."""
         await self._open.wait()
 
     async def idle(self) -> None:
-        """Return when no call is running; those that wait to pass do not count."""
+        """Return when no call is running; waiting ones do not count."""
         await self._idle.wait()
 
     def enter(self, attempt: AttemptIds | None) -> None:
@@ -102,9 +107,8 @@ class Gate:
 class Holding:
     """Calls wait at closed gates for up to `longest` seconds, and the clocks of their attempts stand still.
 
-    So do those of attempts whose calls run behind a closed gate: their engine may be paused, and nobody can tell. The
-    store is told in slices of a few seconds, by a task that is there only while it has something to say: a gateway that
-    dies leaves no more than one slice."""
+    So do the clocks of attempts whose calls run behind a closed gate, since their engine may be paused. The store
+    learns this in slices of a few seconds, so a gateway that dies leaves no more than one slice."""
 
     def __init__(
         self, store: LightningStore | None, gates: Callable[[], Iterable[Gate]], longest: float = LONGEST_HOLD
@@ -117,8 +121,8 @@ class Holding:
         self._telling: asyncio.Task[None] | None = None
 
     async def wait(self, gate: Gate, attempt: AttemptIds | None) -> float:
-        """Wait at a closed gate; how long it was, in seconds. BackendError 503, with `retry_after`, if it was too
-        long: SDKs then ask again by themselves."""
+        """Wait at a closed gate; returns the seconds. BackendError 503 with `retry_after` if it took too long: SDKs
+        then retry."""
         began = time.monotonic()
         gate.note(attempt, 1)
         gate.waiting += 1
@@ -150,7 +154,7 @@ class Holding:
             self._telling = asyncio.create_task(self._tell(self._store), name="clocks of held calls")
 
     def turn_away(self) -> None:
-        """Answer the calls that wait now as if they had waited too long: this process is about to end."""
+        """Answer waiting calls as if they had waited too long: this process is about to end."""
         for limit in self._waits:
             if not limit.expired():
                 limit.reschedule(asyncio.get_running_loop().time())
@@ -164,7 +168,7 @@ class Holding:
         return {attempt for gate in self._gates() if gate.held for attempt in gate.attempts}
 
     async def _tell(self, store: LightningStore) -> None:
-        """Stop the clocks of attempts as they come, and all of them again every `_RENEWED` seconds."""
+        """Stop the clocks of new attempts, and renew those of all every `_RENEWED` seconds."""
         loop = asyncio.get_running_loop()
         told: set[AttemptIds] = set()
         renewal = loop.time() + _RENEWED

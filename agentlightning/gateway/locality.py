@@ -1,8 +1,7 @@
-"""Whether a request is one of this machine's own programs', as far as its headers tell.
+"""Whether a request comes from a program on this machine, by its headers.
 
-That a connection comes from this machine says little: a page of elsewhere, open in a browser here, can send requests to
-any port, and a proxy brings them from anywhere. This module knows headers alone; who must be of this machine, others
-know.
+A local connection proves little: a web page can send requests to any port, and a proxy forwards from anywhere. This
+module only reads headers; others decide who must be local.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ def is_loopback(host: str | None) -> bool:
 
 
 def why_elsewhere(headers: Mapping[str, str]) -> str | None:
-    """Why a request is not taken for one of this machine's own programs', and what to do; None if it is. `headers` has
-    lower-case names."""
+    """Why a request does not count as local, and what to do; None if it does. `headers` has lower-case names."""
     if "forwarded" in headers or "x-forwarded-for" in headers:
         return "this request came through a proxy, from who knows where; a server behind one needs an admin key"
     # A browser names the page that asks in `Origin`, and in `Host` the name that led it here.

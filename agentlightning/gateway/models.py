@@ -1,6 +1,6 @@
-"""Which backend answers a model name, how it samples in train and val mode, and the gate in front of it.
+"""Which backend answers a model name, how it samples in train and val mode, and its gate.
 
-The table knows names and backends. It does not know requests, rollouts or what a backend is made of.
+It knows names and backends; no requests or rollouts.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ ANY: Final = "*"
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """One model behind the gateway, under its name and its `aliases`.
+    """One model behind the gateway, with its name and `aliases`.
 
-    In train mode every call samples with `train`'s temperature, top_p and top_k, in val mode with `val`'s, whatever
-    the agent asked; `max_tokens` of either is a ceiling for the agent's own. Where one of them is None the agent
-    decides. Calls of a model that is not `trainable` are captured and never trained, and the agent always decides."""
+    In train mode every call samples with the temperature, top_p and top_k of `train`, in val mode of `val`, whatever
+    the agent asks; their `max_tokens` is an upper limit. For None, the agent decides. Calls of a model that is not
+    `trainable` are recorded but never trained, and the agent decides everything."""
 
     name: str
     backend: Backend
@@ -47,7 +47,7 @@ class ModelEntry:
 
 
 class ModelTable:
-    """Model entries by name, which may change while calls run. ConfigError for a name given twice."""
+    """Model entries by name, which may change while calls run. ConfigError for a repeated name."""
 
     def __init__(self, entries: Iterable[ModelEntry] = ()) -> None:
         self._entries: dict[str, ModelEntry] = {}
@@ -63,12 +63,12 @@ class ModelTable:
         return iter(self._entries.values())
 
     def get(self, name: str) -> ModelEntry | None:
-        """The entry of exactly this name, or alias."""
+        """The entry with exactly this name or alias."""
         return self._names.get(name)
 
     def put(self, entry: ModelEntry) -> ModelEntry | None:
-        """Add an entry, or replace the one of its name, which is returned. Running calls keep the backend they have.
-        ConfigError if it takes a name of another entry."""
+        """Add an entry, or replace that of its name, which is returned. Running calls keep their backend. ConfigError
+        if another entry has one of its names."""
         for name in (entry.name, *entry.aliases):
             other = self._names.get(name)
             if other is not None and other.name != entry.name:
@@ -79,14 +79,14 @@ class ModelTable:
         return replaced
 
     def remove(self, name: str) -> ModelEntry | None:
-        """Take an entry away and return it, or None where there is none of that name."""
+        """Remove and return an entry; None if there is none."""
         entry = self._entries.pop(name, None)
         if entry is not None:
             self._names = {name: one for name, one in self._names.items() if one is not entry}
         return entry
 
     def gate(self, name: str) -> Gate:
-        """The gate in front of the model of this name; it outlives the entry, which may be replaced behind it."""
+        """The gate of the model with this name. It stays when the entry is replaced."""
         if name not in self._gates:
             self._gates[name] = Gate(name)
         return self._gates[name]
@@ -95,10 +95,10 @@ class ModelTable:
         return self._gates.values()
 
     def resolve(self, name: str) -> ModelEntry:
-        """The entry called `name`; for a name nobody registered, the one called `ANY`, or else the one trainable model,
-        with a notice in the log.
+        """The entry `name`; for an unknown name, the entry `ANY`, or else the only trainable model, with a notice in
+        the log.
 
-        BackendError 404 lists the names where there is not exactly one trainable model."""
+        BackendError 404 lists the names if there is not exactly one trainable model."""
         entry = self._names.get(name) or self._names.get(ANY)
         if entry is not None:
             return entry

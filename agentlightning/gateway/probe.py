@@ -1,6 +1,6 @@
-"""One token asked of a model that is to be trained: whether its answers bring what training needs.
+"""Asks a model that is to be trained for one token, to check that its answers can be trained on.
 
-Knows backends and what makes an answer trainable. Knows no table of models and no HTTP.
+Knows backends and what makes an answer trainable; no table of models and no HTTP.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _SECONDS: Final = 60.0  # the first call of a server that has just started may t
 
 
 async def probe(backend: RemoteBackend, model: str, train: Sampling | None) -> None:
-    """Return if the backend answers with exact ids, and with the logprobs of the distribution that `train` samples
-    from. ConfigError says what is wrong and what to do."""
+    """Check that the backend returns exact ids, and logprobs of the distribution that `train` samples from. ConfigError
+    says what is wrong and how to fix it."""
     if backend.kind == "sglang" and train is not None and (train.top_p not in (None, 1.0) or train.top_k):
         raise ConfigError("SGLang returns logprobs from before top_p and top_k: leave those of `train` at 1 and 0")
     try:
@@ -70,7 +70,7 @@ async def _check_processed(backend: RemoteBackend, model: str) -> None:
 
 
 async def one_answer(backend: Backend, model: str, sampling: Sampling, top_logprobs: int = 0) -> Answer:
-    """What it answers to "Hi". BackendError where it does not."""
+    """Its answer to "Hi". BackendError if there is none."""
     call = ModelCall(
         request_id="probe",
         model=model,

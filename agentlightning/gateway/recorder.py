@@ -1,7 +1,7 @@
-"""The spans of calls on their way to the store: committed before the end of an answer is sent, or queued where nothing
-may delay an answer; and counts of what became of calls.
+"""Writes the spans of calls to the store: committed before the end of an answer is sent, or queued where answers must
+not be delayed. Counts outcomes of calls.
 
-Knows the store. Knows no backends, and not how a call came about.
+Knows the store; no backends, and not how calls are made.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _Recorded: TypeAlias = tuple[Span, asyncio.Future[None] | None]
 
 @dataclass
 class CallStatistics:
-    """What became of calls since the gateway began, by model and outcome (`answered`, `failed`, `aborted`), and why
-    some cannot be trained on. `undelivered` counts answers whose client had left,
-    `held` recorded calls that waited while weights were updated, for `held_seconds` in all."""
+    """Calls since the gateway began, by model and outcome (`answered`, `failed`, `aborted`), and why some cannot be
+    trained on. `undelivered` counts answers whose client had left, `held` calls that waited for new weights, for
+    `held_seconds` in all."""
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     untrainable: Counter[str] = field(default_factory=Counter[str])
@@ -47,13 +47,13 @@ class CallStatistics:
 
 
 class Recorder:
-    """Writes spans; a write costs about as much as a call, and spans that come while one is under way share the next.
+    """Writes spans. A write costs about as much as a call; spans that arrive during one share the next.
 
-    With `commit` a span is durable when `record` returns; where the store is slow, calls are. A store that cannot be
-    reached is tried again for `patience` seconds: a call that is not recorded makes its whole attempt untrainable.
+    With `commit`, a span is durable when `record` returns, and a slow store slows calls. A store that cannot be reached
+    is retried for `patience` seconds, since a missing call makes its whole attempt untrainable.
 
-    Without, `record` returns at once, and a store that cannot be reached is waited for. Spans that find `limit` others
-    waiting, or that the store refuses, are dropped and counted in `shed`."""
+    Without, `record` returns at once, and a store that cannot be reached is waited for. Spans beyond `limit` waiting
+    ones, or refused by the store, are dropped and counted in `shed`."""
 
     def __init__(self, store: LightningStore, *, commit: bool, patience: float = 5.0, limit: int = 10_000) -> None:
         self.shed = 0
@@ -77,7 +77,7 @@ class Recorder:
             await stored
 
     async def close(self) -> None:
-        """Return when everything that waits has been written, or cannot be."""
+        """Return when all waiting spans are written, or cannot be."""
         self._closing = True
         if self._writing is not None:
             await self._writing
@@ -90,7 +90,7 @@ class Recorder:
             self._writing = None
 
     async def _write(self, batch: list[_Recorded]) -> None:
-        """Write them at once or, where one of them is refused, each by itself."""
+        """Write them together or, if one is refused, one by one."""
         error = None
         try:
             await self._add([span for span, _ in batch])

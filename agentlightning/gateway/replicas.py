@@ -1,6 +1,6 @@
-"""Several servers of one model as one backend: the least busy of those in use answers.
+"""Several servers of one model as one backend: the least busy one answers.
 
-Knows that servers fail and recover, and how many calls each runs. Knows no protocol, and no model but its own.
+Knows that servers fail and recover, and how many calls each runs; no protocol.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CHECK_TIMEOUT: Final = 5.0  # seconds
 
 @runtime_checkable
 class RemoteBackend(Backend, Protocol):
-    """A backend that is a server of some kind, behind a connection."""
+    """A backend on a server, behind a connection."""
 
     kind: str
     connection: Connection
@@ -35,8 +35,8 @@ class RemoteBackend(Backend, Protocol):
 
 @dataclass(eq=False)
 class Replica:
-    """One of a model's servers. `ejected_since` is in seconds since the epoch, `why` its last failure since it last
-    answered."""
+    """One of a model's servers. `ejected_since` is in seconds since the epoch, `why` its last failure since its last
+    answer."""
 
     backend: RemoteBackend
     running: int = 0
@@ -62,13 +62,13 @@ class Replica:
 
 
 class Replicas:
-    """A backend of several servers. A session keeps its server, whose prefix cache knows it, while that one is in use
-    and not much busier than the least busy.
+    """A backend of several servers. A session keeps its server, which has its prefix cached, while that is healthy and
+    not much busier than the least busy.
 
-    A call that fails for a reason of the server's (it cannot be reached, answers 5xx, breaks off) before anything of
-    its answer is out goes to another one, and nothing more is sent there until it is healthy, which is asked every
-    `check_seconds`. If none is in use, any is tried. `lost` is told of a server that ended a connection or took none:
-    what answers there next may be another process."""
+    A call that fails by the server's fault (cannot be reached, 5xx, broken connection) before its answer has begun goes
+    to another server, and the failed one gets no more until it is healthy, which is checked every `check_seconds`. If
+    none is healthy, any is tried. `lost` is called with a server that ended or refused a connection: another process
+    may answer there next."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Replicas:
         self._checking: asyncio.Task[None] | None = None
 
     async def answer(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
-        """See `Backend.answer`; `Started.replica` says who answers."""
+        """See `Backend.answer`; `Started.replica` is the server."""
         tries = _Tries(self, call.session)
         while True:
             async with tries.next() as replica, aclosing(replica.backend.answer(call)) as events:
@@ -105,7 +105,7 @@ class Replicas:
 
     @asynccontextmanager
     async def relay(self, call: RelayedCall) -> AsyncGenerator[RelayedAnswer]:
-        """See `Backend.relay`. An answer of 5xx is passed on only where no other replica is left."""
+        """See `Backend.relay`. A 5xx answer is passed on only if no other replica is left."""
         tries = _Tries(self, call.session)
         while True:
             async with tries.next() as replica, replica.backend.relay(call) as answer:
@@ -127,7 +127,7 @@ class Replicas:
         await asyncio.gather(*(replica.backend.close() for replica in self.replicas))
 
     def left(self, tried: set[Replica]) -> list[Replica]:
-        """Where a call that has `tried` some may go."""
+        """The servers left for a call that has `tried` some."""
         used = [replica for replica in self.replicas if replica.usable] or self.replicas
         return [replica for replica in used if replica not in tried]
 
@@ -160,8 +160,8 @@ class Replicas:
 
 
 class _Tries:
-    """One call's tries, each at another replica. The failure of one is swallowed where another is left to try and
-    nothing of an answer has `begun`."""
+    """A call's attempts, each at another replica. A failure is swallowed if another replica is left and the answer has
+    not `begun`."""
 
     def __init__(self, replicas: Replicas, session: str | None) -> None:
         self.begun = False
@@ -192,7 +192,7 @@ class _Tries:
 
 
 def servers_of(backend: Backend) -> list[RemoteBackend]:
-    """The servers behind a backend; none where it answers by itself."""
+    """The servers of a backend; none if it answers itself."""
     if isinstance(backend, Replicas):
         return [replica.backend for replica in backend.replicas]
     return [backend] if isinstance(backend, RemoteBackend) else []

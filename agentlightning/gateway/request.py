@@ -1,6 +1,6 @@
-"""What an agent asks for, whichever protocol it speaks: the chat form of a request, and how bodies are read into it.
+"""An agent's request in one form, whatever its protocol, and how bodies are read.
 
-Knows JSON bodies and nothing else: no backends, no rollouts, no HTTP server.
+Knows JSON bodies; no backends, rollouts or HTTP server.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CHAT_ONLY: Final = frozenset(
 
 
 class CallRefused(BackendError):
-    """The gateway itself refuses a call. `param` names the request field at fault, where there is one."""
+    """The gateway refuses a call. `param` is the wrong field, if there is one."""
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str | None = None):
         super().__init__(message, status=status, code=code)
@@ -61,14 +61,14 @@ class CallRefused(BackendError):
 
 
 class CallRequest(ModelCall, frozen=True, kw_only=True):
-    """A request in the form of chat completions, whatever protocol it came in; what is None or empty was not given.
+    """A request in the form of chat completions, whatever its protocol. None or empty is not given.
 
-    `continues` names an earlier response whose conversation comes before `messages`, though behind the first
-    `instructions` of them, which belong to this call alone; with `continuable` a later response may continue this one.
-    `messages_json` and `tools_json` are the agent's own bytes where it wrote them in this form. `shaping` holds
-    penalties and the like (see `SHAPING_FIELDS`). `dropped` names what nobody is sent, `relayed` are all fields as
-    they were written where the backend answers in the agent's own protocol. `original` is what the endpoint's own
-    writer needs of the request, `request_json` the body without its messages and tools, for the span."""
+    `continues` is the id of an earlier response, whose conversation comes before `messages`, but after their first
+    `instructions`, which belong to this call alone. With `continuable`, a later response may continue this one.
+    `messages_json` and `tools_json` are the agent's own bytes, if it wrote this form. `shaping` has penalties and the
+    like (`SHAPING_FIELDS`). `dropped` are names of fields that nobody gets. `relayed` are all fields as written, for a
+    backend with the agent's own protocol. `original` is what the endpoint's writer needs; `request_json` is the body
+    without messages and tools, for the span."""
 
     sampling: Sampling = LEFT_OPEN
     continues: str | None = None
@@ -86,18 +86,17 @@ class CallRequest(ModelCall, frozen=True, kw_only=True):
 
 
 class Fields:
-    """The fields of one protocol that the gateway reads, and their types. Others are passed on unread, save those
-    that are `refused`."""
+    """The fields of a protocol that the gateway reads, and their types. Others are passed on, except `refused` ones."""
 
     def __init__(self, types: Mapping[str, Any], refused: frozenset[str] = frozenset()) -> None:
         self._refused = refused
         self._decoders = {name: msgspec.json.Decoder(type_) for name, type_ in types.items()}
 
     def read(self, body: bytes, *required: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, msgspec.Raw]]:
-        """(fields the gateway reads, all others, every field as it was written); nulls count as not given.
+        """(fields that the gateway reads, all others, every field as written); null counts as not given.
 
-        CallRefused (400) names the field that is missing, of the wrong type, out of range or another protocol's; 413
-        for a body of more than MOST_PARTS lists, objects and commas."""
+        CallRefused (400) names a field that is missing, of the wrong type, out of range or of another protocol; 413 for
+        a body with more than MOST_PARTS lists, objects and commas."""
         if len(body) > MOST_PARTS and sum(map(body.count, (b"[", b"{", b","))) > MOST_PARTS:
             message = f"the request body has more than {MOST_PARTS:,} parts; send fewer"
             raise CallRefused(message, status=413, code="body_too_large")
@@ -127,8 +126,8 @@ class Fields:
 
 
 def converted(where: str, raw: Any, kind: Any, *, strict: bool = True) -> Any:
-    """The field `where`, as a value of another type. CallRefused (400) names what in it is of the wrong type or out of
-    range; without `strict`, whole numbers may be written as others or as texts."""
+    """The field `where` as another type. CallRefused (400) names what is of the wrong type or out of range. Without
+    `strict`, whole numbers may be written as floats or texts."""
     try:
         return msgspec.convert(raw, kind, strict=strict)
     except msgspec.ValidationError as error:
@@ -138,7 +137,7 @@ def converted(where: str, raw: Any, kind: Any, *, strict: bool = True) -> Any:
 
 
 def sampling_fields(values: dict[str, Any], max_tokens: int | None) -> dict[str, Any]:
-    """The fields of a `CallRequest` that are read from those of `SAMPLING_TYPES`."""
+    """The fields of a `CallRequest` that `SAMPLING_TYPES` name."""
     stop = values.get("stop") or ()
     sampling = Sampling(
         temperature=values.get("temperature"),
@@ -188,14 +187,14 @@ def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def assistant_message(text: list[str], thinking: list[str], calls: list[dict[str, Any]]) -> dict[str, Any]:
-    """Texts and thoughts are joined as they are: it is how they were sampled."""
+    """An assistant's message. Texts and thoughts are joined unchanged, as they were sampled."""
     said = {"role": "assistant", "content": "".join(text) or (None if calls else "")}
     more = {"reasoning_content": "".join(thinking), "tool_calls": calls}
     return said | {name: value for name, value in more.items() if value}
 
 
 def content_of(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """A message's content: one text as a string; several parts as such, which the backend joins in its own way."""
+    """A message's content: one text as a string; several parts unchanged, for the backend to join."""
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts or ""
 
 
@@ -204,7 +203,7 @@ def image(url: str, detail: str | None = None) -> dict[str, Any]:
 
 
 def require_question(name: str, turns: Sequence[Any], own_role: str) -> None:
-    """CallRefused (400) where there are no turns, or the last one is the model's own."""
+    """CallRefused (400) if there are no turns, or the last is the model's."""
     if not turns:
         raise CallRefused(f"{name} is empty; a call needs at least one message", param=name)
     if turns[-1].role == own_role:

@@ -1,6 +1,6 @@
-"""New weights for the servers of a model: what a server of each kind is told, in which order, and what if one fails.
+"""Loads new weights into a model's servers: requests by kind of server, their order, and failures.
 
-Knows the control routes of vLLM and SGLang. Knows no training, no rollouts and no HTTP server of our own.
+Knows the control routes of vLLM and SGLang; no training, rollouts, or HTTP server of our own.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _FAILED: Final = re.compile(r'"success"\s*:\s*false')  # what servers answer wit
 
 
 class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Weights to be served as `policy_version`: the checkpoint at `path`, where every server can read it. Without one
-    vLLM reads anew what it was started with.
+    """Weights to serve as `policy_version`: the checkpoint at `path`, which every server can read. Without a path, vLLM
+    reads its own checkpoint again.
 
-    `in_flight` says what becomes of calls that run: they `finish` first, for which they have `seconds`, or their
-    engines `pause` and go on with the new weights."""
+    `in_flight` says what happens to running calls: `finish` first, within `seconds`, or `pause` and continue with the
+    new weights."""
 
     policy_version: Annotated[int, msgspec.Meta(ge=0)]
     path: str | None = None
@@ -40,8 +40,7 @@ class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ServerUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one server: the version its weights are called now, None where nobody can tell, and the error that
-    it met, if any."""
+    """The result for one server: its weights' version now, None if unknown, and the error, if any."""
 
     url: str
     policy_version: int | None
@@ -49,14 +48,14 @@ class ServerUpdate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def update_weights(gateway: Gateway, name: str, update: WeightUpdate) -> list[ServerUpdate]:
-    """Load weights into all servers of a model, its calls held meanwhile; one outcome per server.
+    """Load weights into all servers of a model while its calls are held; one result per server.
 
-    A server that fails at it gets no calls until another update succeeds, since nobody knows what it would answer with.
-    One that has no such route was not touched, and goes on as the version it was.
+    A server that fails gets no calls until another update succeeds, since its weights are unknown. One without such a
+    route is unchanged and keeps its version.
 
-    Raises NotFoundError for a model there is not, ConfigError where the update cannot be had from its servers,
-    ConflictError while another is under way, UnavailableError where calls do not finish in time (nothing was changed),
-    and BackendError 502 where no server has loaded the weights."""
+    NotFoundError for an unknown model, ConfigError if its servers cannot do it, ConflictError during another update,
+    UnavailableError if calls do not finish in time (nothing has changed), BackendError 502 if no server has loaded the
+    weights."""
     entry = gateway.entry(name)
     servers = servers_of(entry.backend)
     _scripts(entry.name, servers, update)  # what cannot be had is refused before calls are held
@@ -72,7 +71,7 @@ async def update_weights(gateway: Gateway, name: str, update: WeightUpdate) -> l
 
 
 async def load_weights(name: str, servers: Sequence[RemoteBackend], update: WeightUpdate) -> list[ServerUpdate]:
-    """`update_weights` of the servers of a model whose calls are held, or may be paused."""
+    """`update_weights` for servers whose calls are held, or may be paused."""
     scripts = _scripts(name, servers, update)
     outcomes = await asyncio.gather(*(_update(connection, script, update) for connection, script in scripts))
     failures = [f"{outcome.url}: {outcome.error}" for outcome in outcomes if outcome.error is not None]
@@ -87,25 +86,25 @@ async def load_weights(name: str, servers: Sequence[RemoteBackend], update: Weig
 
 
 async def load_adapter(connection: Connection, name: str, path: str) -> None:
-    """Have a vLLM server serve the adapter at `path` as the model `name`. BackendError where it cannot."""
+    """Let a vLLM server serve the adapter at `path` as the model `name`. BackendError if it cannot."""
     asked = connection.url("load_lora_adapter"), {"lora_name": name, "lora_path": path}
     await _post(connection, asked, _ADAPTERS_NEED)
 
 
 async def unload_adapter(connection: Connection, name: str) -> None:
-    """Have it no more."""
+    """Remove it."""
     await _post(connection, (connection.url("unload_lora_adapter"), {"lora_name": name}), _ADAPTERS_NEED)
 
 
 def declare_version(entry: ModelEntry, version: int) -> None:
-    """The servers of a model hold the weights of policy `version`: whoever says so has loaded them. ConfigError where
-    its backend knows by itself."""
+    """Note that a model's servers have the weights of policy `version`, loaded by the caller. ConfigError if the
+    backend knows its version itself."""
     for server in _updatable(entry.name, servers_of(entry.backend)):
         server.connection.version, server.connection.unusable = version, None
 
 
 def keep_versions(replaced: ModelEntry, entry: ModelEntry) -> None:
-    """A server that was there before under the same URL holds the weights that it held."""
+    """A server that had the same URL before still has the same weights."""
     before = {server.name: server.connection for server in servers_of(replaced.backend)}
     for server in servers_of(entry.backend):
         if server.name in before:
@@ -129,8 +128,8 @@ _Request: TypeAlias = tuple[str, Mapping[str, Any]]  # a POST of a body to a URL
 
 
 class _Script(NamedTuple):
-    """Requests in their order: `load` is the one that changes weights, `label` names them where the server has such a
-    route, `end` is made whatever became of the others. `needs` says what the server must be."""
+    """Requests in order: `load` changes the weights, `label` names them if the server can, `end` is made whatever
+    happened before. `needs` is what the server must be."""
 
     needs: str
     load: _Request

@@ -173,6 +173,7 @@ def make_examples(
             logprobs=np.zeros(count, np.float32),
             advantages=np.ones(count, np.float32),
             versions=np.zeros(count, np.int32),
+            tree=True,  # all begin with the same instructions
         )
         examples.append(Example(str(demonstration.get("kind", "")), sequence, np.array(copied, bool)))
     return examples

@@ -112,19 +112,22 @@ class ServerMetrics(Collector):
 
 def gateway_readings(gateway: Gateway) -> list[Reading]:
     """Calls by model and outcome, why calls cannot be trained on, and what nobody received or was not recorded."""
-    counted = gateway.statistics
     rows: list[Reading] = [
         Reading("running_calls", "LLM calls being answered.", lambda: gateway.running),
-        Reading("calls_total", "LLM calls by outcome.", lambda: counted.calls, ["model", "outcome"]),
+        Reading("calls_total", "LLM calls by outcome.", lambda: gateway.statistics.calls, ["model", "outcome"]),
         Reading(
             "untrainable_calls_total",
             "Recorded calls that must not be trained on.",
-            lambda: {(reason,): count for reason, count in counted.untrainable.items()},
+            lambda: {(reason,): count for reason, count in gateway.statistics.untrainable.items()},
             ["reason"],
         ),
-        Reading("undelivered_answers_total", "Answers whose client had left.", lambda: counted.undelivered),
-        Reading("held_calls_total", "Recorded calls that waited while weights were updated.", lambda: counted.held),
-        Reading("held_seconds_total", "For how long they waited in all.", lambda: counted.held_seconds),
+        Reading("undelivered_answers_total", "Answers whose client had left.", lambda: gateway.statistics.undelivered),
+        Reading(
+            "held_calls_total",
+            "Recorded calls that waited while weights were updated.",
+            lambda: gateway.statistics.held,
+        ),
+        Reading("held_seconds_total", "For how long they waited in all.", lambda: gateway.statistics.held_seconds),
         Reading("unrecorded_calls_total", "Calls that were answered and not recorded.", lambda: gateway.shed),
     ]
     return [row._replace(name=f"agl_gateway_{row.name}") for row in rows]

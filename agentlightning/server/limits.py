@@ -28,16 +28,24 @@ from agentlightning.server.access import Access
 from agentlightning.server.requests import refusal
 
 _WINDOW: Final = 2  # seconds, at least: so much may come at once
+_LONGEST_WINDOW: Final = 10
 _SLOTS: Final = 256  # that addresses share, so that inventing them takes no memory
 _SMALL: Final = 1 << 20  # bytes, of a body that counts for nothing
 _UNLIMITED: Final = frozenset({"/health", "/ready"})
 
 
 def limit_of(rate: float) -> RateLimitItemPerSecond:
-    """`rate` requests a second, counted over at least two seconds; ConfigError unless it is positive and finite."""
+    """`rate` requests a second, counted over the shortest window, of two seconds or more, that holds a whole number
+    of requests within 1 %. ConfigError unless it is positive and finite."""
     if not (rate > 0 and math.isfinite(rate)):
         raise ConfigError(f"the rate limit is {rate}; it must be a positive number of requests per second")
-    window = max(_WINDOW, math.ceil(1 / rate))
+    shortest = max(_WINDOW, math.ceil(1 / rate))
+    windows = range(shortest, max(3 * shortest, _LONGEST_WINDOW) + 1)
+
+    def error(window: int) -> float:
+        return abs(round(rate * window) / window / rate - 1)
+
+    window = next((window for window in windows if error(window) <= 0.01), min(windows, key=error))
     return RateLimitItemPerSecond(max(1, round(rate * window)), window)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Protocol
 
 import msgspec
 
@@ -175,21 +175,30 @@ class UpdateModel(Call, frozen=True, kw_only=True):
         return False
 
 
-class Models:
-    """Carries out the calls about the models of `gateway`. Workers, if there are any, are told what
-    changes by `tell`."""
+class Followers(Protocol):
+    """Processes that have the same models. `settled` returns when all have carried out what they were told."""
 
-    def __init__(self, gateway: Gateway, tell: Callable[[str, Any], None] | None = None) -> None:
+    def tell(self, name: str, content: Any) -> None: ...
+    async def settled(self) -> None: ...
+
+
+class Models:
+    """Carries out the calls about the models of `gateway`, and of its `followers`, if there are any."""
+
+    def __init__(self, gateway: Gateway, followers: Followers | None = None) -> None:
         self.registered: dict[str, RegisterModel] = {}
-        self._gateway = gateway
-        self._tell = tell
+        self.gateway = gateway
+        self._followers = followers
         self._models = gateway.models
         self._owners: dict[str, str | None] = {}
         self._changing = asyncio.Lock()
         self._closing: set[asyncio.Future[None]] = set()
 
     async def perform(self, call: Call) -> Any:
-        return await MODEL_CALLS[type(call)](self, call)
+        answer = await MODEL_CALLS[type(call)](self, call)
+        if self._followers is not None:
+            await self._followers.settled()
+        return answer
 
     async def describe(self, _: ListModels) -> list[ModelDescription]:
         return await asyncio.gather(*map(self._described, self._models))
@@ -206,8 +215,8 @@ class Models:
                     keep_versions(replaced, entry)
                 self._owners[entry.name] = call.owner
                 self.registered[entry.name] = call
-                if self._tell is not None:
-                    self._tell("put", call)
+                if self._followers is not None:
+                    self._followers.tell("put", call)
         except BaseException:
             self._retire(entry)
             raise
@@ -220,22 +229,22 @@ class Models:
                 self._retire(self._models.remove(call.name))
                 self._owners.pop(call.name, None)
                 self.registered.pop(call.name, None)
-                if self._tell is not None:
-                    self._tell("remove", call.name)
+                if self._followers is not None:
+                    self._followers.tell("remove", call.name)
 
     async def hold(self, call: HoldModel) -> None:
-        self._gateway.hold(call.name, seconds=call.seconds, holder=call.holder)
+        self.gateway.hold(call.name, seconds=call.seconds, holder=call.holder)
 
     async def release(self, call: ReleaseModel) -> None:
         if call.policy_version is not None:
-            declare_version(self._gateway.entry(call.name), call.policy_version)
-        self._gateway.release(call.name, holder=call.holder)
+            declare_version(self.gateway.entry(call.name), call.policy_version)
+        self.gateway.release(call.name, holder=call.holder)
 
     async def update(self, call: UpdateModel) -> UpdatedModel:
-        if self._tell is not None and call.in_flight == "pause":
+        if self._followers is not None and call.in_flight == "pause":
             raise ConfigError("a server with workers lets calls finish before an update; leave `in_flight` out")
         update = msgspec.convert(call, WeightUpdate, from_attributes=True)
-        return UpdatedModel(servers=await update_weights(self._gateway, call.name, update))
+        return UpdatedModel(servers=await update_weights(self.gateway, call.name, update))
 
     async def _require_free(self, entry: ModelEntry, call: RegisterModel) -> None:
         """ConflictError where the name is another's whose servers live: one that has died does not come back for it,
@@ -258,7 +267,7 @@ class Models:
             closing.add_done_callback(self._closing.discard)
 
     async def _described(self, entry: ModelEntry) -> ModelDescription:
-        gate, (running, waiting) = self._models.gate(entry.name), self._gateway.counts(entry.name)
+        gate, (running, waiting) = self._models.gate(entry.name), self.gateway.counts(entry.name)
         own = getattr(getattr(entry.backend, "generator", None), "version", None)  # of an engine in this process
         return ModelDescription(
             name=entry.name,

@@ -6,7 +6,9 @@ know sockets, nor what a call is.
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
@@ -19,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from agentlightning.gateway.exchange import Exchange
 from agentlightning.gateway.request import CallRefused
 from agentlightning.gateway.serving import Found, Serving
+from agentlightning.server.handover import OWNER, Place
 from agentlightning.server.limits import LargeBodies, RateExceededError, RateLimit
 from agentlightning.server.logs import CLIENT_GONE, Finished
 
@@ -68,10 +71,26 @@ class LlmCalls:
 class ServerProtocol(HttpToolsProtocol):
     """A connection. Its first request, and each that follows, is an LLM call or one of the application's.
 
-    A request whose head does not end is refused: it would be gathered in memory, and copied again with each part."""
+    A request whose head does not end is refused: it would be gathered in memory, and copied again with each part. A
+    request that another process is to answer (`place`) takes its connection there, unless answers are still on their
+    way; `received` is what another process has read of one that it passed on."""
 
     _gathered = 0  # bytes since the last head, or part of a body, was complete
     answering: Exchange | None = None
+    place: Place | None = None
+    received: bytes = b""
+    take_back: Callable[[socket.socket, bytes], object] | None = None  # one that could not be passed on
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._head = bytearray()  # of a request that may be passed on
+        self._in_body = self._whole_head = False
+        self._target: int | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self.received:
+            self.data_received(self.received)
 
     @property
     def fixed_head(self) -> bytes:
@@ -82,7 +101,14 @@ class ServerProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._gathered += len(data)
+        if self.place is not None:
+            self._whole_head = not self._in_body
+            if self._whole_head:
+                self._head += data
         super().data_received(data)
+        if self._target is not None:
+            self._pass_on(self._target)
+            return
         if self._gathered > _LONGEST_HEAD and not self.transport.is_closing():
             self.send_400_response("The head of the request is too long.")
 
@@ -93,6 +119,8 @@ class ServerProtocol(HttpToolsProtocol):
         path = unquote(path) if "%" in path else path
         calls: LlmCalls | None = getattr(cast(Starlette, self.config.app).state, "calls", None)
         found = calls and calls.find(method, path)
+        if self.place is not None and self._goes_elsewhere(self.place, found):
+            return
         if not (calls and found):
             super().on_headers_complete()
             return
@@ -117,9 +145,45 @@ class ServerProtocol(HttpToolsProtocol):
             self.flow.pause_reading()
             self.pipeline.appendleft((cycle, cast(Any, answer)))
 
+    def _goes_elsewhere(self, place: Place, found: Found | None) -> bool:
+        self._in_body = True
+        before: Any = self.cycle
+        idle = before is None or before.response_complete
+        if self._whole_head and idle and not self.transport.get_write_buffer_size():
+            named = {name.decode("latin-1"): value.decode("latin-1") for name, value in self.headers}
+            target = OWNER if found is None else place.of_call(found.ids, named)
+            if target != place.index:
+                self._target = target
+        self._whole_head = False
+        if self._target is None:
+            self._head.clear()
+        return self._target is not None
+
+    def _pass_on(self, target: int) -> None:
+        ours = self.transport.get_extra_info("socket")
+        connection, data = socket.fromfd(ours.fileno(), ours.family, ours.type), bytes(self._head)
+        self.transport.abort()  # this process has done with it; the connection goes on
+
+        async def pass_on(place: Place) -> None:
+            if not await place.pass_on(connection, data, target) and self.take_back is not None:
+                self.take_back(connection, data)
+            else:
+                connection.close()
+
+        assert self.place is not None
+        task = asyncio.get_running_loop().create_task(pass_on(self.place))
+        self.server_state.tasks.add(task)
+        task.add_done_callback(self.server_state.tasks.discard)
+
     def on_body(self, body: bytes) -> None:
         self._gathered = 0
-        super().on_body(body)
+        if self._target is None:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        if self._target is None:
+            super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import socket
 import ssl
 from collections.abc import Coroutine, Generator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import uvicorn
 from starlette.applications import Starlette
@@ -22,6 +23,7 @@ from starlette.applications import Starlette
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.locality import is_loopback
 from agentlightning.runner.signals import run_to_end
+from agentlightning.server.handover import OWNER, Inbox, Place
 from agentlightning.server.protocol import ServerProtocol
 
 T = TypeVar("T")
@@ -33,7 +35,8 @@ class HttpServer:
     """Serves `app` at `host` and `port` (0: any free port) between `start` and `stop`; also `async with`.
 
     A host that other machines can reach needs an app with an admin key: ConfigError otherwise. With `tls_cert` (PEM:
-    the server's certificate, then the chain) and `tls_key` it speaks HTTPS alone."""
+    the server's certificate, then the chain) and `tls_key` it speaks HTTPS alone. With a `place` it is one of several
+    processes that share the port: the owner of the store reserves it, and is passed its connections by the workers."""
 
     def __init__(
         self,
@@ -43,6 +46,7 @@ class HttpServer:
         port: int = 0,
         tls_cert: Path | str | None = None,
         tls_key: Path | str | None = None,
+        place: Place | None = None,
     ) -> None:
         if not is_loopback(host) and not getattr(app.state, "protected", False):
             raise ConfigError(
@@ -53,6 +57,9 @@ class HttpServer:
         self._host = host
         self._port = port
         self._tls = _tls_context(tls_cert, tls_key)
+        self._place = place
+        self._inbox = place and Inbox(place.inbox(place.index), self._take)
+        self._reserved: socket.socket | None = None  # the owner's port, which the workers listen on
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -62,13 +69,18 @@ class HttpServer:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"{'http' if self._tls is None else 'https'}://{host}:{self._port}"
 
+    @property
+    def port(self) -> int:
+        """The real one once the server has started."""
+        return self._port
+
     async def start(self) -> None:
         """Listen. ConfigError if the port is taken or the host is not one of this machine's."""
-        listening = _listen(self._host, self._port)
+        listening = _listen(self._host, self._port, self._place)
         self._port = listening.getsockname()[1]
         config = uvicorn.Config(
             self._app,
-            http=ServerProtocol,
+            http=cast(type[asyncio.Protocol], self._protocol),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -79,22 +91,57 @@ class HttpServer:
             ssl_context_factory=None if self._tls is None else self._give_tls,
         )
         self._server = _Server(config)
-        self._serving = asyncio.create_task(self._server.serve([listening]), name=f"http server on {self.url}")
+        accepted = [listening]
+        if self._place is not None and self._place.index == OWNER:
+            self._reserved, accepted = listening, []
+        self._serving = asyncio.create_task(self._server.serve(accepted), name=f"http server on {self.url}")
         ready = asyncio.create_task(self._server.ready.wait())
         await asyncio.wait([self._serving, ready], return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
         if self._serving.done():
             await self._serving
+        if self._inbox is not None:
+            self._inbox.open()
 
     async def stop(self) -> None:
         """Take no more requests, answer long polls at once, give running requests a few seconds, then close."""
         if self._server is None or self._serving is None:
             return
+        if self._inbox is not None:
+            await self._inbox.close()
         for stop_waiting in getattr(self._app.state, "stop_waiting", ()):
             stop_waiting()
         self._server.should_exit = True
         await self._serving
         self._server, self._serving = None, None
+        if self._reserved is not None:
+            self._reserved.close()
+
+    def _protocol(self, received: bytes = b"", **uvicorns: Any) -> ServerProtocol:
+        connection = ServerProtocol(**uvicorns)
+        connection.place, connection.received = self._place, received
+        connection.take_back = functools.partial(self._take, settled=True)
+        return connection
+
+    def _take(self, connection: socket.socket, received: bytes, *, settled: bool = False) -> None:
+        """Go on with a connection of another process', or of this one's that could not be passed on (`settled`)."""
+        server = self._server
+        if server is None:
+            connection.close()
+            return
+
+        def make() -> ServerProtocol:
+            state = server.server_state
+            made = self._protocol(received, config=server.config, server_state=state, app_state={})
+            made.place = None if settled else self._place
+            return made
+
+        async def connect() -> None:
+            await asyncio.get_running_loop().connect_accepted_socket(make, connection)
+
+        task = asyncio.create_task(connect())
+        server.server_state.tasks.add(task)
+        task.add_done_callback(server.server_state.tasks.discard)
 
     def _give_tls(self, config: uvicorn.Config, default: object) -> ssl.SSLContext:
         assert self._tls is not None
@@ -162,11 +209,19 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
     return run_on_fastest_loop(work)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, place: Place | None) -> socket.socket:
+    """A listening socket; of one port for several processes the owner's only reserves it, and is bound alone."""
     try:
         # Families in the order the resolver gives; create_server sets SO_REUSEADDR, so that a restart need not wait.
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listening = socket.create_server((host, port), family=family, backlog=2048)
+        if place is not None and place.index == OWNER:
+            socket.create_server((host, port), family=family).close()  # nobody else's
+            reserved = socket.socket(family, socket.SOCK_STREAM)
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            reserved.bind((host, port))
+            return reserved
+        listening = socket.create_server((host, port), family=family, backlog=2048, reuse_port=place is not None)
         # Inherited by each connection. Without it the end of an answer waits up to 40 ms for the caller's ACK.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listening

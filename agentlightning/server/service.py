@@ -7,27 +7,35 @@ This module knows what belongs to a server. It knows neither the command line no
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import secrets
+import tempfile
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from agentlightning.data.references import load_reference
 from agentlightning.errors import AgentLightningError, ConfigError, UnavailableError
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.locality import is_loopback
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.server.app import BODY_LIMIT, create_app
-from agentlightning.server.models import HoldModel, ReleaseModel, RemoveModel, registration
+from agentlightning.server.handover import OWNER, Place
+from agentlightning.server.logs import LogFormat
+from agentlightning.server.models import HoldModel, Models, RegisterModel, ReleaseModel, RemoveModel, registration
 from agentlightning.server.serve import HttpServer
+from agentlightning.server.worker import Hold
+from agentlightning.server.worker import Settings as WorkerSettings
+from agentlightning.server.workers import SharedGateway, Workers, versions_of
 from agentlightning.store.access_keys import audit
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.client import LightningStoreClient
-from agentlightning.store.redaction import Capture, Redact, redaction
+from agentlightning.store.redaction import Capture, redaction
 from agentlightning.store.retention import ended_before
 from agentlightning.store.sql import SqlStore
 from agentlightning.store.sqlite import Synchronous
@@ -43,8 +51,9 @@ _log: Final = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class ServerSettings:
     """What a server is told. `store` is a path or a `postgresql://` URL. What ended more than `retain_seconds` ago is
-    removed. `hook` sees every span before it is written. `models` are there from the beginning. What is
-    stored goes on to the collector at `otlp_forward`."""
+    removed. `hook`, as FILE.py:NAME, sees every span before it is written. `models` and `registrations` are there from
+    the beginning. What is stored goes on to the collector at `otlp_forward`. So many `workers` answer LLM calls in
+    processes of their own, which `models` of this process cannot."""
 
     store: str
     synchronous: Synchronous = "FULL"
@@ -57,9 +66,12 @@ class ServerSettings:
     body_limit: int = BODY_LIMIT
     access_log: bool = False
     capture: Capture = "full"
-    hook: Redact | None = None
+    hook: str | None = None
     retain_seconds: float | None = None
     models: tuple[ModelEntry, ...] = ()
+    registrations: tuple[RegisterModel, ...] = ()
+    workers: int = 0
+    log_format: LogFormat = "text"
     otlp_forward: str | None = None
     otlp_forward_headers: tuple[tuple[str, str], ...] = ()
 
@@ -84,34 +96,83 @@ async def running_server(settings: ServerSettings) -> AsyncGenerator[Running]:
         store = await SqlStore.open(
             settings.store,
             synchronous=settings.synchronous,
-            redact=redaction(settings.capture, settings.hook),
+            redact=redaction(settings.capture, load_reference(settings.hook) if settings.hook else None),
             stored=None if forwarder is None else forwarder.take,
         )
         stack.push_async_callback(store.close)
-        gateway = Gateway(
-            ModelTable(settings.models),  # others come and go: each trainer that joins brings its own
-            store,
-            admin_key=settings.key,
-            body_limit=settings.body_limit,
-        )
+        workers = _workers(settings, store)
+        share = Gateway if workers is None else functools.partial(SharedGateway, workers)
+        # Other models come and go: each trainer that joins brings its own.
+        gateway = share(ModelTable(settings.models), store, admin_key=settings.key, body_limit=settings.body_limit)
         stack.push_async_callback(gateway.close)
+        models = Models(gateway, workers)
+        for given in settings.registrations:
+            await models.register(given)
         app = create_app(
             store,
             gateway=gateway,
+            models=models,
             admin_key=settings.key,
             body_limit=settings.body_limit,
             rate_limit=settings.rate_limit,
             access_log=settings.access_log,
             readings=[] if forwarder is None else forwarder.readings(),
         )
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agl-"))) if workers else None
         http = HttpServer(
-            app, host=settings.host, port=settings.port, tls_cert=settings.tls_cert, tls_key=settings.tls_key
+            app,
+            host=settings.host,
+            port=settings.port,
+            tls_cert=settings.tls_cert,
+            tls_key=settings.tls_key,
+            place=folder and Place(OWNER, settings.workers, folder),
         )
         await stack.enter_async_context(http)
+        if workers is not None:
+            assert folder is not None
+            stack.push_async_callback(workers.stop)
+            await workers.start(lambda index: _begin(index, settings, http.port, folder, models))
         if settings.retain_seconds is not None:
             work = asyncio.create_task(retain(store, settings.retain_seconds), name="retention")
             stack.push_async_callback(_cancel, work)
         yield Running(http.url, gateway)
+
+
+def _workers(settings: ServerSettings, store: SqlStore) -> Workers | None:
+    """ConfigError for what workers cannot share."""
+    if not settings.workers:
+        return None
+    if settings.models:
+        raise ConfigError("workers share models by their address; register these, or leave workers out")
+    if settings.tls_cert is not None or settings.tls_key is not None:
+        raise ConfigError("workers speak no TLS; put a proxy with the certificate before them, or leave --workers out")
+    return Workers(settings.workers, store)
+
+
+def _begin(index: int, settings: ServerSettings, port: int, folder: Path, models: Models) -> WorkerSettings:
+    """What a worker begins with: the models as they are now."""
+    table = models.gateway.models
+    return WorkerSettings(
+        host=settings.host,
+        port=port,
+        folder=str(folder),
+        index=index,
+        count=settings.workers,
+        key=settings.key,
+        body_limit=settings.body_limit,
+        rate_limit=settings.rate_limit,
+        access_log=settings.access_log,
+        log_format=settings.log_format,
+        capture=settings.capture,
+        hook=settings.hook,
+        models=list(models.registered.values()),
+        versions=[versions_of(entry) for entry in table],
+        holds=[
+            Hold(names=[gate.name], holder=str(holder), seconds=seconds)
+            for gate in table.gates()
+            for holder, seconds in gate.holds()
+        ],
+    )
 
 
 def _forwarder(settings: ServerSettings) -> Forwarder | None:

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 PREFIX: Final = "agl-"
 _REWARDS: Final = "/rewards"
-_WORKER: Final = f"{PREFIX}wk-"
+WORKER_PREFIX: Final = f"{PREFIX}wk-"
 _OF_WORKER: Final = b"worker\0"  # signed before a worker's id, and in no attempt's: neither key passes for the other
 
 
@@ -62,15 +62,15 @@ def claimed_attempt(api_key: str) -> AttemptKey | None:
 def sign_worker(secret: bytes, worker_id: str) -> str:
     """The API key of one worker, for the attempt that it holds."""
     name = worker_id.encode()
-    return f"{_WORKER}{_text(name)}.{_text(_mac(secret, _OF_WORKER + name))}"
+    return f"{WORKER_PREFIX}{_text(name)}.{_text(_mac(secret, _OF_WORKER + name))}"
 
 
 def verify_worker(secret: bytes, api_key: str) -> str | None:
     """The worker of a key signed with `secret`; None for other keys."""
-    if not api_key.startswith(_WORKER):
+    if not api_key.startswith(WORKER_PREFIX):
         return None
     try:
-        worker_id = _bytes(api_key.removeprefix(_WORKER).partition(".")[0]).decode()
+        worker_id = _bytes(api_key.removeprefix(WORKER_PREFIX).partition(".")[0]).decode()
     except ValueError:
         return None
     genuine = hmac.compare_digest(

@@ -37,7 +37,7 @@ export async function request<T>(method: string, path: string, body?: unknown, s
   return (text ? JSON.parse(text) : undefined) as T;
 }
 
-function messageOf(text: string): string | undefined {
+export function messageOf(text: string): string | undefined {
   try {
     return (JSON.parse(text) as { error?: { message?: string } }).error?.message;
   } catch {

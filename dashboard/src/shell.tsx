@@ -9,6 +9,7 @@ import { go, href, place } from "./route";
 import { begin, logIn, logOut, session, trouble } from "./session";
 import { switchTheme, theme } from "./theme";
 import { Backends } from "./views/backends";
+import { Chat } from "./views/chat";
 import { Group } from "./views/group";
 import { Prompts } from "./views/prompts";
 import { Quality } from "./views/quality";
@@ -33,6 +34,7 @@ const VIEWS: View[] = [
   { name: "Resources", path: "resources", key: "e", view: Resources },
   { name: "Workers", path: "workers", key: "w", view: Workers },
   { name: "Backends", path: "backends", key: "b", view: Backends },
+  { name: "Chat", path: "chat", key: "c", view: Chat },
 ];
 
 const HELP: [keys: string, meaning: string][] = [

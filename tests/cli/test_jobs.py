@@ -137,7 +137,7 @@ def test_each_trace_is_shown_and_why_an_agent_failed(project: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_dry_run_measures_one_group_and_keeps_nothing(project: Path) -> None:
+def test_a_dry_run_measures_two_groups_and_keeps_nothing(project: Path) -> None:
     before = sorted(project.iterdir())
     out, _ = finish(start(project, "train", "--dry-run", "--json"))
     told = last_json(out)

@@ -131,6 +131,7 @@ def test_a_chat_with_nobody_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         ("numpy", "['train', 'run.yaml']", "train"),
         ("numpy", "['export', 'x.jsonl', '--format', 'sft']", "server"),
         ("uvicorn", "['serve', 'x']", "train"),
+        ("torch", "['sweep', 'run.yaml', '--over', 'seed=1,2']", "train"),
     ],
 )
 def test_a_package_of_an_extra_that_is_missing_is_told_with_the_extra(

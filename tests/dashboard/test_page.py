@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import itertools
+import json
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from playwright.async_api import Browser, Page, expect
 
 from agentlightning import semconv
@@ -277,6 +282,62 @@ async def test_a_person_annotates_a_rollout_and_one_who_only_reads_is_told_why_n
         await expect(page.get_by_role("button", name="Annotate")).to_have_count(0)
 
 
+async def talk(request: web.Request) -> web.StreamResponse:
+    """An OpenAI-compatible model, which calls a tool, or counts until it is stopped."""
+    asked = (await request.json())["messages"]
+    answer = web.StreamResponse(headers={"content-type": "text/event-stream"})
+    await answer.prepare(request)
+    tool = {"index": 0, "id": "c1", "type": "function", "function": {"name": "search", "arguments": '{"to": "Oslo"}'}}
+    deltas = itertools.chain([{"content": "Let me look. "}, {"tool_calls": [tool]}])
+    if "count" in asked[-1]["content"]:
+        deltas = ({"content": f"{number} "} for number in itertools.count(1))
+    with contextlib.suppress(ConnectionError):
+        for delta in deltas:
+            event = {"id": "x", "object": "chat.completion.chunk", "choices": [{"index": 0, "delta": delta}]}
+            await answer.write(f"data: {json.dumps(event)}\n\n".encode())
+            await asyncio.sleep(0.02)
+        end = {"id": "x", "choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]}
+        await answer.write(f"data: {json.dumps(end)}\n\ndata: [DONE]\n\n".encode())
+    return answer
+
+
+@pytest.mark.slow
+async def test_a_person_talks_to_the_model_stops_it_and_sees_its_tool_calls(chromium) -> None:
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", talk)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await (site := web.TCPSite(runner, "127.0.0.1", 0)).start()
+    port = site._server.sockets[0].getsockname()[1]
+    store = await SqlStore.open(":memory:")
+    issued = await store.issue_key(name="reader", scopes=["read"])
+    async with served(store, f"http://127.0.0.1:{port}/v1") as url:
+        world = World(store, url, chromium)
+        async with world.page() as page:
+            await world.show(page, "/chat", "Chat")
+            await page.get_by_label("Message").fill("please count")
+            await page.get_by_role("button", name="Send").click()
+            await see(page, "1 2 3")
+            await page.get_by_role("button", name="Stop").click()
+            await expect(page.get_by_role("button", name="Send")).to_be_visible()
+            await page.get_by_label("Message").fill("to Oslo")
+            await page.keyboard.press("Control+Enter")
+            await see(page, "Let me look.", "search", '({"to": "Oslo"})')
+            await expect(page.locator(".message")).to_have_count(4)
+            await page.get_by_role("button", name="New conversation").click()
+            await expect(page.locator(".message")).to_have_count(0)
+            models = f"{url}/v1/models"  # the cookie is good for the page's own origin alone
+            assert (await page.request.get(models)).status == 200
+            assert (await page.request.get(models, headers={"origin": "http://elsewhere.example"})).status == 403
+            await page.context.clear_cookies()
+            assert (await page.request.get(models)).status == 401
+        async with world.page(issued.api_key) as page:
+            await world.show(page, "/chat", "Chat")
+            await see(page, "may not call models; it needs the scope worker")
+    await runner.cleanup()
+    await store.close()
+
+
 @pytest.mark.slow
 async def test_the_keyboard_reaches_everything(world) -> None:
     async with world.page() as page:
@@ -352,7 +413,9 @@ async def test_nothing_is_asked_of_others_and_the_key_is_in_no_url(world) -> Non
 async def test_no_view_has_a_serious_fault_of_accessibility(world, scheme) -> None:
     axe = installed(Path(__file__).parent / "package.json") / "node_modules" / "axe-core" / "axe.min.js"
     places = ["/runs", "/rollouts", f"/groups/{GROUP}", f"/groups/{GROUP}/tree", "/prompts", "/quality"]
-    places += ["/resources", "/workers", "/backends", f"/runs/{RUN}"]
+    places += ["/resources", "/workers", "/backends", "/chat", f"/runs/{RUN}"]
+    attempted = await stuck(world.store)
+    places += [f"/rollouts/{attempted.rollout_id}/timeline", f"/rollouts?run={RUN}&step=31"]
     places += [f"/rollouts/{ROLLOUT}/{tab}" for tab in ("conversation", "timeline", "tokens", "credit", "raw")]
     async with world.page(color_scheme=scheme, bypass_csp=True) as page:
         await page.add_script_tag(path=axe)
@@ -375,6 +438,7 @@ async def test_it_is_readable_on_a_phone(world) -> None:
             f"/rollouts/{ROLLOUT}/timeline",
             f"/rollouts/{ROLLOUT}/credit",
             f"/groups/{GROUP}",
+            "/chat",
         ):
             await world.show(page, place)
             await loaded(page)

@@ -90,10 +90,10 @@ async def browser() -> AsyncIterator[Browser]:
 
 
 @asynccontextmanager
-async def served(store: SqlStore) -> AsyncIterator[str]:
-    """The URL of a server of the store, with a gateway."""
+async def served(store: SqlStore, upstream: str = "http://127.0.0.1:1/v1") -> AsyncIterator[str]:
+    """The URL of a server of the store, with a gateway to a model at `upstream`."""
     models = ModelTable()
-    models.put(ModelEntry("policy", HttpBackend("http://127.0.0.1:1/v1"), train=Sampling(temperature=1.0)))
+    models.put(ModelEntry("policy", HttpBackend(upstream), train=Sampling(temperature=1.0)))
     gateway = Gateway(models, store, admin_key=KEY)
     async with HttpServer(create_app(store, gateway=gateway, admin_key=KEY)) as http:
         yield http.url

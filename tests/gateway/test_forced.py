@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 
 from agentlightning import semconv
 from agentlightning.gateway.backend import ModelCall
-from agentlightning.gateway.chat.grammar import Grammars, form_of
+from agentlightning.gateway.chat.grammar import Form, Grammars, form_of
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.chat.tool_calls import TOOL_FORMATS, ToolCall
 from agentlightning.types import Mode, Span
@@ -123,9 +123,19 @@ async def test_calls_are_written_as_they_are_read(tool_format: str, thought: str
         assert calls and all(isinstance(call, ToolCall) for call in calls)
 
 
+async def test_the_grammars_of_one_session_do_not_hold_up_those_of_another() -> None:
+    grammars = Grammars(ChatTemplate.from_pretrained(make_talker().tokenizer))
+    large = Form("response_format", {"properties": {f"p{number}": {"type": "number"} for number in range(1000)}})
+    many = [asyncio.ensure_future(grammars.masks(large, "no", "busy")) for _ in range(12)]
+    await grammars.masks(Form("response_format", {"type": "object"}), "no", "other")
+    assert not all(one.done() for one in many)
+    await asyncio.gather(*many)
+
+
 DEEP: Any = {"type": "integer"}
 for _ in range(400):
     DEEP = {"type": "array", "items": DEEP, "minItems": 1}
+CHAIN = {"$defs": {f"{n}": {"pattern": f".*[a-z]{n}.*", "$ref": f"#/$defs/{n + 1}"} for n in range(20)}}
 HOSTILE = {
     "no type": ({"type": "strin"}, "Invalid type"),
     "not known": ({"type": "array", "uniqueItems": True}, "uniqueItems"),
@@ -134,6 +144,8 @@ HOSTILE = {
     "deep": (DEEP, "cannot be enforced"),
     "large": ({"enum": [f"choice {number}" for number in range(10_000)]}, "65,536"),
     "wide": ({"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(2000)}}, "items"),
+    "patterns": ({"allOf": [{"type": "string", "pattern": f".*[a-z]{n}.*"} for n in range(20)]}, "match 20 patterns"),
+    "chain": ({**CHAIN, "$ref": "#/$defs/0"}, "match 20 patterns"),
     "backtracking": ({"type": "string", "pattern": "(a*)*(?=b)\\1"}, "regex"),
     "product": ({"allOf": [{"anyOf": [{"properties": {f"{a}{b}": {}}} for b in "uvwxyz"]} for a in range(9)]}, "large"),
 }  # fmt: skip

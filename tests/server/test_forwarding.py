@@ -143,13 +143,13 @@ async def test_token_ids_stay_and_their_counts_go(collector):
     assert (call.attributes[GEN_AI_INPUT_TOKENS], call.attributes[GEN_AI_OUTPUT_TOKENS]) == (3, 4)
 
 
+def drop_private(one: Span) -> Span | None:
+    return None if one.attributes.get("private") else one
+
+
 async def test_what_is_kept_out_of_the_store_is_not_forwarded_either(collector):
     secret = "sk-proj-" + "a1B2" * 12
-
-    def drop_private(one: Span) -> Span | None:
-        return None if one.attributes.get("private") else one
-
-    async with forwarding_server(collector, hook=drop_private) as (_, store, mine):
+    async with forwarding_server(collector, hook=f"{__file__}:drop_private") as (_, store, mine):
         await store.add_many_spans(
             [span(mine, 1, attributes={"key": secret}), span(mine, 2, attributes={"private": True})]
         )

@@ -31,6 +31,12 @@ def test_a_rate_that_limits_nothing_sensible_is_refused(rate):
         limit_of(rate)
 
 
+@pytest.mark.parametrize("rate", [0.01, 0.15, 0.7, 1, 1.2, 3.3, 50])
+def test_a_rate_is_kept_within_a_percent(rate):
+    limit = limit_of(rate)
+    assert limit.amount / limit.get_expiry() == pytest.approx(rate, rel=0.01)
+
+
 async def test_addresses_share_a_bounded_memory():
     limit = RateLimit(limit_of(0.01), None)
     refused = 0

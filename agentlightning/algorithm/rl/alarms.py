@@ -1,4 +1,4 @@
-"""When training comes apart: gradients that explode, rewards that collapse, a sampler with other weights."""
+"""Detects training that breaks down: exploding gradients, collapsing rewards, a sampler with other weights."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ TOLD: Final = 3  # steps without any reward before that is worth a note
 
 
 class GradientNorms:
-    """What gradient norms are usual. The loss says nothing here: that of a policy gradient is about 0 at any scale."""
+    """The usual gradient norms. The loss is no sign: that of a policy gradient is about 0 at any scale."""
 
     def __init__(self) -> None:
         self._usual: deque[float] = deque(maxlen=USUAL)
         self._row = 0
 
     def add(self, norm: float) -> int:
-        """How many steps in a row, up to this one, had more than `EXPLOSION` times the median norm of those before; of
-        a step that trained nothing (0) none. After `[1.0] * 5`, 30.0 gives 1 and 40.0 gives 2."""
+        """How many steps in a row, up to this one, were above `EXPLOSION` times the median norm of the steps before. A
+        step that trained nothing has norm 0. After `[1.0] * 5`, 30.0 gives 1 and 40.0 gives 2."""
         if norm == 0:
             return 0
         if len(self._usual) >= FEWEST and norm > EXPLOSION * statistics.median(self._usual):
@@ -42,7 +42,7 @@ class GradientNorms:
 
 @dataclass
 class Earnings:
-    """How many groups a run has seen, and how many earned something: before its latest steps without any that did
+    """How many groups a run has seen and how many of them earned something: before the latest steps without any reward
     (`flat_steps`), and in those."""
 
     groups: int = 0
@@ -67,12 +67,12 @@ class Earnings:
 
     @property
     def share(self) -> float:
-        """Of groups that earned something, before the latest steps."""
+        """The share of groups that earned something, before the latest steps."""
         return self.earned / max(1, self.groups)
 
 
 class Alarms:
-    """Notes what is odd, and raises TrainingError where the algorithm's settings say that it ends the run."""
+    """Logs what is unusual, and raises TrainingError if the algorithm's settings say so."""
 
     def __init__(self, algorithm: RLSettings, note: Callable[[str], None], gradients: Iterable[str]) -> None:
         self._algorithm = algorithm
@@ -97,7 +97,7 @@ class Alarms:
                 self._note(problem)
 
     def check_collapse(self, step: int, row: int, earnings: Earnings, best: Callable[[], Path | None]) -> None:
-        """After `row` steps in which nothing was earned any more; `best` finds the best weights that were saved."""
+        """Check after `row` steps without any reward; `best` finds the best saved weights."""
         ends = 0 < self._algorithm.stop_on_collapse <= row
         if not ends and (row < TOLD or self._collapse_noted):
             return

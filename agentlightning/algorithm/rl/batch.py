@@ -1,4 +1,4 @@
-"""The groups of a step → its training sequences. The loop and a replay from the store give the same batch."""
+"""Makes training sequences of a step's groups. The training loop and a replay from the store give the same batch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, TypeAlias, TypeVar, cast
 
 import msgspec
@@ -16,6 +17,7 @@ from agentlightning.algorithm.rl.settings import RLSettings
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.sequences import CreditedTransition, Level, Origin, TrainingSequence, build_sequences, weighed
 from agentlightning.data.transitions import FloatArray
+from agentlightning.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -27,17 +29,30 @@ BATCHES_FILE: Final = "batches.jsonl"  # in the run's directory, one `RecordedBa
 
 
 class RecordedBatch(msgspec.Struct, frozen=True):
-    """What a step trained on: the rollouts of each group, in order, and by which weights. Of a step that was done again
-    after a kill the last line holds."""
+    """What a step trained on: the rollouts of each group, in order, and the weights. If a step was repeated after a
+    kill, the last line counts."""
 
     step: int
     policy_version: int
     groups: tuple[tuple[str, ...], ...]
 
 
+def recorded_batches(directory: Path) -> dict[int, RecordedBatch]:
+    """What each step of the run in `directory` trained on, by its number. ConfigError where nothing was recorded."""
+    path = directory / BATCHES_FILE
+    try:
+        lines = path.read_bytes().splitlines()
+        batches = [msgspec.json.decode(line, type=RecordedBatch) for line in lines if line.strip()]
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; a training run writes it as it goes") from None
+    if not batches:
+        raise ConfigError(f"{path} holds no step: the run trained nothing yet")
+    return {batch.step: batch for batch in batches}
+
+
 @dataclass(frozen=True)
 class Batch:
-    """What a step trains one policy on; empty where every group is useless."""
+    """What a step trains one policy on; empty if every group was skipped."""
 
     sequences: list[TrainingSequence]
     metrics: dict[str, float]
@@ -105,7 +120,7 @@ def minibatches(sequences: Sequence[T], count: int, seed: int, step: int, epoch:
 
 
 def values_of(groups: Sequence[RewardedGroup], level: Level, values: Values) -> list[FloatArray]:
-    """The values of each transition, in order, computed as their sequences will be trained."""
+    """The values of each transition, in order, computed like their sequences in training."""
     rollouts = [transitions for group in groups for transitions in group.transitions]
     ends = np.cumsum([len(transition.response_ids) for transitions in rollouts for transition in transitions])
     if not len(ends):

@@ -22,9 +22,9 @@ STATE_FILE = "loop.json"
 
 @dataclass
 class LoopState:
-    """Where the loop stands. `policy_version` numbers the weights, `first_version` those that training started from;
-    `groups` are those on their way, `evaluation_seconds` what the first evaluation took, `recent_reward` the mean
-    training reward of the last steps."""
+    """The state of the loop. `policy_version` numbers the current weights, `first_version` the starting ones; `groups`
+    are the running ones, `evaluation_seconds` the time of the first evaluation, `recent_reward` the mean training
+    reward of the last steps."""
 
     step: int = 0
     policy_version: int = 0
@@ -38,15 +38,15 @@ class LoopState:
 
 
 class Checkpoints:
-    """`step-000010/`, `step-000020/` … in one directory; the newest `keep` are kept, and the one whose training reward
-    was highest. `best/` beside them has weights alone."""
+    """`step-000010/`, `step-000020/` … in one directory. The newest `keep` and the one with the highest training reward
+    are kept. `best/` has weights only."""
 
     def __init__(self, directory: Path, keep: int = 2) -> None:
         self.directory = directory
         self.keep = keep
 
     def save(self, weights: Policies, state: LoopState) -> Path:
-        """Write a checkpoint. A kill at any moment leaves the earlier ones whole."""
+        """Write a checkpoint. A kill at any moment leaves the earlier ones intact."""
         path = self.directory / f"step-{state.step:06d}"
         if (path / STATE_FILE).is_file():  # this step's weights are saved already
             with explained("checkpoint", path):
@@ -61,11 +61,11 @@ class Checkpoints:
         return self._write(weights, state, "best", resumable=False)
 
     def save_candidate(self, weights: Policies, state: LoopState) -> Path:
-        """Keep weights that are being evaluated while training goes on."""
+        """Keep weights that are evaluated while training continues."""
         return self._write(weights, state, "candidate", resumable=False)
 
     def promote_candidate(self, step: int, reward: float) -> bool:
-        """The candidate of this step is the best so far. False where it is of another step."""
+        """Make the candidate of this step the best. False if it is of another step."""
         candidate = self.directory / "candidate"
         if not (candidate / STATE_FILE).is_file() or (state := _read_state(candidate)).step != step:
             return False
@@ -79,12 +79,12 @@ class Checkpoints:
         return steps[-1] if steps else None
 
     def best(self) -> Path | None:
-        """The weights that did best, on held-out tasks or, if that is more, in training."""
+        """The best weights, by held-out reward or, if higher, by training reward."""
         best = self.directory / "best"
         return _highest([*([best] if (best / STATE_FILE).is_file() else []), *self._steps()])
 
     def restore(self, weights: Policies) -> LoopState | None:
-        """Load the newest checkpoint into what holds the weights, or None where there is none."""
+        """Load the newest checkpoint; None if there is none."""
         for replaced in self.directory.glob(".*.replaced"):  # the process was killed between two renames
             target = self.directory / replaced.name[1 : -len(".replaced")]
             if not target.exists():
@@ -103,7 +103,7 @@ class Checkpoints:
         return sorted(path for path in self.directory.glob("step-*") if (path / STATE_FILE).is_file())
 
     def _write(self, weights: Policies, state: LoopState, name: str, resumable: bool = True) -> Path:
-        """Into a hidden directory first, then renamed: what bears a checkpoint's name is complete."""
+        """Write into a hidden directory, then rename it: a named checkpoint is complete."""
         target, partial = self.directory / name, self.directory / f".{name}.partial"
         with explained("checkpoint", target):
             shutil.rmtree(partial, ignore_errors=True)
@@ -146,7 +146,7 @@ def _write_state(checkpoint: Path, state: LoopState) -> None:
 
 @contextmanager
 def explained(what: str, target: Path) -> Generator[None]:
-    """ConfigError says what to do where something of a run cannot be written."""
+    """Turn write errors into a ConfigError that says what to do."""
     try:
         yield
     except OSError as error:

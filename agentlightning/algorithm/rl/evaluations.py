@@ -1,4 +1,4 @@
-"""The evaluations of a training job: at its start, every so many steps, at its end; and the best weights."""
+"""The evaluations of a training: at its start, every so many steps, and at its end; and the best weights."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class HeldOut:
         self._running: asyncio.Task[None] | None = None
 
     async def first(self) -> None:
-        """Evaluate the weights that training starts from, and set aside the time to do so once more at the end. In a
-        resumed run the answer is in the store already, and what it took is known."""
+        """Evaluate the starting weights, and reserve the time to evaluate again at the end. A resumed run has the
+        result in its store."""
         job = self._job
         if not job.context.val_tasks:
             return
@@ -37,8 +37,8 @@ class HeldOut:
             job.context.deadline -= 1.5 * job.state.evaluation_seconds
 
     async def when_due(self) -> None:
-        """Measure the present weights every so many steps: before training continues, or, where that overlaps with
-        rollouts anyway, beside it; one that is still going on then is not begun again."""
+        """Evaluate the current weights every so many steps, before training continues or, if rollouts overlap anyway,
+        beside it. An evaluation that is still running is not started again."""
         job = self._job
         every, step = job.algorithm.evaluation_interval, job.state.step
         if not every or step % every or self._last == step:
@@ -61,7 +61,7 @@ class HeldOut:
             await asyncio.gather(self._running, return_exceptions=True)
 
     async def last(self) -> str | None:
-        """Evaluate the weights that training ends with; why that was stopped."""
+        """Evaluate the final weights; returns why that stopped."""
         context = self._job.context
         if context.stop.is_set() or self._last in (None, self._job.state.step):
             return None

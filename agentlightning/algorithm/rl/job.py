@@ -1,5 +1,4 @@
-"""What the steps, evaluations and resumption of one training job share: its parts, where it stands, and how that is
-saved."""
+"""What steps, evaluations and resumption of one training share: its parts, its state, and how it is saved."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ class Job:
 
     @asynccontextmanager
     async def alone(self) -> AsyncGenerator[None]:
-        """Inside, the learner has the weights and the cores for itself, unless rollouts run beside it."""
+        """In the block, the learner has weights and cores for itself, unless rollouts run beside it."""
         if self.overlaps:
             yield
         else:
@@ -44,7 +43,7 @@ class Job:
                 yield
 
     def recent_rewards(self) -> list[float]:
-        """The mean training rewards of the latest three steps."""
+        """The mean training rewards of the last three steps."""
         history = self.context.tracking.history
         return [history[step]["reward"] for step in sorted(history)[-3:] if "reward" in history[step]]
 
@@ -57,7 +56,7 @@ class Job:
         await self.written(self.checkpoints.save)
 
     async def written(self, save: Callable[[Policies, LoopState], object]) -> None:
-        """Write the present weights and state, which goes on to change meanwhile."""
+        """Write the current weights and state, which change meanwhile."""
         await self.policies.in_thread(partial(save, self.policies, copy.deepcopy(self.state)))
 
     async def renew_version(self) -> None:

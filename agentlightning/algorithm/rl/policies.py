@@ -1,7 +1,6 @@
 """The models that a run trains: they step, are published, saved and restored together, under one policy version.
 
-Each has an optimiser and an engine of its own, and learns from its own calls. What is measured of it bears its name
-where there are several.
+Each has its optimiser and engine, and learns from its own calls. If there are several, metrics have the model's name.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ T = TypeVar("T")
 
 
 class Policies:
-    """Learners by name, and what samples from them. Gradient steps run in the one thread of `thread`: the memory
-    that torch frees stays with the thread that took it, and is there again for the next step. Weights that a sampler
-    loads from files go through `exports`, a directory."""
+    """Learners by name, and their samplers. Gradient steps run in the one thread of `thread`, since torch's freed
+    memory stays with the thread that allocated it. Weights for samplers that load files go through the directory
+    `exports`."""
 
     def __init__(
         self,
@@ -48,32 +47,32 @@ class Policies:
         self._exports = exports
 
     def critics(self, algorithm: RLSettings) -> dict[str, Values | None]:
-        """The critic of each policy, where the algorithm trains one."""
+        """The critic of each policy, if the algorithm trains one."""
         has_one = algorithm.trained_critic is not None
         return {name: learner.values if has_one else None for name, learner in self.learners.items()}
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """What `work` gives in the thread of the gradient steps."""
+        """The result of `work` in the thread of the gradient steps."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     @asynccontextmanager
     async def alone(self) -> AsyncGenerator[None]:
-        """Inside, no engine samples."""
+        """In the block, no engine samples."""
         async with AsyncExitStack() as stack:
             for sampler in self._samplers.values():
                 await stack.enter_async_context(sampler.exclusive())
             yield
 
     async def begin(self, version: int) -> None:
-        """Before the first call: samplers that do not read the learner's own weights are given them. TrainingError
-        where one does not sample with what it was given."""
+        """Before the first call: give weights to samplers that do not read the learner's. TrainingError if one does not
+        sample with them."""
         for name, sampler in self._samplers.items():
             if sampler.takes != "live":
                 await self._publish(name, sampler, version)
                 await self._check_parity(name, sampler)
 
     async def publish(self, version: int) -> None:
-        """Sample with the present weights and call them `version`."""
+        """Sample with the current weights from now on, as `version`."""
         for name, sampler in self._samplers.items():
             await self._publish(name, sampler, version)
 
@@ -104,13 +103,13 @@ class Policies:
             )
 
     def usage(self) -> Usage:
-        """Of all engines, since they were started."""
+        """The usage of all engines since their start."""
         samplers = self._samplers.values()
         idle = sum(sampler.idle_seconds for sampler in samplers) / max(1, len(samplers))
         return Usage(sum(sampler.generated_tokens for sampler in samplers), idle)
 
     def save(self, directory: Path, resumable: bool = True) -> None:
-        """Into the directory itself, or, where there are several, into one each that bears the policy's name."""
+        """Save into the directory, or, for several policies, into one each with the policy's name."""
         for name, learner in self.learners.items():
             place = self._place(directory, name)
             place.mkdir(exist_ok=True)

@@ -19,7 +19,7 @@ import msgspec
 from agentlightning.errors import ConfigError, imported
 from agentlightning.gateway.backend import Backend, BackendEvent, ModelCall, RelayedAnswer, RelayedCall
 from agentlightning.gateway.backends.connection import Connection
-from agentlightning.gateway.backends.http import HttpBackend, Kind
+from agentlightning.gateway.backends.http import KINDS, HttpBackend, Kind
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.types import FrozenModel
 
@@ -61,6 +61,11 @@ def make_backend(
     if kind == "vllm":
         return VllmBackend(base_url, chat, api_key=api_key, model=model, timeout_seconds=timeout_seconds)
     return SglangBackend(Connection(base_url, api_key=api_key, timeout_seconds=timeout_seconds), chat)
+
+
+def captures_tokens(kind: BackendKind) -> bool:
+    """Whether servers of this kind return the token ids of what they sample."""
+    return kind == "sglang" or KINDS[kind].captures_tokens
 
 
 def with_version(url: str, kind: str) -> str:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NoReturn
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -29,6 +31,13 @@ if TYPE_CHECKING:
 
 _SPACE: Final = "[ \\n]{0,24}"  # between the parts of a JSON value: unbounded, some small models write nothing else
 _LEXER_STATES: Final = 10_000  # 5 MB a choice; what else the library bounds keeps a mask to tens of milliseconds
+
+
+_MOST_PATTERNS: Final = 8  # for one value together: with each the library takes twice as long, with 12 over a second
+_NOT_BINDING: Final = frozenset(
+    {"$ref", "$defs", "definitions", "default", "deprecated", "description", "examples", "title"}
+)
+_AT_ONCE: Final = 4  # grammars, each of another session
 
 
 @dataclass(frozen=True)
@@ -110,19 +119,29 @@ def form_of(call: ModelCall, tool_format: str | None) -> Form | None:
 
 
 class Grammars:
-    """Makes forms into grammars of one model, one at a time and in a thread: a hostile one takes most of a second."""
+    """Makes forms into grammars of one model, in threads. A hostile one takes most of a second, so that each session
+    has one made at a time and does not hold up the others."""
 
     def __init__(self, chat: ChatTemplate) -> None:
         self._chat = chat
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="grammars")
+        self._turns: WeakValueDictionary[str | None, asyncio.Lock] = WeakValueDictionary()
 
-    async def masks(self, form: Form, thinks: str) -> Masks:
+    async def masks(self, form: Form, thinks: str, session: str | None = None) -> Masks:
         """Of a new answer. CallRefused (400) says what cannot be enforced."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._masks, form, thinks)
+        turn = self._turns.setdefault(session, asyncio.Lock())
+        async with turn:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._masks, form, thinks)
 
     def _masks(self, form: Form, thinks: str) -> Masks:
         from llguidance import LLMatcher, LLParserLimits
 
+        try:
+            several = max(map(_conjoined_patterns, (form.schema, *(schema for _, schema in form.tools))))
+        except RecursionError:
+            _refuse(form.field, "it is nested too deeply")
+        if several > _MOST_PATTERNS:
+            _refuse(form.field, f"one value must match {several} patterns, and {_MOST_PATTERNS} are the limit")
         grammar = form.lark(thinks)
         if len(grammar) > LARGEST_GRAMMAR:
             _refuse(form.field, f"its grammar has {len(grammar):,} bytes, and {LARGEST_GRAMMAR:,} are the limit")
@@ -182,6 +201,40 @@ def _written(token_bytes: TokenBytes, token_id: int) -> bytes:
     piece = token_bytes.tokenizer.id_to_token(token_id) or ""
     byte = re.fullmatch("<0x([0-9A-F]{2})>", piece)
     return bytes.fromhex(byte[1]) if byte else piece.replace("▁", " ").encode()
+
+
+def _conjoined_patterns(schema: Any) -> int:
+    """How many patterns and formats one value may have to match at once, by `allOf` or beside a `$ref`."""
+    counts: dict[str, int] = {}
+
+    def count(node: Any) -> int:
+        own = sum(isinstance(node.get(key), str) for key in ("pattern", "format")) if isinstance(node, dict) else 0
+        return own + referred(node) + sum(map(count, _parts_of(node)))
+
+    def referred(node: Any) -> int:
+        name = node.get("$ref") if isinstance(node, dict) else None
+        if not isinstance(name, str) or not name.startswith("#/"):
+            return 0
+        if name not in counts:
+            counts[name] = 0  # within itself
+            found = schema
+            for key in name[2:].split("/"):
+                found = found.get(key) if isinstance(found, dict) else None
+            counts[name] = count(found)
+        return counts[name]
+
+    nodes, most = [schema], 0
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, dict) and ("allOf" in node or ("$ref" in node and node.keys() - _NOT_BINDING)):
+            most = max(most, count(node))
+        nodes += _parts_of(node)
+    return most
+
+
+def _parts_of(node: Any) -> Iterator[Any]:
+    values = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return (value for value in values if isinstance(value, dict | list))
 
 
 def _json(schema: Any, *, lenient: bool = False) -> str:

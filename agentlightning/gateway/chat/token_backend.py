@@ -189,7 +189,8 @@ class TokenBackend:
         thinks = self._chat.reasons and call.prompt is None
         begun = prompt.text.rstrip().endswith(BEGIN)
         if form is not None and self.generator.grammars == "masks":
-            masks = await self._grammars.masks(form, ("must" if begun else "may") if thinks else "no")
+            way = ("must" if begun else "may") if thinks else "no"
+            masks = await self._grammars.masks(form, way, call.session)
             request = replace(request, masks=masks)
         elif form is not None:
             request = replace(request, structural_tag=form.structural_tag())

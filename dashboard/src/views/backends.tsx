@@ -3,6 +3,7 @@ import type { ModelDescription, Sampling } from "../api";
 import { ago, count, oneLine, plural } from "../format";
 import { Empty, Facts, Failed, Head, Status, Tag, Waiting } from "../parts";
 import { useGet } from "../request";
+import { href } from "../route";
 import { useEvery } from "./workers";
 
 const INTERVAL = 2000; // milliseconds: the load of a server is no event of the store
@@ -44,6 +45,9 @@ function OneModel({ model }: { model: ModelDescription }) {
         {model.name}
         {model.held && <Tag>calls are held</Tag>}
         {!model.trainable && <Tag>frozen</Tag>}
+        <a class="button" href={href(["chat"], { model: model.name })}>
+          Chat
+        </a>
       </h2>
       <Facts
         facts={[

@@ -5,7 +5,7 @@ import { useKeys } from "../keys";
 import { Empty, Foreign, Json, Tag } from "../parts";
 import { href } from "../route";
 
-interface Message {
+export interface Message {
   role: string;
   content: string | { type: string; text?: string }[] | null;
   tool_calls?: { id: string; function: { name: string; arguments: string } }[];
@@ -90,7 +90,7 @@ function OneConversation({ conversation, title, steps, rolloutId }: Properties) 
   );
 }
 
-function OneMessage({ message, sampled }: { message: Message; sampled?: boolean }) {
+export function OneMessage({ message, sampled }: { message: Message; sampled?: boolean }) {
   return (
     <div class={`message ${message.role} ${sampled ? "sampled" : ""}`}>
       <span class="role">{visible(message.name ?? message.role)}</span>

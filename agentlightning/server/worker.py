@@ -1,0 +1,279 @@
+"""A process that answers LLM calls beside the one that owns the store: `python -m agentlightning.server.worker FD`.
+
+It reads and writes the store through a pipe to the owner, which also says which models there are, holds their calls and
+names their versions. An attempt's calls are all answered by one process, which numbers them. Knows no REST: connections
+with other requests are passed on to the owner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from agentlightning.data.references import load_reference
+from agentlightning.garbage import garbage_sought_seldom
+from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.gateway.recorder import CallStatistics
+from agentlightning.gateway.replicas import servers_of
+from agentlightning.gateway.updates import keep_versions
+from agentlightning.server.app import create_app
+from agentlightning.server.handover import Place
+from agentlightning.server.logs import LogFormat, configure_logging
+from agentlightning.server.models import RegisterModel, entry_of
+from agentlightning.server.pipe import Pipe
+from agentlightning.server.serve import HttpServer, run_on_fastest_loop
+from agentlightning.store.base import LightningStore
+from agentlightning.store.calls import Call
+from agentlightning.store.codec import LARGE, larger
+from agentlightning.store.redaction import Capture, Redact, redaction
+from agentlightning.types import Attempt, Span
+
+_REPORT_SECONDS: Final = 0.5
+_KNOWN: Final = 10_000  # attempts
+
+
+class Hold(msgspec.Struct, frozen=True, kw_only=True):
+    """Calls of these models wait, for at most `seconds` where given."""
+
+    names: list[str]
+    holder: str
+    seconds: float | None = None
+
+
+class Versions(msgspec.Struct, frozen=True, kw_only=True):
+    """Which policy version each server of a model holds, by URL, and why one cannot be used."""
+
+    model: str
+    servers: dict[str, tuple[int, str | None]]
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker is told at its beginning: it is number `index` of `count`, and `folder` holds the inboxes."""
+
+    host: str
+    port: int
+    folder: str
+    index: int
+    count: int
+    key: str | None
+    body_limit: int
+    rate_limit: float | None
+    access_log: bool
+    log_format: LogFormat
+    capture: Capture
+    hook: str | None
+    models: list[RegisterModel]
+    versions: list[Versions]
+    holds: list[Hold]
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker's gateway has done since it began, and per model how many calls run and wait."""
+
+    calls: list[tuple[str, str, int]]
+    untrainable: dict[str, int]
+    undelivered: int
+    held: int
+    held_seconds: float
+    shed: int
+    gates: dict[str, tuple[int, int]]
+
+    def statistics(self) -> CallStatistics:
+        calls = Counter({(model, outcome): count for model, outcome, count in self.calls})
+        return CallStatistics(calls, Counter(self.untrainable), self.undelivered, self.held, self.held_seconds)
+
+
+class PipedStore(LightningStore):
+    """The owner's store through a pipe. Spans are redacted here; what nobody has touched since is known here."""
+
+    def __init__(self, pipe: Pipe, redact: Redact) -> None:
+        self._pipe = pipe
+        self._redact = redact
+        self._latest: dict[str, Attempt] = {}  # by rollout
+        self._changes = 0
+
+    def forget(self, rollout_ids: list[str] | None) -> None:
+        """Look at these rollouts anew; None: at all of them."""
+        self._changes += 1
+        for rollout_id in list(self._latest) if rollout_ids is None else rollout_ids:
+            self._latest.pop(rollout_id, None)
+
+    async def perform(self, call: Call) -> Any:
+        if call.method == "get_latest_attempt":
+            return await self._latest_attempt(call)
+        if call.method == "store_spans":
+            spans: list[Span] = getattr(call, "spans")  # noqa: B009 - it has this field
+            kept = await asyncio.to_thread(self._redacted, spans) if larger(spans, LARGE) else self._redacted(spans)
+            numbers = iter(await self._ask("store_redacted", [span for span in kept if span is not None], list[int]))
+            return [0 if span is None else next(numbers) for span in kept]
+        return await self._ask(call.method, call, call.returns)
+
+    async def close(self) -> None:
+        """The pipe is closed by whoever made it."""
+
+    def _redacted(self, spans: list[Span]) -> list[Span | None]:
+        return [self._redact(span) for span in spans]
+
+    async def _latest_attempt(self, call: Call) -> Attempt | None:
+        rollout_id: str = getattr(call, "rollout_id")  # noqa: B009 - it has this field
+        found = self._latest.get(rollout_id)
+        if found is None:
+            changes = self._changes
+            found = await self._ask(call.method, call, call.returns)
+            if found is not None and changes == self._changes:
+                if len(self._latest) >= _KNOWN:
+                    self._latest.clear()
+                self._latest[rollout_id] = found
+        return found
+
+    async def _ask(self, name: str, content: Any, returns: Any) -> Any:
+        answer = await self._pipe.ask(name, content)
+        return None if returns is None else msgspec.msgpack.decode(answer, type=returns)
+
+
+class Worker:
+    """The gateway of one worker, as the owner tells it."""
+
+    def __init__(self, settings: Settings, pipe: Pipe) -> None:
+        self._pipe = pipe
+        self._told: Report | None = None
+        self._obeying = asyncio.Lock()  # what the owner says is carried out in its order
+        hook = load_reference(settings.hook) if settings.hook else None
+        self.store = PipedStore(pipe, redaction(settings.capture, hook))
+        self.gateway = Gateway(
+            ModelTable(map(entry_of, settings.models)),
+            self.store,
+            admin_key=settings.key,
+            body_limit=settings.body_limit,
+        )
+        for versions in settings.versions:
+            self._set_versions(versions)
+        for hold in settings.holds:
+            self._hold(hold)
+
+    async def obey(self, name: str, content: msgspec.Raw) -> None:
+        async with self._obeying:
+            match name:
+                case "forget":
+                    self.store.forget(_read(content, list[str] | None))
+                case "put":
+                    entry = await asyncio.to_thread(entry_of, _read(content, RegisterModel))
+                    replaced = self.gateway.models.put(entry)
+                    if replaced is not None:
+                        keep_versions(replaced, entry)
+                    await _close(replaced)
+                case "remove":
+                    await _close(self.gateway.models.remove(_read(content, str)))
+                case "versions":
+                    self._set_versions(_read(content, Versions))
+                case "hold":
+                    self._hold(_read(content, Hold))
+                case "release":
+                    hold = _read(content, Hold)
+                    self.gateway.release_gates(map(self.gateway.models.gate, hold.names), hold.holder)
+                case "turn away":
+                    self.gateway.turn_away()
+                case _:
+                    pass  # all before it is carried out; what "idle" waits for below may need to be released
+        if name == "idle":
+            await asyncio.gather(*(self.gateway.models.gate(model).idle() for model in _read(content, list[str])))
+
+    async def report(self) -> None:
+        """Tell the owner, again and again, what has become of calls."""
+        while True:
+            self.tell_report()
+            await asyncio.sleep(_REPORT_SECONDS)
+
+    def tell_report(self) -> None:
+        counted = self.gateway.statistics
+        report = Report(
+            calls=[(model, outcome, count) for (model, outcome), count in counted.calls.items()],
+            untrainable=dict(counted.untrainable),
+            undelivered=counted.undelivered,
+            held=counted.held,
+            held_seconds=counted.held_seconds,
+            shed=self.gateway.shed,
+            gates={gate.name: (gate.running, gate.waiting) for gate in self.gateway.models.gates()},
+        )
+        if report != self._told:
+            self._told = report
+            self._pipe.tell("report", report)
+
+    def _hold(self, hold: Hold) -> None:
+        self.gateway.hold_gates(map(self.gateway.models.gate, hold.names), hold.holder, hold.seconds)
+
+    def _set_versions(self, versions: Versions) -> None:
+        entry = self.gateway.models.get(versions.model)
+        for server in () if entry is None else servers_of(entry.backend):
+            if server.name in versions.servers:
+                server.connection.version, server.connection.unusable = versions.servers[server.name]
+
+
+def _read(content: msgspec.Raw, kind: Any) -> Any:
+    return msgspec.msgpack.decode(content, type=kind)
+
+
+async def _close(entry: ModelEntry | None) -> None:
+    if entry is not None:
+        await entry.backend.close()
+
+
+async def _run(descriptor: int) -> None:
+    """Serve from what the owner begins with until it says stop, or is gone."""
+    stop, ready = asyncio.Event(), asyncio.Event()
+    begun: asyncio.Future[Settings] = asyncio.get_running_loop().create_future()
+    worker: Worker | None = None
+
+    async def obey(name: str, content: msgspec.Raw) -> None:
+        if name == "begin":
+            begun.set_result(_read(content, Settings))
+            await ready.wait()
+        elif name == "stop":
+            stop.set()
+        else:
+            await ready.wait()
+            assert worker is not None
+            await worker.obey(name, content)
+
+    loop = asyncio.get_running_loop()
+    _, pipe = await loop.create_unix_connection(lambda: Pipe(obey), sock=socket.socket(fileno=descriptor))
+    settings = await begun
+    configure_logging(settings.log_format)
+    worker = await asyncio.to_thread(Worker, settings, pipe)
+    app = create_app(
+        None,
+        gateway=worker.gateway,
+        admin_key=settings.key,
+        body_limit=settings.body_limit,
+        rate_limit=settings.rate_limit,
+        access_log=settings.access_log,
+    )
+    place = Place(settings.index, settings.count, Path(settings.folder))
+    async with HttpServer(app, host=settings.host, port=settings.port, place=place):
+        ready.set()
+        reporting = asyncio.create_task(worker.report(), name="reports to the owner")
+        ends = [asyncio.create_task(one.wait()) for one in (stop, pipe.closed)]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    await worker.gateway.close()
+    worker.tell_report()
+    reporting.cancel()
+    await pipe.ask("end")  # everything before it has arrived
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # the owner says when to stop
+        signal.signal(number, signal.SIG_IGN)
+    with garbage_sought_seldom():
+        run_on_fastest_loop(_run(int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

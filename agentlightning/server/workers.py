@@ -1,0 +1,216 @@
+"""The workers of a server, as the process that owns the store sees them: started, told about models, asked to wait, and
+started again when one dies.
+
+Knows the pipe to each worker and the store. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any, Final
+
+import msgspec
+
+from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.holding import Gate
+from agentlightning.gateway.models import ModelEntry
+from agentlightning.gateway.recorder import CallStatistics
+from agentlightning.gateway.replicas import servers_of
+from agentlightning.server.pipe import Pipe
+from agentlightning.server.worker import Hold, Report, Settings, Versions
+from agentlightning.store.base import CALLS
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import Span
+
+_log = logging.getLogger(__name__)
+_PAUSE: Final = 0.5  # seconds until a worker that died is started again
+_STOP_SECONDS: Final = 15.0
+_spans: Final = msgspec.msgpack.Decoder(list[Span])
+
+
+class Workers:
+    """`count` workers, from `start` to `stop`."""
+
+    def __init__(self, count: int, store: SqlStore) -> None:
+        self.reports: dict[int, Report] = {}
+        self.ended = CallStatistics()  # of workers that are gone
+        self.ended_shed = 0
+        self._count = count
+        self._store = store
+        self._settings: Callable[[int], Settings] | None = None
+        self._pipes: dict[int, Pipe] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = False
+
+    async def start(self, settings: Callable[[int], Settings]) -> None:
+        """Return when all of them answer calls; `settings` gives what worker number `index` is told at its beginning,
+        now and when it is started again. Raises what keeps one from it."""
+        self._settings = settings
+        begun = [asyncio.get_running_loop().create_future() for _ in range(self._count)]
+        self._tasks = [
+            asyncio.create_task(self._keep(index, ready), name=f"worker {index}")
+            for index, ready in enumerate(begun, start=1)
+        ]
+        self._tasks.append(asyncio.create_task(self._pass_changes(), name="changes for workers"))
+        await asyncio.gather(*begun)
+
+    async def stop(self) -> None:
+        """Let them answer the calls that they have, and end."""
+        self._stopping = True
+        self.tell("stop")
+        keeping, self._tasks = self._tasks[:-1], self._tasks[-1:]
+        _, running = await asyncio.wait(keeping, timeout=_STOP_SECONDS) if keeping else (None, ())
+        for task in (*running, *self._tasks):
+            task.cancel()
+        await asyncio.gather(*keeping, *self._tasks, return_exceptions=True)
+
+    def tell(self, name: str, content: Any = None) -> None:
+        """Tell all of them; each carries out what it is told in this order."""
+        for pipe in self._pipes.values():
+            pipe.tell(name, content)
+
+    async def ask(self, name: str, content: Any = None) -> None:
+        """Return when each has carried it out; one that dies has."""
+        await asyncio.gather(*(pipe.ask(name, content) for pipe in self._pipes.values()), return_exceptions=True)
+
+    async def settled(self) -> None:
+        """Return when all have carried out what they were told."""
+        await self.ask("settle")
+
+    async def _keep(self, index: int, ready: asyncio.Future[None]) -> None:
+        """Run worker number `index`, again when it dies."""
+        while True:
+            try:
+                await self._run(index, ready)
+            except Exception as error:  # noqa: BLE001 - whoever waits for the first start gets it
+                if not ready.done():
+                    ready.set_exception(error)
+                    return
+                _log.error("worker %d could not be started again: %s", index, error)
+            self._note_end(index)
+            if self._stopping:
+                return
+            _log.error("worker %d has died and is started again; its calls that were not answered fail", index)
+            await asyncio.sleep(_PAUSE)
+
+    async def _run(self, index: int, ready: asyncio.Future[None]) -> None:
+        ours, its = socket.socketpair()
+        with its:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "agentlightning.server.worker", str(its.fileno())),
+                pass_fds=[its.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+        loop = asyncio.get_running_loop()
+        _, pipe = await loop.create_unix_connection(
+            lambda: Pipe(lambda name, content: self._answer(index, name, content)), sock=ours
+        )
+        try:
+            self._pipes[index] = pipe  # from here on it hears of changes, behind what it begins with
+            assert self._settings is not None
+            await pipe.ask("begin", self._settings(index))
+            if not ready.done():
+                ready.set_result(None)
+            await process.wait()
+        finally:
+            del self._pipes[index]
+            pipe.close()
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+    async def _answer(self, index: int, name: str, content: msgspec.Raw) -> Any:
+        """Carry out what a worker asks of the store."""
+        if name == "store_redacted":
+            return await self._store.store_redacted(_spans.decode(content))
+        if name == "end":
+            return None
+        if name == "report":
+            self.reports[index] = msgspec.msgpack.decode(content, type=Report)
+            return None
+        return await self._store.perform(_decoder(name).decode(content))
+
+    async def _pass_changes(self) -> None:
+        """Have workers look anew at attempts that were changed."""
+        with self._store.events() as changes:
+            while True:
+                change = await changes.get()
+                if change is None:
+                    self.tell("forget")  # some were missed
+                elif change.touched or change.removed:
+                    self.tell("forget", [*change.touched, *change.removed])
+
+    def _note_end(self, index: int) -> None:
+        report = self.reports.pop(index, None)
+        if report is not None:
+            self.ended = _summed([self.ended, report.statistics()])
+            self.ended_shed += report.shed
+
+
+class SharedGateway(Gateway):
+    """The owner's gateway: what holds calls, and what counts them, means those of its workers too."""
+
+    def __init__(self, workers: Workers, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.workers = workers
+
+    def hold_gates(self, gates: Iterable[Gate], holder: str, seconds: float | None = None) -> None:
+        gates = list(gates)
+        super().hold_gates(gates, holder, seconds)
+        self.workers.tell("hold", Hold(names=[gate.name for gate in gates], holder=holder, seconds=seconds))
+
+    def release_gates(self, gates: Iterable[Gate], holder: str) -> None:
+        gates = list(gates)
+        super().release_gates(gates, holder)
+        for gate in gates:  # what they held may have changed the weights
+            entry = self.models.get(gate.name)
+            if entry is not None:
+                self.workers.tell("versions", versions_of(entry))
+        self.workers.tell("release", Hold(names=[gate.name for gate in gates], holder=holder))
+
+    async def idle(self, *names: str) -> None:
+        gates = [gate.name for gate in self.gates_of(names)]
+        await asyncio.gather(super().idle(*names), self.workers.ask("idle", gates))
+
+    def turn_away(self) -> None:
+        super().turn_away()
+        self.workers.tell("turn away")
+
+    def counts(self, name: str) -> tuple[int, int]:
+        several = [super().counts(name), *(one.gates.get(name, (0, 0)) for one in self.workers.reports.values())]
+        return sum(running for running, _ in several), sum(waiting for _, waiting in several)
+
+    @property
+    def statistics(self) -> CallStatistics:
+        reports = [report.statistics() for report in self.workers.reports.values()]
+        return _summed([super().statistics, self.workers.ended, *reports])
+
+    @property
+    def shed(self) -> int:
+        return super().shed + self.workers.ended_shed + sum(report.shed for report in self.workers.reports.values())
+
+
+def versions_of(entry: ModelEntry) -> Versions:
+    servers = {one.name: (one.connection.version, one.connection.unusable) for one in servers_of(entry.backend)}
+    return Versions(model=entry.name, servers=servers)
+
+
+def _summed(several: Iterable[CallStatistics]) -> CallStatistics:
+    whole = CallStatistics()
+    for one in several:
+        whole.calls += one.calls
+        whole.untrainable += one.untrainable
+        whole.undelivered += one.undelivered
+        whole.held += one.held
+        whole.held_seconds += one.held_seconds
+    return whole
+
+
+@cache
+def _decoder(name: str) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(CALLS[name])

@@ -1,0 +1,240 @@
+"""LLM calls answered by several processes beside the one that owns the store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from agentlightning import semconv
+from agentlightning.errors import ConfigError, InvalidError
+from agentlightning.server.models import HoldModel, ListModels, RegisterModel, ReleaseModel, RemoveModel, UpdateModel
+from agentlightning.server.service import Running, ServerSettings, running_server
+from agentlightning.store.client import LightningStoreClient
+from agentlightning.types import AttemptedRollout, Span
+from tests.gateway.servers import Server
+from tests.server.conftest import until
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+KEY = "a key of the admin"
+
+
+@asynccontextmanager
+async def serving(
+    folder: Path, upstream: Server, **settings: Any
+) -> AsyncIterator[tuple[Running, LightningStoreClient]]:
+    registered = RegisterModel(name="m", base_url=upstream.url, check=False, train=None, val=None)
+    given = {"workers": 2, "key": KEY, "registrations": (registered,)} | settings
+    async with running_server(ServerSettings(store=str(folder / "store.sqlite"), **given)) as running:
+        client = LightningStoreClient(running.url, KEY)
+        try:
+            yield running, client
+        finally:
+            await client.close()
+
+
+@pytest.fixture
+async def upstream() -> AsyncIterator[Server]:
+    server = Server()
+    async with server.http:
+        yield server
+
+
+def path_of(begun: AttemptedRollout) -> str:
+    return f"/rollout/{begun.rollout_id}/attempt/{begun.attempt.attempt_id}/v1/chat/completions"
+
+
+def headers_of(begun: AttemptedRollout) -> dict[str, str]:
+    return {"authorization": f"Bearer {begun.api_key}"}
+
+
+def asking(said: str = "Hi") -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": said}]}
+
+
+async def calls_of(client: LightningStoreClient, begun: AttemptedRollout) -> list[Span]:
+    spans = await client.query_spans(begun.rollout_id)
+    return [span for span in spans if semconv.CALL_INDEX in span.attributes]
+
+
+def workers() -> list[int]:
+    """The workers that this process has started."""
+    found: list[int] = []
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and b"agentlightning.server.worker" in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
+    return found
+
+
+async def test_one_connection_carries_calls_of_several_attempts_and_the_stores_calls(tmp_path, upstream):
+    async with serving(tmp_path, upstream) as (running, client):
+        begun = [await client.start_rollout({"n": n}) for n in range(6)]
+        connector = aiohttp.TCPConnector(limit=1)
+        async with aiohttp.ClientSession(running.url, connector=connector) as http:
+            for turn in range(3):
+                for one in begun:
+                    by_path = (path_of(one), {}) if turn == 1 else ("/v1/chat/completions", headers_of(one))
+                    url, headers = by_path[0], by_path[1] or {"authorization": f"Bearer {KEY}"}
+                    async with http.post(url, json=asking(), headers=headers) as answer:
+                        assert answer.status == 200, await answer.text()
+                        assert (await answer.json())["choices"][0]["message"]["content"]
+                async with http.get("/api/v1/statistics", headers={"authorization": f"Bearer {KEY}"}) as answer:
+                    assert (await answer.json())["rollouts"] == 6
+        for one in begun:
+            indices = [span.attributes[semconv.CALL_INDEX] for span in await calls_of(client, one)]
+            assert sorted(indices) == [0, 1, 2]
+
+
+async def test_an_attempts_calls_at_once_are_numbered_apart_and_counted_together(tmp_path, upstream):
+    async with serving(tmp_path, upstream) as (running, client):
+        begun = [await client.start_rollout({"n": n}) for n in range(8)]
+        async with aiohttp.ClientSession(running.url) as http:
+
+            async def ask(one: AttemptedRollout, size: int) -> int:
+                url, headers = path_of(one), headers_of(one)
+                async with http.post(url, json=asking("x" * size), headers=headers) as answer:
+                    await answer.read()
+                    return answer.status
+
+            sizes = (1, 10, 1_000, 100_000, 2_000_000)
+            statuses = await asyncio.gather(*(ask(one, size) for size in sizes for one in begun))
+            assert Counter(statuses) == {200: 40}
+
+            async def counted() -> bool:
+                async with http.get("/metrics", headers={"authorization": f"Bearer {KEY}"}) as answer:
+                    return 'calls_total{model="m",outcome="answered"} 40.0' in await answer.text()
+
+            await until(counted)
+        for one in begun:
+            indices = [span.attributes[semconv.CALL_INDEX] for span in await calls_of(client, one)]
+            assert sorted(indices) == [0, 1, 2, 3, 4]
+
+
+async def test_an_attempt_that_has_ended_is_told_to_stop(tmp_path, upstream):
+    async with serving(tmp_path, upstream) as (running, client):
+        begun = await client.start_rollout({})
+        async with aiohttp.ClientSession(running.url, headers=headers_of(begun)) as http:
+            assert (await http.post(path_of(begun), json=asking())).status == 200
+            await client.update_attempt(begun.rollout_id, begun.attempt.attempt_id, status="succeeded")
+
+            async def refused() -> bool:
+                return (await http.post(path_of(begun), json=asking())).status == 403
+
+            await until(refused)
+
+
+async def test_models_are_held_released_updated_and_changed_in_every_worker(tmp_path, upstream):
+    async with serving(tmp_path, upstream) as (running, client):
+        begun = [await client.start_rollout({"n": n}) for n in range(6)]
+        async with aiohttp.ClientSession(running.url) as http:
+
+            async def ask(one: AttemptedRollout) -> int:
+                async with http.post(path_of(one), json=asking(), headers=headers_of(one)) as answer:
+                    await answer.read()
+                    return answer.status
+
+            await client.perform(HoldModel(name="m"))
+            asked = [asyncio.create_task(ask(one)) for one in begun]
+
+            async def waiting() -> bool:
+                (model,) = await client.perform(ListModels())
+                return model.waiting == 6
+
+            await until(waiting)
+            assert upstream.asked == []
+            await client.perform(ReleaseModel(name="m", policy_version=3))
+            assert await asyncio.gather(*asked) == [200] * 6
+            versions = {
+                span.attributes[semconv.CALL_FIRST_VERSION] for one in begun for span in await calls_of(client, one)
+            }
+            assert versions == {3}
+
+            upstream.hold()
+            asked = [asyncio.create_task(ask(one)) for one in begun]
+            await until(lambda: _true(upstream.running == 6))
+            with pytest.raises(InvalidError, match="lets calls finish"):
+                await client.perform(UpdateModel(name="m", policy_version=4, in_flight="pause"))
+            idle = asyncio.create_task(running.gateway.idle("m"))
+            await asyncio.sleep(0.1)
+            assert not idle.done()
+            upstream.release()
+            await idle
+            assert await asyncio.gather(*asked) == [200] * 6
+
+            await client.perform(RegisterModel(name="other", base_url=upstream.url, check=False))
+            await client.perform(RemoveModel(name="m"))
+            body = asking() | {"model": "other"}
+            for one in begun:
+                async with http.post(path_of(one), json=body, headers=headers_of(one)) as answer:
+                    assert (await answer.json())["model"] == "other"
+
+
+async def _true(value: bool) -> bool:
+    return value
+
+
+async def test_a_worker_that_is_killed_loses_nothing_and_another_takes_its_place(tmp_path, upstream):
+    async with serving(tmp_path, upstream) as (running, client):
+        begun = [await client.start_rollout({"n": n}) for n in range(8)]
+        answered: Counter[str] = Counter()
+        stop = asyncio.Event()
+
+        async def ask(one: AttemptedRollout) -> None:
+            async with aiohttp.ClientSession(running.url) as http:
+                while not stop.is_set():
+                    with contextlib.suppress(aiohttp.ClientError, OSError):
+                        async with http.post(path_of(one), json=asking(), headers=headers_of(one)) as answer:
+                            await answer.read()
+                            if answer.status == 200:
+                                answered[one.rollout_id] += 1
+                    await asyncio.sleep(0.001)
+
+        asking_all = [asyncio.create_task(ask(one)) for one in begun]
+        await until(lambda: _true(len(answered) == 8))
+        before = workers()
+        assert len(before) == 2
+        os.kill(before[0], signal.SIGKILL)
+        await until(lambda: _true(len(workers()) == 2 and before[0] not in workers()))
+        counts = dict(answered)
+        await until(lambda: _true(all(answered[name] > count + 3 for name, count in counts.items())))
+        stop.set()
+        await asyncio.gather(*asking_all)
+        for one in begun:
+            spans = await calls_of(client, one)
+            assert len(spans) >= answered[one.rollout_id]
+            assert len({span.span_id for span in spans}) == len(spans)
+    assert workers() == []
+
+
+async def test_spans_are_redacted_by_whoever_answers(tmp_path, upstream):
+    hook = tmp_path / "hook.py"
+    hook.write_text("import msgspec\ndef quiet(span):\n    return msgspec.structs.replace(span, name='quiet')\n")
+    async with serving(tmp_path, upstream, hook=f"{hook}:quiet", capture="tokens") as (running, client):
+        begun = await client.start_rollout({})
+        async with aiohttp.ClientSession(running.url) as http:
+            said = asking("my key is sk-abcdefghijklmnopqrstuvwxyz0123456789")
+            assert (await http.post(path_of(begun), json=said, headers=headers_of(begun))).status == 200
+        (span,) = await calls_of(client, begun)
+        assert span.name == "quiet" and "sk-abc" not in str(span) and span.tokens is not None
+
+
+async def test_what_workers_cannot_share_is_refused(tmp_path, upstream):
+    with pytest.raises(ConfigError, match="TLS"):
+        async with serving(tmp_path, upstream, tls_cert=tmp_path / "c", tls_key=tmp_path / "k"):
+            pass
+    async with serving(tmp_path, upstream) as (running, _):
+        port = int(running.url.rpartition(":")[2])
+        with pytest.raises(ConfigError, match="taken"):
+            async with serving(tmp_path / "..", upstream, port=port):
+                pass
