@@ -78,10 +78,9 @@ class World:
     def stored_bytes(self) -> int:
         """What is in the store's files. The log of writes is folded into the database from time to time."""
         with contextlib.closing(sqlite3.connect(self.directory / "store.db")) as connection:
-            (pages,), (free,) = (
-                connection.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "freelist_count")
-            )
-            return 4096 * (pages - free)
+            names = ("page_size", "page_count", "freelist_count")
+            size, pages, free = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in names)
+            return size * (pages - free)
 
 
 @contextlib.contextmanager
