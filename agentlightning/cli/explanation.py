@@ -122,7 +122,8 @@ def _stages(
     credited = algorithm.credited(of_model)
     items = [item for group in credited for rollout in group for item in rollout]
     advantage = float(next(one for one in items if one.transition.span_id == call.span_id).advantages[token])
-    baseline = function_name(getattr(algorithm, "baseline", type(algorithm)), {})
+    given = getattr(algorithm, "baseline", type(algorithm))
+    baseline = given if isinstance(given, str) else function_name(given, {})
     rewards = ", ".join(f"{reward:g}" for reward in own.rewards)
     stages.append(Stage("advantage", advantage, f"{baseline} in a group whose R are {rewards}"))
     sequences = make_batches(algorithm, rewarded, dict.fromkeys(models))[call.model].sequences

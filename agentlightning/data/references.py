@@ -51,10 +51,12 @@ def find_function(
     function = given
     if isinstance(given, str):
         if given not in known and not is_reference(given):
-            raise ConfigError(f"{what} {given!r} is unknown; {nearest(given, known)}, or file.py:function")
+            hint = nearest(given, known) if known else "give a function"
+            raise ConfigError(f"{what} {given!r} is unknown; {hint}, or file.py:function")
         function = known[given] if given in known else load_reference(given)
     if not callable(function):
-        raise ConfigError(f"{what} is {given!r}; give one of {', '.join(known)}, or a function")
+        names = f"one of {', '.join(known)}, or " if known else ""
+        raise ConfigError(f"{what} is {given!r}; give {names}a function, or file.py:function")
     parameters = inspect.signature(function).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         names = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY or one.default is not one.empty]

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +24,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from agentlightning.data.references import mark_of
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import FloatArray
@@ -101,13 +102,14 @@ class FsdpLearner:
         shutil.rmtree(self._place, ignore_errors=True)
 
     def values(self, batch: Sequence[TrainingSequence]) -> list[FloatArray]:
-        return self._call("values", batch)
+        return self._call("values", _without_origins(batch))
 
     def step(self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None) -> dict[str, float]:
-        return self._call("step", batch, loss, version)
+        asks = mark_of(loss.function, "tokens") or callable(loss.aggregation)
+        return self._call("step", batch if asks else _without_origins(batch), loss, version)
 
     def logprobs(self, batch: Sequence[TrainingSequence], temperature: float = 1.0) -> list[Tensor]:
-        return [torch.from_numpy(one) for one in self._call("logprobs_as_arrays", batch, temperature)]
+        return [torch.from_numpy(one) for one in self._call("logprobs_as_arrays", _without_origins(batch), temperature)]
 
     def export(self, directory: Path, form: WeightsForm) -> None:
         self._call("export", directory.absolute(), form)
@@ -157,6 +159,11 @@ class FsdpLearner:
                 f"a process of the FSDP learner has ended ({', '.join(ends)}), and the others with it. "
                 f"`--resume` (resume=True) continues from the latest checkpoint{end_of(self._log, self._log_begin)}"
             ) from None
+
+
+def _without_origins(batch: Sequence[TrainingSequence]) -> list[TrainingSequence]:
+    """Tasks may be large, and each process would read them."""
+    return [replace(one, origin=None) for one in batch]
 
 
 def check_devices(device: str, processes: int) -> None:

@@ -7,7 +7,7 @@ This module wires routes and turns typed errors into answers. It does not open s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -59,9 +59,7 @@ def create_app(
     Without an `admin_key` only programs of this machine are answered. `guarded`: something around it asks for a key.
     `body_limit` is in bytes, `rate_limit` in requests per second of a caller, `longest_poll` in seconds. Without
     a `store` of its own it asks `keys` who its callers are. The caller closes both."""
-    if admin_key is not None and len(admin_key) < 8:
-        raise ConfigError("the admin key is shorter than 8 characters; choose one that cannot be guessed")
-    protected = admin_key is not None
+    protected = _is_protected(admin_key)
     known = keys if store is None else store
     access = None if known is None else Access(known, admin_key)
     routes = health_routes(store)
@@ -82,36 +80,39 @@ def create_app(
             routes.append(events.route())
             shown.append(Reading("agl_event_streams", "Callers that listen to events.", lambda: events.open))
             stops.append(events.stop)
-        routes += [
-            *page_routes(access, protected=protected, reading=isinstance(store, ManyStores)),
-            *otlp_routes(store, access, body_limit),
-        ]
-        routes.append(reward_route(store))
+        routes += page_routes(access, protected=protected, reading=isinstance(store, ManyStores))
+        routes += [*otlp_routes(store, access, body_limit), reward_route(store)]
     if gateway is not None:
         stops.append(gateway.turn_away)
+        shown += gateway_readings(gateway)
         if not guarded:
             gateway.keep_to_this_machine()
         if access is not None:
             gateway.admit_sessions(access.sessions.key_of)
-        shown += gateway_readings(gateway)
-    metrics = ServerMetrics(store, access, shown)
-    routes.append(metrics.route())
+    routes.append((metrics := ServerMetrics(store, access, shown)).route())
     own = [] if gateway is None else gateway.serving.described()
     routes += documentation_routes(described, routes, own, protected=protected)
     label_routes(routes)
     listeners = [metrics.count, log_request] if access_log else [metrics.count]
-    rate = None if rate_limit is None else RateLimit(limit_of(rate_limit), access)
-    bodies = LargeBodies(body_limit) if access is not None and access.protected else None
-    outer = [Middleware(Observed, listeners=listeners), Middleware(Limited, rate=rate, bodies=bodies)]
-    app = _Application(
-        routes=routes,
-        middleware=[*outer, *inner],
-        exception_handlers=dict.fromkeys((AgentLightningError, HTTPException, Exception), _answer_to),
-    )
-    app.state.calls = None if gateway is None else LlmCalls(gateway.serving, listeners, rate, bodies)
+    limits = _limits(access, rate_limit, body_limit)
+    layers = [Middleware(Observed, listeners=listeners), Middleware(Limited, **limits), *inner]
+    answers = dict.fromkeys((AgentLightningError, HTTPException, Exception), _answer_to)
+    app = _Application(routes=routes, middleware=layers, exception_handlers=answers)
+    app.state.calls = None if gateway is None else LlmCalls(gateway.serving, listeners, **limits)
     app.state.protected = guarded or protected
     app.state.stop_waiting = tuple(stops)
     return app
+
+
+def _is_protected(admin_key: str | None) -> bool:
+    if admin_key is not None and len(admin_key) < 8:
+        raise ConfigError("the admin key is shorter than 8 characters; choose one that cannot be guessed")
+    return admin_key is not None
+
+
+def _limits(access: Access | None, rate_limit: float | None, body_limit: int) -> dict[str, Any]:
+    rate = None if rate_limit is None else RateLimit(limit_of(rate_limit), access)
+    return {"rate": rate, "bodies": LargeBodies(body_limit) if access is not None and access.protected else None}
 
 
 def _performed(store: LightningStore, models: Models | None) -> list[tuple[Sequence[type[Call]], Perform]]:

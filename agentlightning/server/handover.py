@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Final
 
 from agentlightning.gateway.attribution import api_key_of
-from agentlightning.server.sessions import COOKIE
 from agentlightning.store.keys import WORKER_PREFIX, claimed_attempt
 
 _LARGEST_PART: Final = 1 << 18  # bytes
@@ -38,8 +37,8 @@ class Place:
     def of_call(self, ids: tuple[str, str] | None, headers: Mapping[str, str]) -> int:
         """Which process answers an LLM call: that of its attempt, by the ids that its path names or by its key."""
         key = api_key_of(headers) or ""
-        if ids is None and (key.startswith(WORKER_PREFIX) or (not key and COOKIE in headers.get("cookie", ""))):
-            return OWNER  # which knows the attempt that the worker holds, and the sessions of browsers
+        if ids is None and (key.startswith(WORKER_PREFIX) or (not key and "cookie" in headers)):
+            return OWNER  # which knows the attempt that a worker holds, and who is signed in to the page
         if ids is None and (claimed := claimed_attempt(key)) is not None:
             ids = claimed[:2]
         if ids is None:  # nobody's attempt: whoever is here

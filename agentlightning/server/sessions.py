@@ -16,8 +16,6 @@ from starlette.requests import cookie_parser
 
 from agentlightning.errors import ForbiddenError
 
-COOKIE: Final = "agl_session_"
-"""How the name of a session's cookie begins."""
 _LIFETIME: Final = 7 * 24 * 3600  # seconds
 _MOST: Final = 1000  # the oldest end before there are more
 _MOST_OF_ONE: Final = 50  # of one key, whose holder so ends no others
@@ -63,7 +61,7 @@ def require_same_origin(headers: Mapping[str, str]) -> None:
 
 def _name(headers: Mapping[str, str]) -> str:
     """Cookies are shared by all ports of a host: each server has one of its own name."""
-    return f"{COOKIE}{headers.get('host', '').rpartition(':')[2]}".replace(".", "_")
+    return f"agl_session_{headers.get('host', '').rpartition(':')[2]}".replace(".", "_")
 
 
 def _token(headers: Mapping[str, str]) -> str:

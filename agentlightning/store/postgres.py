@@ -325,7 +325,7 @@ def open_store(url: str, synchronous: Synchronous, read_seconds: float) -> Opene
     # The database's own time, which is the same from whatever machine the store is opened.
     (now,) = writing.execute("SELECT EXTRACT(EPOCH FROM clock_timestamp())::float8").fetchone()
     begin = "BEGIN ISOLATION LEVEL READ COMMITTED"  # whatever the database's default
-    return Opened(writing, reading[:READERS], reading[READERS:], begin, now, clean_up=lambda: _vacuum(url))
+    return Opened(writing, reading[:READERS], reading[READERS:], begin, now, clean_up=lambda turns: _vacuum(url))
 
 
 def _vacuum(url: str) -> None:

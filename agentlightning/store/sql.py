@@ -36,13 +36,13 @@ from agentlightning.store import (
 )
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
-from agentlightning.store.database import Connection, DatabaseThread, Opened, Readers
+from agentlightning.store.database import Connection, DatabaseThread, Opened, Readers, Turns
 from agentlightning.store.prompts import Prepared, Prompts
 from agentlightning.store.redaction import Redact, redaction, text_without_secrets
 from agentlightning.store.spans import add_spans
 from agentlightning.store.sqlite import Synchronous
 from agentlightning.store.transaction import Changes, Transaction
-from agentlightning.store.waiting import Alarm, Subscribers, Waiters, woken_within
+from agentlightning.store.waiting import Alarm, Subscribers, Waiters, give_up, steady, woken_within
 from agentlightning.types import (
     And,
     ApiKey,
@@ -143,8 +143,9 @@ class SqlStore(LightningStore):
         self._writer = DatabaseThread(
             opened.writing, "agl-store-writer", begin=opened.begin, before_commit=self._number, committed=self._announce
         )
+        self._turns = Turns()
         kinds = {"reader": opened.reading, "search": opened.searching}
-        self._readers = {kind: Readers(several, kind) for kind, several in kinds.items() if several}
+        self._readers = {kind: Readers(several, kind, self._turns) for kind, several in kinds.items() if several}
 
     @classmethod
     async def open(
@@ -172,7 +173,7 @@ class SqlStore(LightningStore):
                 raise ConfigError(f"{name} is {seconds}; it must be positive")
         database = database_of(address)
         opened = await asyncio.to_thread(database.open_store, str(address), synchronous, read_seconds)
-        store, clock = None, _steady(opened.now) if clock is None else clock
+        store, clock = None, steady(opened.now) if clock is None else clock
         try:
             secret = await asyncio.to_thread(_secret_of, opened)
             store = cls(str(address), opened, secret, clock, lease_seconds, redact, stored, read_seconds)
@@ -304,13 +305,13 @@ class SqlStore(LightningStore):
     async def _dequeue_many_rollouts(self, limit: int, timeout: float, **asked: Any) -> list[AttemptedRollout]:
         if limit < 1:
             raise InvalidError(f"limit is {limit}; it must be at least 1")
-        give_up = _give_up(timeout)
+        until = give_up(timeout)
         while True:
             with self._queued.waiting(None) as waiter:
                 again = False
                 try:
                     leased = await self._lease(limit=limit, **asked)
-                    again = not leased and await woken_within(waiter, give_up - time.monotonic())
+                    again = not leased and await woken_within(waiter, until - time.monotonic())
                     if not again:
                         return leased
                 finally:
@@ -333,38 +334,38 @@ class SqlStore(LightningStore):
             self._write(lambda tx: attempts.withdraw(tx, leasing.result()))
 
     async def _wait_for_rollouts(self, rollout_ids: Sequence[str], timeout: float | None) -> list[Rollout]:
-        give_up = _give_up(timeout)
+        until = give_up(timeout)
         rollout_ids = list(dict.fromkeys(rollout_ids))
         while True:
             wants = set(rollout_ids)
             with self._finishes.waiting(wants) as waiter:
                 finished = await self._look_up(lambda tx: rollouts.terminal_among(tx, rollout_ids), len(rollout_ids))
                 wants.difference_update(rollout.rollout_id for rollout in finished)
-                remaining = give_up - time.monotonic()
+                remaining = until - time.monotonic()
                 if len(finished) == len(rollout_ids) or remaining <= 0:
                     return finished
                 await woken_within(waiter, remaining)
 
     async def _finished_after(self, cursor: int, limit: int, timeout: float, run_id: str | None) -> FinishedRollouts:
-        give_up = _give_up(timeout)
+        until = give_up(timeout)
         while True:
             with self._finished.waiting(None) as waiter:
                 page = await self._read(lambda tx, cursor=cursor: rollouts.finished_after(tx, cursor, limit, run_id))
-                if page.rollouts or not await woken_within(waiter, give_up - time.monotonic()):
+                if page.rollouts or not await woken_within(waiter, until - time.monotonic()):
                     return page
                 cursor = page.cursor
 
     async def _complete_groups_after(self, run_id: str, cursor: int, limit: int, timeout: float) -> list[Group]:
-        give_up = _give_up(timeout)
+        until = give_up(timeout)
         while True:
             with self._complete.waiting(None) as waiter:
                 groups = await self._read(lambda tx: rollouts.complete_groups_after(tx, run_id, cursor, limit))
-                if groups or not await woken_within(waiter, give_up - time.monotonic()):
+                if groups or not await woken_within(waiter, until - time.monotonic()):
                     return groups
 
     async def store_redacted(self, spans: Sequence[Span]) -> list[int]:
         """`store_spans` of spans that another process of this server has redacted."""
-        return await self._store_spans(spans, _as_it_is)
+        return await self._store_spans(spans, lambda span: span)
 
     async def _store_spans(self, spans: Sequence[Span], redact: Redact | None = None) -> list[int]:
         prepared = await self._prepared(spans, self._prompts, redact or self._redact)
@@ -461,7 +462,7 @@ class SqlStore(LightningStore):
         try:
             async with self._clocks if anew else contextlib.nullcontext():
                 try:
-                    await asyncio.to_thread(self._opened.clean_up)
+                    await asyncio.to_thread(self._opened.clean_up, self._turns)
                 finally:  # also where it fails at the end
                     if anew:
                         await self._write(lambda tx: attempts.go_on_after(tx, began))
@@ -489,25 +490,6 @@ def _secret_of(opened: Opened) -> bytes:
     """The secret that signs the keys of attempts. Blocks."""
     (secret,) = opened.writing.execute("SELECT value FROM meta WHERE name = 'secret'").fetchone()
     return bytes(secret)
-
-
-def _as_it_is(span: Span) -> Span:
-    return span
-
-
-def _steady(now: float) -> Callable[[], float]:
-    """A clock that starts at `now` and then counts elapsed time, however the machine's clock is set."""
-    begin = time.monotonic()
-    return lambda: now + (time.monotonic() - begin)
-
-
-def _give_up(timeout: float | None) -> float:
-    """When to stop waiting, on the monotonic clock."""
-    if timeout is None:
-        return math.inf
-    if math.isnan(timeout):
-        raise InvalidError("timeout is not a number; give the seconds to wait")
-    return time.monotonic() + timeout
 
 
 def _report_defect(watchdog: asyncio.Task[None]) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from agentlightning.errors import ConfigError, InUseError, UnavailableError
 from agentlightning.store import schema
-from agentlightning.store.database import READERS, Dialect, Opened, Trouble
+from agentlightning.store.database import READERS, Dialect, Opened, Trouble, Turns
 
 APPLICATION_ID: Final = 0x41474C53  # "AGLS", in the header of every store's file
 
@@ -25,6 +25,7 @@ Synchronous: TypeAlias = Literal["FULL", "NORMAL"]
 _BEGIN: Final = "BEGIN IMMEDIATE"
 _PATIENCE: Final = 600_000  # milliseconds; only a file that is written anew keeps others waiting
 _CLAIM_SECONDS: Final = 0.25
+_READERS_PATIENCE: Final = 15.0  # seconds, for queries that run; more than the limit of one
 _TRIES: Final = 1200  # to empty the log, in a minute
 _STEPS: Final = 1000  # of SQLite's machine between two looks at the clock: some 20 µs
 
@@ -219,7 +220,7 @@ def open_store(address: str, synchronous: Synchronous, read_seconds: float) -> O
     if address == ":memory:":
         memory = _open(":memory:")
         _lay_out(memory)
-        return Opened(memory, (), (), _BEGIN, time.time(), clean_up=lambda: None)
+        return Opened(memory, (), (), _BEGIN, time.time(), clean_up=lambda turns: None)
     path = check_file(Path(address))
     owner = own(path)
     try:
@@ -238,7 +239,7 @@ def open_store(address: str, synchronous: Synchronous, read_seconds: float) -> O
 
     return Opened(
         *(writing, reading[:READERS], reading[READERS:], _BEGIN, time.time()),
-        clean_up=lambda: _vacuum(path),
+        clean_up=lambda turns: _vacuum(path, turns),
         release=release,
         at_hand=at_hand,
     )
@@ -254,7 +255,7 @@ def open_reader(address: str) -> SqliteConnection:
     return connection
 
 
-def _vacuum(path: Path) -> None:
+def _vacuum(path: Path, turns: Turns) -> None:
     """Rewrite the file and empty its log while writers wait, so that deleted data are overwritten, including copies in
     moved pages. UnavailableError says what prevents it."""
     try:
@@ -262,13 +263,23 @@ def _vacuum(path: Path) -> None:
             connection.execute("PRAGMA temp_store = FILE")  # the new file is made there: memory may not hold it
             connection.execute("VACUUM")
             connection.execute("PRAGMA busy_timeout = 0")  # while it waited for a reader, nobody could write
-            for _ in range(_TRIES):  # it is busy at once while a writer's commit moves the log into the file
-                if not connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
-                    return
-                time.sleep(0.05)
-            raise UnavailableError("a running query still needs the log of earlier writes")
+            if _emptied(connection, 1):
+                return
+            with turns.all(_READERS_PATIENCE):  # queries that overlap would keep the log for as long as they come
+                done = _emptied(connection, _TRIES // 60)
+            if not (done or _emptied(connection, _TRIES)):  # a reader of another process keeps it
+                raise UnavailableError("a running query still needs the log of earlier writes")
     except sqlite3.Error as error:
         raise UnavailableError(str(error)) from None
+
+
+def _emptied(connection: SqliteConnection, tries: int) -> bool:
+    """Whether the log is emptied: it is busy at once while a writer's commit moves it into the file."""
+    for _ in range(tries):
+        if not connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
+            return True
+        time.sleep(0.05)
+    return False
 
 
 # --- copies ------------------------------------------------------------------------------------------------------

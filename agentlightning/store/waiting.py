@@ -9,8 +9,11 @@ import asyncio
 import contextlib
 import itertools
 import math
+import time
 from collections.abc import Callable, Generator
 from typing import Generic, TypeVar
+
+from agentlightning.errors import InvalidError
 
 T = TypeVar("T")
 
@@ -96,3 +99,18 @@ class Alarm:
             self._when = math.inf
             return True
         return False
+
+
+def steady(now: float) -> Callable[[], float]:
+    """A clock that starts at `now` and then counts elapsed time, however the machine's clock is set."""
+    begin = time.monotonic()
+    return lambda: now + (time.monotonic() - begin)
+
+
+def give_up(timeout: float | None) -> float:
+    """When to stop waiting, on the monotonic clock."""
+    if timeout is None:
+        return math.inf
+    if math.isnan(timeout):
+        raise InvalidError("timeout is not a number; give the seconds to wait")
+    return time.monotonic() + timeout

@@ -414,6 +414,8 @@ async def test_no_view_has_a_serious_fault_of_accessibility(world, scheme) -> No
     axe = installed(Path(__file__).parent / "package.json") / "node_modules" / "axe-core" / "axe.min.js"
     places = ["/runs", "/rollouts", f"/groups/{GROUP}", f"/groups/{GROUP}/tree", "/prompts", "/quality"]
     places += ["/resources", "/workers", "/backends", "/chat", f"/runs/{RUN}"]
+    attempted = await stuck(world.store)
+    places += [f"/rollouts/{attempted.rollout_id}/timeline", f"/rollouts?run={RUN}&step=31"]
     places += [f"/rollouts/{ROLLOUT}/{tab}" for tab in ("conversation", "timeline", "tokens", "credit", "raw")]
     async with world.page(color_scheme=scheme, bypass_csp=True) as page:
         await page.add_script_tag(path=axe)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,14 @@ import torch
 
 import agentlightning as agl
 from agentlightning.data.credit import Returns
+from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.sequences import Origin
+from agentlightning.errors import ConfigError
 from agentlightning.learner.losses import Loss, policy_loss
+from agentlightning.learner.policy import load_policy
+from agentlightning.learner.teacher import open_teacher
 from tests.golden import INPUTS, MASK, OUTPUTS, sampled
+from tests.test_trainer import TASKS, policy, trainer
 from tests.transitions import tokens_of, transition
 
 GALLERY = Path(__file__).parents[2] / "examples" / "gallery"
@@ -21,7 +27,9 @@ sys.path.insert(0, str(GALLERY))
 import aggregations  # noqa: E402
 import baselines  # noqa: E402
 import corrections  # noqa: E402
+import distillation  # noqa: E402
 import losses  # noqa: E402
+import selfplay  # noqa: E402
 import weights as token_weights  # noqa: E402
 
 TRANSITIONS = torch.from_numpy(np.nonzero(MASK)[0])
@@ -101,3 +109,105 @@ def test_an_algorithm_takes_each() -> None:
         agl.GRPO(loss=getattr(losses, name))
     for name in ("opo", "maxrl"):
         agl.GRPO(baseline=getattr(baselines, name))
+
+
+# --- self-play ---
+
+
+def game(*rewards: float) -> RewardedGroup:
+    """Rollouts in which each player makes a call."""
+    players = [transition([1], [2, 3], agent="first"), transition([1], [4], agent="second")]
+    return RewardedGroup([players] * len(rewards), rewards)
+
+
+def test_rae_compares_each_player_with_what_it_usually_earns() -> None:
+    rae = selfplay.RAE(decay=0.9, group_size=2)
+    assert [[item.advantages.tolist() for item in calls] for calls in rae.advantages([game(1.0, -0.5)])[0]] == [
+        [[1.0, 1.0], [-1.0]],
+        [[-0.5, -0.5], [0.5]],
+    ]
+    mean = 0.9 * (0.1 * 1.0) + 0.1 * -0.5
+    found = rae.step_done([game(1.0, -0.5)])
+    assert found == pytest.approx({"role_mean/first": mean, "role_mean/second": -mean})
+    first, second = rae.advantages([game(1.0)])[0][0]
+    assert (first.advantages[0], second.advantages[0]) == pytest.approx((1 - mean, mean - 1))
+    resumed = selfplay.RAE(decay=0.9)
+    resumed.restore(rae.state())
+    assert resumed.advantages([game(1.0)])[0][0][0].advantages[0] == pytest.approx(1 - mean)
+    with pytest.raises(ConfigError, match="decay"):
+        selfplay.RAE(decay=1.0)
+
+
+@agl.rollout
+async def even_or_odd(task: dict, llm: agl.LLM, resources: dict) -> float:
+    """Two players each say something: 1 to the first if they begin alike, else 1 to the second."""
+    said = []
+    for name in ("first", "second"):
+        player = resources.get(name, llm)
+        role = {"role": "system", "content": f"You are the {name}."}
+        asked: Any = [role, {"role": "user", "content": task["word"]}]
+        completion = await agl.openai_client(player).chat.completions.create(model=player.model, messages=asked)
+        said.append((completion.choices[0].message.content or "")[:1])
+    return 1.0 if said[0] == said[1] else -1.0
+
+
+def test_one_policy_plays_both_sides(tmp_path: Path) -> None:
+    rae = selfplay.RAE(steps=2, tasks_per_step=8, max_tokens=4)
+    first, second = trainer(tmp_path, algorithm=rae).fit(even_or_odd, TASKS).metrics[-2:]
+    assert first.values["calls"] == 16 and first.values["role_mean/first"] == -first.values["role_mean/second"]
+    assert rae.state()["first"] == second.values["role_mean/first"] != first.values["role_mean/first"]
+
+
+def test_two_policies_learn_from_opposite_rewards(tmp_path: Path) -> None:
+    models = {"first": policy(), "second": policy()}
+    grpo = agl.GRPO(steps=1, tasks_per_step=4, group_size=8, max_tokens=4, returns=selfplay.zero_sum)
+    group = game(1.0, -1.0)
+    credited = [[call for calls in grpo.advantages([own])[0] for call in calls] for own in map(only(group), (0, 1))]
+    assert [item.advantages[0] for item in credited[0]] == [-item.advantages[0] for item in credited[1]]
+    result = trainer(tmp_path, model=models, algorithm=grpo).fit(even_or_odd, TASKS)
+    assert result.checkpoint is not None
+    before = policy().model.get_input_embeddings().weight
+    for name in models:
+        after = load_policy(result.checkpoint / name).model.get_input_embeddings().weight
+        assert not torch.equal(after, before)
+
+
+def only(group: RewardedGroup) -> Any:
+    """The group as the policy of each player sees it."""
+    return lambda player: RewardedGroup([[calls[player]] for calls in group.transitions], group.rewards)
+
+
+# --- self-distillation ---
+
+HINT = "<|system|>{word}<|end|>"
+
+
+def test_a_hinted_teacher_judges_what_was_sampled_without_the_hint() -> None:
+    teacher = policy(seed=7)
+    learned = distillation.SelfDistillation(teacher=teacher, hint=HINT)
+    learned._teacher, learned._tokenizer = open_teacher(teacher, None), teacher.tokenizer.backend_tokenizer
+    call = transition([5, 6, 7], [8, 9])
+    task = agl.Rollout(rollout_id="r", input=TASKS[0], start_time=0.0)
+    item = learned.advantages([RewardedGroup([[call]], [0.0], rollouts=[task])])[0][0][0]
+    assert item.transition is call
+    hint = teacher.tokenizer.encode(HINT.format(**TASKS[0]), add_special_tokens=False)
+    with torch.no_grad():
+        found = teacher.model(torch.tensor([[*hint, 5, 6, 7, 8, 9]])).logits[0].float().log_softmax(-1)
+    expected = [found[len(hint) + 2, 8], found[len(hint) + 3, 9]]  # log-probabilities of the sampler are 0
+    np.testing.assert_allclose(item.advantages, expected, atol=1e-4)
+
+
+def test_a_model_comes_closer_to_itself_with_a_hint(tmp_path: Path) -> None:
+    @agl.rollout
+    async def speaks(task: dict, llm: agl.LLM) -> None:
+        asked: Any = [{"role": "user", "content": "say"}]
+        await agl.openai_client(llm).chat.completions.create(model=llm.model, messages=asked)
+
+    chosen = distillation.SelfDistillation(teacher=policy(), hint=HINT, steps=8, tasks_per_step=32, max_tokens=6)
+    told = [one.values["teacher_kl"] for one in trainer(tmp_path, algorithm=chosen).fit(speaks, TASKS * 4).metrics[1:]]
+    assert 0 <= told[-1] < told[0]
+
+
+def test_a_hint_names_a_field_of_the_task() -> None:
+    with pytest.raises(ConfigError, match="hint"):
+        distillation.SelfDistillation(teacher=policy(), hint="think")

@@ -72,6 +72,25 @@ def gradient(one: TorchLearner, sequences: Sequence[TrainingSequence], loss: Los
 
 
 @pytest.mark.parametrize("trunk", TRUNKS)
+def test_a_critic_is_trained_of_sampled_tokens_alone(tokenizer: Any, trunk: CriticTrunk) -> None:
+    observing = [
+        replace(item, weights=np.ones(len(item.transition.prompt_ids) + len(item.advantages), np.float32))
+        for seed in range(4)
+        for item in judged(seed)
+    ]
+    both = [made for item in observing for made in build_sequences([item], "transition")]
+    one, other = (with_critic(tokenizer, trunk, micro_batch_tokens=64) for _ in range(2))
+    observed, plain = one.step(both, LOSS), other.step(batch("transition"), LOSS)
+    for name in ("value_loss", "value_clip_fraction", "tokens"):
+        assert observed[name] == pytest.approx(plain[name], rel=1e-5)
+    kept = [np.arange(len(made.positions)) < 2 for made in batch()]
+    left = [made.only(of) for made, of in zip(batch(), kept, strict=True)]
+    for made, of, before in zip(left, kept, batch(), strict=True):
+        assert made.values is not None and before.values is not None
+        np.testing.assert_array_equal(made.values, before.values[of])
+
+
+@pytest.mark.parametrize("trunk", TRUNKS)
 def test_values_and_gradients_do_not_depend_on_how_calls_are_packed(tokenizer: Any, trunk: CriticTrunk) -> None:
     def alone(tokens: int = 100_000) -> TorchLearner:
         return with_critic(tokenizer, trunk, max_grad_norm=1e9, micro_batch_tokens=tokens)

@@ -280,6 +280,28 @@ async def test_others_write_while_a_reader_keeps_the_log_from_being_emptied(tmp_
     await store.close()
 
 
+async def test_queries_that_overlap_do_not_keep_the_log_from_being_emptied(tmp_path):
+    store = await SqlStore.open(tmp_path / "store.db")
+    await finish(store, "ZEBRA")
+
+    def slow(tx):
+        tx.connection.execute("SELECT count(*) FROM rollouts").fetchone()
+        time.sleep(0.2)
+
+    async def ask():
+        while True:
+            await store._read(slow, "search")
+
+    asking = [asyncio.create_task(ask()) for _ in range(8)]
+    await asyncio.sleep(0.1)
+    assert (await delete(store, Condition("input", "contains", "ZEBRA"), scrub=True)).rollouts == 1
+    assert traces(tmp_path, b"ZEBRA") == []
+    for one in asking:
+        one.cancel()
+    await asyncio.gather(*asking, return_exceptions=True)
+    await store.close()
+
+
 def test_a_store_that_is_larger_than_the_memory_can_be_asked_to_leave_no_trace(tmp_path):
     asked = """
         import asyncio, resource, sys

@@ -20,7 +20,7 @@ from agentlightning.algorithm.evaluation import SUPERVISED
 from agentlightning.data.aggregation import AGGREGATIONS
 from agentlightning.data.call_filter import CallFilter
 from agentlightning.data.credit_table import RewardedGroup
-from agentlightning.data.references import load_reference, read_function
+from agentlightning.data.references import read_function
 from agentlightning.data.rewards import PLAIN, RELATIVE, RewardSpec
 from agentlightning.data.sequences import CreditedTransition, Level, weighed
 from agentlightning.data.transitions import FloatArray
@@ -166,12 +166,7 @@ class RLSettings(metaclass=_Tried):
             raise ConfigError(
                 f"difficulty is {self.difficulty}; give the lowest and the highest mean reward to train on"
             )
-        named = isinstance(self.curriculum, str)
-        self.curriculum_function = load_reference(self.curriculum) if named else self.curriculum
-        if self.curriculum is not None and not callable(self.curriculum_function):
-            raise ConfigError(
-                f"curriculum is {self.curriculum!r}; give a function of (tasks, epoch), or file.py:function"
-            )
+        self.curriculum_function = _read("curriculum", self.curriculum)
         if self.picks_tasks and (self.difficulty is not None or self.curriculum is not None):
             raise ConfigError(
                 f"{type(self).__name__}.next_task picks each task, and difficulty and curriculum order epochs: leave "
@@ -185,7 +180,15 @@ class RLSettings(metaclass=_Tried):
             if getattr(self.reward, name) and self.group_size < 2:
                 raise ConfigError(f"{name} compares the rollouts of a task; set group_size to 2 or more")
         self.call_filter()
-        if self.loss == "policy_gradient" and not self.imitates:
+        self.loss_function = _read("loss", self.loss, LOSSES)
+        self.weigh_tokens = _read("token_weights", self.token_weights)
+        if self.weigh_tokens is not None:
+            _try_weights(self.weigh_tokens)
+        self.aggregation_function = _read("aggregation", self.aggregation, AGGREGATIONS)
+        self.corrections = Corrections.read(self.correction, self.old)
+        if self.correction and self.imitates:
+            raise ConfigError(f"{self.name} imitates whatever weights sampled: leave correction out")
+        if self.make_loss().name == "policy_gradient" and not self.imitates:
             if self.old == "behaviour" and self.max_staleness:
                 raise ConfigError(
                     f"loss 'policy_gradient' is right for the weights that sampled, and with max_staleness "
@@ -196,16 +199,6 @@ class RLSettings(metaclass=_Tried):
                     f"loss 'policy_gradient' is right for the weights that sampled, and {self.minibatches} minibatches "
                     f"in {self.epochs} epochs move them; give 1 of each, or loss='importance_sampling'"
                 )
-        self.loss_function = _named_or_read("loss", self.loss, LOSSES)
-        self.weigh_tokens = None
-        if self.token_weights is not None:
-            self.weigh_tokens = read_function("token_weights", self.token_weights, {})
-            _try_weights(self.weigh_tokens)
-        self.aggregation_function = _named_or_read("aggregation", self.aggregation, AGGREGATIONS)
-        self.corrections = Corrections.read(self.correction, self.old)
-        if self.correction and self.imitates:
-            raise ConfigError(f"{self.name} imitates whatever weights sampled: leave correction out")
-        self.make_loss()  # refuses settings out of range now, rather than after the first rollouts
 
     def call_filter(self, *models: str) -> CallFilter:
         """Which calls train, of these models, or without any of all. ConfigError for settings out of range."""
@@ -370,9 +363,9 @@ def _try_weights(function: Callable[..., Any]) -> None:
         ) from error
 
 
-def _named_or_read(what: str, given: Any, known: Mapping[str, Callable[..., Any]]) -> Any:
-    """A name of the table as it is, else the function that is meant."""
-    return given if isinstance(given, str) and given in known else read_function(what, given, known)
+def _read(what: str, given: Any, known: Mapping[str, Callable[..., Any]] = {}) -> Any:
+    """None, or a name of the table, as it is; else the function that is meant."""
+    return given if given is None or (isinstance(given, str) and given in known) else read_function(what, given, known)
 
 
 def _is_float_each(values: Any, count: int) -> bool:
