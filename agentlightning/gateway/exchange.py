@@ -74,7 +74,8 @@ class Exchange:
         self._connection, self._transport = connection, connection.transport
         self._continues = continues  # the client waits to be told before it sends the body
         self._task: asyncio.Task[object] | None = None
-        self._next, self._fields, self._chunked = 200, _JSON, False
+        self._next, self._fields = 200, _JSON
+        self._parts: list[bytes] = []  # of the body, to be sent in this turn of the event loop
         # What uvicorn's protocol, which reads the request, knows of one that is being answered.
         self.keep_alive = keep_alive
         self.body = bytearray()
@@ -128,19 +129,32 @@ class Exchange:
         self._fields = b"".join(_field(name, value) for name, value in headers.items())
 
     async def part(self, body: bytes) -> None:
-        """Send more of the body, when the client has read enough of what was sent before."""
+        """Send more of the body, when the client has read enough of what was sent before. What one turn of the event
+        loop brings goes out together: a write costs more than an event."""
         if self._connection.flow.write_paused:
             await self._connection.flow.drain()
+        if not self._parts:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._parts.append(body)
+
+    def _flush(self) -> None:
+        if self._parts and not self.disconnected:
+            self._transport.write(self._chunk())
+
+    def _chunk(self) -> bytes:
+        """The parts that have not been sent, behind the head if it has not been either."""
         head = b"" if self.status else self._head(b"transfer-encoding: chunked\r\n")
-        self._chunked = True
-        self._transport.write(b"%b%x\r\n%b\r\n" % (head, len(body), body) if body else head)
+        body = b"".join(self._parts)
+        self._parts = []
+        return b"%b%x\r\n%b\r\n" % (head, len(body), body) if body else head
 
     def end(self, body: bytes) -> None:
         """Send the rest, or all, of the body."""
         if self.method == "HEAD":
             data = self._head(b"content-length: %d\r\n" % len(body))
-        elif self._chunked:
-            data = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n"
+        elif self.status or self._parts:
+            self._parts.append(body)
+            data = self._chunk() + b"0\r\n\r\n"
         else:
             data = self._head(b"content-length: %d\r\n" % len(body)) + body
         self._transport.write(data)
@@ -151,7 +165,7 @@ class Exchange:
 
     def fail(self, error: BackendError, encode: Callable[[BackendError], bytes]) -> None:
         """Send an error: as `encode` writes it, or in the stream that has begun."""
-        if self.status:
+        if self.status or self._parts:
             self.end(self.error_event(error) if self.error_event else b"")
             return
         self._next, self._fields = error.status, _JSON

@@ -394,6 +394,8 @@ def _delta(choice: _Said[Any]) -> dict[str, Any]:
     if choice.text is not None:
         return {"content": choice.text} if choice.text else {}
     said = choice.delta if choice.delta is not None else choice.message or {}
+    if len(said) == 1 and isinstance(content := said.get("content"), str):  # nearly every chunk
+        return said if content else {}
     msgspec.convert(said, _Spoken)
     return {name: value for name, value in said.items() if name != "role" and value not in (None, "", [])}
 

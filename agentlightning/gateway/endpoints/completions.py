@@ -244,6 +244,9 @@ def _logprobs(request: CallRequest, entries: Sequence[Any]) -> dict[str, Any]:
     }
 
 
+_PLACE: Final = b"\0"  # which JSON does not hold
+
+
 class ChunkWriter:
     """Writes one streamed answer: each event is `data: {…}` of one kind of object, and the last is `[DONE]`."""
 
@@ -253,6 +256,7 @@ class ChunkWriter:
         self._chat = request.prompt is None
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         self._head = {"id": answer.response_id, "object": kind, "created": answer.created, "model": answer.model}
+        self._frames: dict[int, list[bytes]] = {}  # of each choice, what is around the delta in an event
 
     def started(self, event: Started) -> bytes:
         """The first chunk of each choice, and the prompt's ids where they were asked for."""
@@ -267,7 +271,9 @@ class ChunkWriter:
 
     def delta(self, event: Delta) -> bytes:
         request = self._request
-        if not event.delta and not ((request.return_token_ids or request.logprobs) and event.token_ids):
+        if not (request.return_token_ids or request.logprobs):
+            return self._framed(event.index, self._said(event.delta)) if event.delta else b""
+        if not event.delta and not event.token_ids:
             return b""
         choice = _choice(event.index, self._said(event.delta))
         if request.logprobs:
@@ -276,6 +282,14 @@ class ChunkWriter:
             choice["token_ids"] = event.token_ids
             return self._event([choice], policy_version=event.version)
         return self._event([choice])
+
+    def _framed(self, index: int, said: dict[str, Any]) -> bytes:
+        """The event of a choice that says only this; all but that is encoded once."""
+        ((name, value),) = said.items()
+        if index not in self._frames:
+            self._frames[index] = self._event([_choice(index, {name: msgspec.Raw(_PLACE)})]).split(_PLACE)
+        before, after = self._frames[index]
+        return b"%b%b%b" % (before, msgspec.json.encode(value), after)
 
     def end(self) -> bytes:
         """The last event of each choice, usage if it was asked for, and the end of the stream."""
