@@ -52,21 +52,23 @@ def create_app(
     guarded: bool = False,
     longest_poll: float = LONGEST_POLL,
     readings: Sequence[Reading] = (),
+    keys: LightningStore | None = None,
 ) -> Starlette:
     """The application: health, metrics and description; the calls, events and page of an open `store`; the gateway.
 
     Without an `admin_key` only programs of this machine are answered. `guarded`: something around it asks for a key.
-    `body_limit` is in bytes, `rate_limit` in requests per second of a caller, `longest_poll` in seconds. The caller
-    closes the store."""
+    `body_limit` is in bytes, `rate_limit` in requests per second of a caller, `longest_poll` in seconds. Without
+    a `store` of its own it asks `keys` who its callers are. The caller closes both."""
     protected = _is_protected(admin_key)
-    access: Access | None = None
+    known = keys if store is None else store
+    access = None if known is None else Access(known, admin_key)
     routes = health_routes(store)
     described: list[type[Call]] = []
     inner: list[Middleware] = []
     shown = list(readings)
     stops: list[Callable[[], None]] = []
-    if store is not None:
-        access, polls = Access(store, admin_key), LongPolls(longest_poll)
+    if store is not None and access is not None:
+        polls = LongPolls(longest_poll)
         performed = _performed(store, Models(gateway) if gateway is not None and models is None else models)
         described = [kind for kinds, _ in performed for kind in kinds]
         performed.append(page_views(store, ModelTable() if gateway is None else gateway.models))
