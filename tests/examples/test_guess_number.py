@@ -37,16 +37,8 @@ def test_guesses_are_compared_with_those_that_had_as_many_numbers_left() -> None
 def test_it_trains(tmp_path: Path) -> None:
     small = ("steps=1", "tasks_per_step=2", "group_size=4")
     settings = [word for one in small for word in ("--set", f"algorithm.{one}")]
-    command = [
-        sys.executable,
-        "-m",
-        "agentlightning.cli.main",
-        "train",
-        "run.yaml",
-        "--run-dir",
-        str(tmp_path),
-        *settings,
-    ]
+    command = [sys.executable, "-m", "agentlightning.cli.main", "train", "run.yaml", *settings]
+    command += ["--run-dir", str(tmp_path / "run")]
     done = subprocess.run(command, cwd=GUESS, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     assert steps_of(tmp_path / "run")[-1]["calls"] >= 8
