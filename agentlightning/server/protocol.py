@@ -80,7 +80,6 @@ class ServerProtocol(HttpToolsProtocol):
     answering: Exchange | None = None
     place: Place | None = None
     received: bytes = b""
-    take_back: Callable[[socket.socket, bytes], object] | None = None  # one that could not be passed on
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -167,7 +166,7 @@ class ServerProtocol(HttpToolsProtocol):
         self._ends = target != place.index
         if self._ends and idle:
             self.transport.close()
-        elif self._ends:
+        elif self._ends and before is not None:
             before.keep_alive = False
         return self._ends
 
@@ -176,15 +175,8 @@ class ServerProtocol(HttpToolsProtocol):
         connection, data = socket.fromfd(ours.fileno(), ours.family, ours.type), bytes(self._head)
         self.transport.abort()  # this process has done with it; the connection goes on
 
-        async def pass_on(place: Place) -> None:
-            passed = await place.pass_on(connection, data, target)
-            if not passed and target != OWNER and self.take_back is not None:
-                self.take_back(connection, data)
-            else:
-                connection.close()
-
         assert self.place is not None
-        task = asyncio.get_running_loop().create_task(pass_on(self.place))
+        task = asyncio.get_running_loop().create_task(self.place.pass_on(connection, data, target))
         self.server_state.tasks.add(task)
         task.add_done_callback(self.server_state.tasks.discard)
 
