@@ -1,6 +1,6 @@
-"""The least that such a gateway can be made of: uvicorn takes a request, aiohttp forwards it, SQLite keeps it and, of
-its answer, as many bytes as ids and logprobs take. Nothing is parsed. Under `/captured` it is durable before the end of
-the answer goes back; under `/queued` the answer does not wait for that.
+"""The least that such a gateway can be made of: httptools reads requests and answers on bare sockets, and SQLite keeps
+the requests and, of each answer, as many bytes as ids and logprobs take. Nothing else is parsed. Under `/captured` a
+call is durable before the end of its answer goes back; under `/queued` the answer does not wait for that.
 
     python benchmarks/_floor.py UPSTREAM FILE        prints where it listens
 """
@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import queue
-import socket
 import sqlite3
 import sys
 import threading
 from typing import Any
+from urllib.parse import urlsplit
 
-import aiohttp
-import uvicorn
+import httptools
 from _upstream import PROMPT_TOKENS, SAMPLED_TOKENS
 
 KEPT = 4 * (PROMPT_TOKENS + 2 * SAMPLED_TOKENS)  # bytes: ids and logprobs as int32 and float32
@@ -52,51 +51,121 @@ class Keeper(threading.Thread):
             self._loop.call_soon_threadsafe(lambda kept: [one.set_result(None) for _, one in kept], batch)
 
 
+class Reader(asyncio.Protocol):
+    """A connection whose messages are read one after the other; `body` holds what has come of one."""
+
+    def __init__(self, parser: Any) -> None:
+        self.parser = parser(self)
+        self.body = b""
+        self.whole = False
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport: asyncio.Transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.parser.feed_data(data)
+        self.read()
+
+    def on_body(self, part: bytes) -> None:
+        self.body += part
+
+    def on_message_complete(self) -> None:
+        self.whole = True
+
+    def read(self) -> None:
+        """As much has come as was read at once."""
+        raise NotImplementedError
+
+
 class Floor:
-    """The ASGI application."""
+    """Where calls go, and what keeps them."""
 
     def __init__(self, upstream: str, file: str) -> None:
-        self._upstream = upstream
-        self._keeper = Keeper(file)
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        self.host, self.port = urlsplit(upstream).hostname or "", urlsplit(upstream).port or 80
+        self.keeper = Keeper(file)
+        self.idle: list[Upstream] = []
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        body = b""
-        more = True
-        while more:
-            message = await receive()
-            body += message["body"]
-            more = message["more_body"]
-        _, way, path = scope["path"].split("/", 2)
-        headers = {"content-type": "application/json"}
-        async with self._session.post(f"{self._upstream}/{path}", data=body, headers=headers) as response:
-            if streamed := response.content_type == "text/event-stream":
-                await send(_start(response.content_type))
-                answer = b""
-                async for part in response.content.iter_any():
-                    answer += part
-                    await send({"type": "http.response.body", "body": part, "more_body": True})
-            else:
-                answer = await response.read()
-        kept = self._keeper.keep(body, answer[:KEPT])
-        if way == "captured":
-            await kept
-        if not streamed:
-            await send(_start(response.content_type, (b"content-length", b"%d" % len(answer))))
-        await send({"type": "http.response.body", "body": b"" if streamed else answer})
+    async def connected(self, caller: Caller) -> None:
+        made = await asyncio.get_running_loop().create_connection(lambda: Upstream(self), self.host, self.port)
+        made[1].ask(caller)
 
 
-def _start(content_type: str, *headers: tuple[bytes, bytes]) -> dict[str, Any]:
-    told = [(b"content-type", content_type.encode()), *headers]
-    return {"type": "http.response.start", "status": 200, "headers": told}
+class Caller(Reader):
+    """Asks one thing at a time."""
+
+    def __init__(self, floor: Floor) -> None:
+        super().__init__(httptools.HttpRequestParser)
+        self._floor = floor
+        self._target = b""
+
+    def on_url(self, url: bytes) -> None:
+        self._target = url
+
+    def read(self) -> None:
+        if not self.whole:
+            return
+        self.whole = False
+        if self._floor.idle:
+            self._floor.idle.pop().ask(self)
+        else:
+            self._connecting = asyncio.ensure_future(self._floor.connected(self))
+
+    @property
+    def request(self) -> bytes:
+        path = self._target.split(b"/", 2)[2]
+        head = b"POST /%b HTTP/1.1\r\nhost: upstream\r\ncontent-length: %d\r\n\r\n"
+        return head % (path, len(self.body)) + self.body
+
+    def answered(self, last: bytes, answer: bytes) -> None:
+        """Send the `last` bytes of an answer when it is kept."""
+        kept = self._floor.keeper.keep(self.body, answer[:KEPT])
+        self.body = b""
+        if self._target.startswith(b"/captured"):
+            kept.add_done_callback(lambda _: self.transport.write(last))
+        else:
+            self.transport.write(last)
+
+
+class Upstream(Reader):
+    """A connection to it, which is used again."""
+
+    def __init__(self, floor: Floor) -> None:
+        super().__init__(httptools.HttpResponseParser)
+        self._floor = floor
+        self._head = b""
+        self._sent = 0  # bytes of the body
+
+    def ask(self, caller: Caller) -> None:
+        self._caller, self.body, self.whole, self._sent = caller, b"", False, 0
+        self.transport.write(caller.request)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"content-type":
+            streamed = value.startswith(b"text/event-stream")
+            self._head = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n" % value
+            self._head += b"transfer-encoding: chunked\r\n\r\n" if streamed else b""
+            self._streamed = streamed
+
+    def read(self) -> None:
+        part, data = self.body[self._sent :], b""
+        if self._streamed and part:
+            data, self._head, self._sent = b"%b%x\r\n%b\r\n" % (self._head, len(part), part), b"", len(self.body)
+        if not self.whole:
+            self._caller.transport.write(data)
+            return
+        end = b"%bcontent-length: %d\r\n\r\n%b" % (self._head, len(self.body), self.body)
+        if self._streamed:
+            self._caller.transport.write(data)
+            end = b"0\r\n\r\n"
+        self._floor.idle.append(self)
+        self._caller.answered(end, self.body)
 
 
 async def main(upstream: str, file: str) -> None:
-    listening = socket.create_server(("127.0.0.1", 0), backlog=2048)
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    config = uvicorn.Config(Floor(upstream, file), http="httptools", ws="none", lifespan="off", log_config=None)
-    print(f"floor at http://127.0.0.1:{listening.getsockname()[1]}", flush=True)
-    await uvicorn.Server(config).serve([listening])
+    floor = Floor(upstream, file)
+    server = await asyncio.get_running_loop().create_server(lambda: Caller(floor), "127.0.0.1", 0, backlog=2048)
+    print(f"floor at http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
+    await server.serve_forever()
 
 
 if __name__ == "__main__":

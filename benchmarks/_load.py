@@ -6,10 +6,12 @@ They know HTTP/1.1 as far as a server here answers it, and nothing of what is in
 from __future__ import annotations
 
 import asyncio
+import itertools
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 
@@ -27,10 +29,13 @@ class Calls:
 
 
 class Caller(asyncio.Protocol):
-    """Sends `request` again and again: once now, and once more after each answer for which `go_on()` holds."""
+    """Sends requests in turn, again and again: one now, and one more after each answer for which `go_on()` holds.
 
-    def __init__(self, request: bytes, calls: Calls, go_on: Callable[[], bool]) -> None:
-        self._request = request
+    With `pause` it waits so many seconds after whatever it has read before it reads on."""
+
+    def __init__(self, requests: Sequence[bytes], calls: Calls, go_on: Callable[[], bool], pause: float) -> None:
+        self._requests = itertools.cycle(requests)
+        self._pause = pause
         self._calls = calls
         self._go_on = go_on
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -58,10 +63,13 @@ class Caller(asyncio.Protocol):
     def _send(self) -> None:
         self._first = 0.0
         self._sent = time.perf_counter()
-        self._transport.write(self._request)
+        self._transport.write(next(self._requests))
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
+        if self._pause:
+            self._transport.pause_reading()
+            asyncio.get_running_loop().call_later(self._pause, self._transport.resume_reading)
         received = self._received = self._received + data if self._received else data
         body = received.find(b"\r\n\r\n") + 4
         if body < 4 or len(received) == body:
@@ -99,12 +107,21 @@ def post(url: str, body: bytes, api_key: str = "none") -> bytes:
     return head.encode() + body
 
 
-async def connect(url: str, request: bytes, calls: Calls, go_on: Callable[[], bool] = lambda: False) -> Caller:
-    parts = urlsplit(url)
+Requests: TypeAlias = bytes | Sequence[bytes]
+"""What a caller sends: one request again and again, or several in turn."""
+
+
+async def connect(
+    url: str, requests: Requests, calls: Calls, go_on: Callable[[], bool] = lambda: False, pause: float = 0.0
+) -> Caller:
+    parts, several = urlsplit(url), [requests] if isinstance(requests, bytes) else requests
+    connection = socket.socket()
+    if pause:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # who reads slowly leaves it with the server
+    connection.setblocking(False)
     loop = asyncio.get_running_loop()
-    _, caller = await loop.create_connection(
-        lambda: Caller(request, calls, go_on), parts.hostname or "", parts.port or 80
-    )
+    await loop.sock_connect(connection, (parts.hostname, parts.port or 80))
+    _, caller = await loop.create_connection(lambda: Caller(several, calls, go_on, pause), sock=connection)
     return caller
 
 
@@ -124,13 +141,13 @@ async def call_for(seconds: float, url: str, requests: Sequence[bytes]) -> Calls
     return calls
 
 
-async def call_each(count: int, url: str, requests: Sequence[bytes]) -> Calls:
+async def call_each(count: int, url: str, requests: Sequence[Requests], pause: float = 0.0) -> Calls:
     """One caller for each request, all at once: it connects, which is part of the time, and makes `count` calls."""
     calls = Calls()
 
-    async def call(request: bytes) -> None:
+    async def call(request: Requests) -> None:
         further = iter(range(count - 1))
-        caller = await connect(url, request, calls, lambda: next(further, None) is not None)
+        caller = await connect(url, request, calls, lambda: next(further, None) is not None, pause)
         await caller.start()
         caller.close()
 

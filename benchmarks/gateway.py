@@ -1,11 +1,14 @@
 """What the gateway costs: calls per second with capture, added latency, streams, many calls at once, and memory.
 
-    python benchmarks/gateway.py [--rounds 5] [--seconds 3] [--soak CALLS] [--directory DIR] [--json FILE]
+    python benchmarks/gateway.py [--rounds 5] [--seconds 3] [--before WORKTREE] [--soak CALLS] [--directory DIR]
+
+With `--before` the gateway of another worktree is measured beside this one's, in turn, and the ratios are those of each
+round.
 
 The gateway (`agl server` as a user starts it) has one core for itself; this load generator and an upstream that answers
 like vLLM in no time share another. What they do without it in the same run, and the processes' shares of their cores,
 say whether they hold it up. Every captured call is attributed by its URL and key, and counted in the store afterwards.
-The floor beside it forwards bytes and keeps them in SQLite, with the same HTTP server and client, and no more.
+The floor beside it reads HTTP on bare sockets, forwards bytes and keeps them in SQLite, and no more.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import gc
 import json
 import math
 import os
+import sqlite3
 import statistics
 import subprocess
 import sys
@@ -24,14 +28,15 @@ import tempfile
 import time
 from array import array
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Generator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import aiohttp
 from _load import Calls, call_each, call_for, call_in_turn, connect, post
-from _upstream import EVENTS, LOGPROBS, PACES, PROMPT_TOKEN_IDS, TOKEN_IDS
+from _real_prompts import TURNS, Messages, conversation, history, screenshot
+from _upstream import LOGPROBS, PACES, PROMPT_TOKEN_IDS, TOKEN_IDS
 from store import Server, client_of, fsync_milliseconds, median
 
 from agentlightning.store.client import LightningStoreClient
@@ -43,9 +48,10 @@ OPEN_CALLS: Final = (32, 256, 1000)
 LATENCIES: Final = 500  # of each kind in a round
 CALLS_OF_AN_ATTEMPT: Final = 20  # in the soak
 TEXT: Final = "Find a flight to Oslo in May, compare the departures of three airlines and reserve a seat by the aisle. "
-MESSAGES: Final = [{"role": "system", "content": TEXT * 10}, {"role": "user", "content": TEXT * 10}]
+MESSAGES: Final[Messages] = [{"role": "system", "content": TEXT * 10}, {"role": "user", "content": TEXT * 10}]
 TELLING: Final = TEXT + '{"key": "PROJ-12", "token": "may"}, as ada@example.com wrote at https://example.com:8000/a@b. '
-TELLING_MESSAGES: Final = [{"role": "user", "content": TELLING * 10}]  # as long, and with what resembles secrets
+TELLING_MESSAGES: Final[Messages] = [{"role": "user", "content": TELLING * 10}]  # as long, and resembling secrets
+HISTORY, SCREENSHOT, CONVERSATION = history(), screenshot(), conversation()
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,7 @@ class World:
     floor: Server
     upstream: Server
     store: LightningStoreClient
+    directory: Path
 
     def cpu_seconds(self) -> dict[str, float]:
         """So far. Of the two servers, which share a core, only one is used at a time."""
@@ -68,12 +75,22 @@ class World:
     async def spans(self) -> int:
         return (await self.store.statistics())["spans"]
 
+    def stored_bytes(self) -> int:
+        """What is in the store's files. The log of writes is folded into the database from time to time."""
+        with contextlib.closing(sqlite3.connect(self.directory / "store.db")) as connection:
+            (pages,), (free,) = (
+                connection.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "freelist_count")
+            )
+            return 4096 * (pages - free)
+
 
 @contextlib.contextmanager
-def process(arguments: Sequence[str | Path], core: int, log: Path) -> Generator[Server]:
-    """A process that is kept to a core, as soon as it says where it listens."""
+def process(arguments: Sequence[str | Path], core: int, log: Path, root: Path = HERE.parent) -> Generator[Server]:
+    """A process of the package in `root` that is kept to a core, as soon as it says where it listens."""
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    command = [sys.executable, *arguments]
     with log.open("wb") as output:
-        running = subprocess.Popen([sys.executable, *arguments], stdout=output, stderr=output)
+        running = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=root)
     os.sched_setaffinity(running.pid, {core})
     try:
         while " at http" not in log.read_text():
@@ -86,13 +103,13 @@ def process(arguments: Sequence[str | Path], core: int, log: Path) -> Generator[
 
 
 @contextlib.asynccontextmanager
-async def world(directory: Path) -> AsyncGenerator[World]:
-    """All processes, and the upstream registered with the gateway once for each pace."""
+async def world(directory: Path, root: Path = HERE.parent) -> AsyncGenerator[World]:
+    """All processes, the gateway's from `root`, and the upstream registered with it once for each pace."""
     ours, others = CORES
     with contextlib.ExitStack() as stack:
         upstream = stack.enter_context(process([HERE / "_upstream.py"], others, directory / "upstream.log"))
         command = ["-m", "agentlightning.cli.main", "server", "--port", "0", "--store", directory / "store.db"]
-        gateway = stack.enter_context(process(command, ours, directory / "gateway.log"))
+        gateway = stack.enter_context(process(command, ours, directory / "gateway.log", root))
         command = [HERE / "_floor.py", upstream.url, directory / "floor.db"]
         floor = stack.enter_context(process(command, ours, directory / "floor.log"))
         os.sched_setaffinity(0, {others})
@@ -101,20 +118,15 @@ async def world(directory: Path) -> AsyncGenerator[World]:
                 url = f"{gateway.url}/api/v1/models/{pace}"
                 async with session.put(url, json={"base_url": f"{upstream.url}/{pace}/v1"}) as answer:
                     assert answer.status == 200, await answer.text()
-            yield World(gateway, floor, upstream, store)
+            yield World(gateway, floor, upstream, store, directory)
 
 
 # --- requests -----------------------------------------------------------------------------------------------------
 
 
-def body(pace: str, *, stream: bool, exact: bool = False, telling: bool = False) -> bytes:
-    """What an agent asks; `exact` as the gateway asks it of the upstream, `telling` with what resembles secrets."""
-    asked = {
-        "model": pace,
-        "messages": TELLING_MESSAGES if telling else MESSAGES,
-        "temperature": 1.0,
-        "max_tokens": 128,
-    }
+def body(pace: str, *, stream: bool, exact: bool = False, messages: Messages = MESSAGES) -> bytes:
+    """What an agent asks; `exact` as the gateway asks it of the upstream."""
+    asked = {"model": pace, "messages": messages, "temperature": 1.0, "max_tokens": 128}
     if stream:
         asked |= {"stream": True, "stream_options": {"include_usage": True}}
     if exact:
@@ -135,9 +147,11 @@ def unattributed(world: World, pace: str, *, stream: bool) -> bytes:
     return post(f"{world.gateway.url}/v1/chat/completions", body(pace, stream=stream))
 
 
-def attributed(world: World, rollout: AttemptedRollout, pace: str, *, stream: bool, telling: bool = False) -> bytes:
+def attributed(
+    world: World, rollout: AttemptedRollout, pace: str, *, stream: bool, messages: Messages = MESSAGES
+) -> bytes:
     path = f"rollout/{rollout.rollout_id}/attempt/{rollout.attempt.attempt_id}/v1/chat/completions"
-    return post(f"{world.gateway.url}/{path}", body(pace, stream=stream, telling=telling), rollout.api_key or "none")
+    return post(f"{world.gateway.url}/{path}", body(pace, stream=stream, messages=messages), rollout.api_key or "none")
 
 
 @contextlib.asynccontextmanager
@@ -196,15 +210,60 @@ async def settled(world: World) -> int:
 
 
 async def captured(
-    world: World, open_calls: int, seconds: float, pace: str = "at-once", *, stream: bool = False
+    world: World,
+    open_calls: int,
+    seconds: float,
+    pace: str = "at-once",
+    *,
+    stream: bool = False,
+    messages: Messages = MESSAGES,
 ) -> dict[str, float]:
     """So many attempts that call at once; AssertionError unless each call has left its span."""
     before = await settled(world)
     async with attempts(world.store, open_calls) as leased:
-        requests = [attributed(world, rollout, pace, stream=stream) for rollout in leased]
+        requests = [attributed(world, rollout, pace, stream=stream, messages=messages) for rollout in leased]
         figures = await measure(world, call_for(seconds, world.gateway.url, requests))
     stored = await world.spans() - before
     assert stored == figures["calls"], f"{figures['calls']} calls were answered, {stored} captured"
+    return figures
+
+
+async def conversations(world: World, rollouts: int = 32) -> dict[str, float]:
+    """As many agents at once whose turns each repeat the history, and what the store's files grow by for each call."""
+    before, size = await settled(world), world.stored_bytes()
+    async with attempts(world.store, rollouts) as leased:
+        requests = [
+            [attributed(world, rollout, "at-once", stream=False, messages=turn) for turn in CONVERSATION]
+            for rollout in leased
+        ]
+        figures = await measure(world, call_each(TURNS, world.gateway.url, requests))
+    assert await world.spans() - before == figures["calls"]
+    return {**figures, "stored kB per call": (world.stored_bytes() - size) / 1000 / figures["calls"]}
+
+
+async def slow_readers(world: World) -> dict[str, float]:
+    """A thousand streams at once, of clients that read 4 kB or so every tenth of a second."""
+    before, resident = await settled(world), resident_mb(world.gateway)
+    async with attempts(world.store, 1000) as leased:
+        requests = [attributed(world, rollout, "at-once", stream=True) for rollout in leased]
+        figures = await measure(world, call_each(1, world.gateway.url, requests, pause=0.1))
+    assert await world.spans() - before == 1000
+    return {**figures, "resident MB more": resident_mb(world.gateway) - resident}
+
+
+async def captures(world: World, seconds: float) -> dict[str, dict[str, float]]:
+    """Every kind of captured call."""
+    figures = {
+        f"whole, captured, {open_calls} open": await captured(world, open_calls, seconds) for open_calls in OPEN_CALLS
+    }
+    for name, messages in (("100 kB with keys and addresses", HISTORY), ("an image of 100 kB", SCREENSHOT)):
+        figures[f"whole, captured, 32 open, {name}"] = await captured(world, 32, seconds, messages=messages)
+    figures["whole, captured, 32 open, 30 turns"] = await conversations(world)
+    figures["streamed, captured, 32 open"] = await captured(world, 32, seconds, stream=True)
+    figures["streamed, captured, 32 open, a token each 5 ms"] = await captured(
+        world, 32, seconds, "typing", stream=True
+    )
+    figures["streamed, captured, 1000 slow readers"] = await slow_readers(world)
     return figures
 
 
@@ -216,20 +275,10 @@ async def throughput(world: World, seconds: float) -> dict[str, dict[str, float]
         kind = "streamed" if stream else "whole"
         requests = [direct(world, "at-once", stream=stream)] * 32
         figures[f"{kind}, direct, 32 open"] = await measure(world, call_for(seconds, world.upstream.url, requests))
-        if not stream:
-            requests = [floor(world, "captured", "at-once", stream=False)] * 32
-            figures["whole, floor, 32 open"] = await measure(world, call_for(seconds, world.floor.url, requests))
+        requests = [floor(world, "captured", "at-once", stream=stream)] * 32
+        figures[f"{kind}, floor, 32 open"] = await measure(world, call_for(seconds, world.floor.url, requests))
         requests = [unattributed(world, "at-once", stream=stream)] * 32
         figures[f"{kind}, queued, 32 open"] = await measure(world, call_for(seconds, world.gateway.url, requests))
-        for open_calls in OPEN_CALLS[: 1 if stream else None]:
-            name = f"{kind}, captured, {open_calls} open"
-            figures[name] = await captured(world, open_calls, seconds, stream=stream)
-    figures["streamed, captured, 32 open, a token each 5 ms"] = await captured(
-        world, 32, seconds, "typing", stream=True
-    )
-    for name, one in figures.items():
-        if name.startswith("streamed"):
-            one["server CPU us per event"] = 1000 * one["server CPU ms per call"] / EVENTS
     return figures
 
 
@@ -246,7 +295,7 @@ async def latency(world: World) -> dict[str, dict[str, float]]:
                 "captured": (world.gateway, attributed(world, rollout, pace, stream=stream)),
                 "captured, keys and addresses": (
                     world.gateway,
-                    attributed(world, rollout, pace, stream=stream, telling=True),
+                    attributed(world, rollout, pace, stream=stream, messages=TELLING_MESSAGES),
                 ),
                 "floor, queued": (world.floor, floor(world, "queued", pace, stream=stream)),
                 "floor, captured": (world.floor, floor(world, "captured", pace, stream=stream)),
@@ -328,19 +377,30 @@ async def run(arguments: argparse.Namespace) -> dict[str, dict[str, object]]:
     results: dict[str, dict[str, object]] = {}
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         if arguments.soak:
-            (Path(name) / "soak").mkdir()
-            async with world(Path(name) / "soak") as soaked:
+            async with world(made(Path(name) / "soak")) as soaked:
                 results["soak"] = await soak(soaked, arguments.soak)
-        async with world(Path(name)) as measured:
-            await check_capture(measured)
-            await captured(measured, 32, 1)  # warm
+        async with contextlib.AsyncExitStack() as stack:
+            measured = await stack.enter_async_context(world(made(Path(name) / "here")))
+            worlds = {"": measured}
+            if arguments.before is not None:
+                worlds["before: "] = await stack.enter_async_context(
+                    world(made(Path(name) / "before"), arguments.before)
+                )
+            for one in worlds.values():
+                await check_capture(one)
+                await captured(one, 32, 1)  # warm
             rounds: dict[str, list[dict[str, float]]] = defaultdict(list)
             for _ in range(arguments.rounds):
-                measures = await throughput(measured, arguments.seconds) | await latency(measured)
+                measures = await throughput(measured, arguments.seconds)
+                for which, one in worlds.items():
+                    found = await captures(one, arguments.seconds) | await latency(one)
+                    measures |= {which + part: figures for part, figures in found.items()}
                 measures["1,000 calls of 2 s"] = await slow_calls(measured)
                 for part, figures in measures.items():
                     rounds[part].append(figures)
             results |= {part: dict(median(several)) for part, several in rounds.items()}
+            if arguments.before is not None:
+                results |= gained(rounds)
             results["run"] = {
                 "rounds": arguments.rounds,
                 "fsync, ms": round(fsync_milliseconds(Path(name)), 3),
@@ -348,6 +408,22 @@ async def run(arguments: argparse.Namespace) -> dict[str, dict[str, object]]:
                 "spans stored, each of a call": await measured.spans(),
             }
     return results
+
+
+def made(directory: Path) -> Path:
+    directory.mkdir()
+    return directory
+
+
+def gained(rounds: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, dict[str, object]]:
+    """How many times the server's CPU a call took before, by kind: the median of the rounds' ratios."""
+    cpu, ratios = "server CPU ms per call", dict[str, dict[str, object]]()
+    for part, several in rounds.items():
+        if f"before: {part}" in rounds and cpu in several[0]:
+            pairs = zip(rounds[f"before: {part}"], several, strict=True)
+            ratio = statistics.median(before[cpu] / now[cpu] for before, now in pairs)
+            ratios[f"gained: {part}"] = {"CPU before / now": round(ratio, 3)}
+    return ratios
 
 
 def show(results: dict[str, dict[str, object]]) -> None:
@@ -366,6 +442,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measure of calls per second")
+    parser.add_argument(
+        "--before", type=Path, metavar="WORKTREE", help="of an earlier commit, measured beside this one"
+    )
     parser.add_argument("--soak", type=int, default=0, metavar="CALLS", help="captured, to see memory grow: 100000")
     parser.add_argument("--directory", help="where the temporary directory is made")
     parser.add_argument("--json", type=Path, default=HERE / "results" / "gateway.json")
