@@ -22,7 +22,7 @@ ROOM_LINES = {
     "data": 3_292,
     "runner": 3_213,
     "cli": 4_198,
-    "server": 4_020,
+    "server": 4_029,
     "tracing": 2_801,
     ".": 1_779,
     "engine": 1_297,
