@@ -30,6 +30,7 @@ SKIPPED = {
         r"sampler\.vllm|learner\.tinker": "a GPU's servers; tests/learner/test_servers.py, test_tinker.py",
         "^pip install": "tests/test_wheel.py",
     },
+    "docs/how-it-works.md": {"--explain": "of a rollout that trained; tests/cli/test_explain.py"},
     "docs/install.md": {"^make ": "`make smoke`", "^pip install": "tests/test_wheel.py"},
     "docs/agents.md": {
         "^# agent.py, of LangChain": "an excerpt of the file that the next command trains",
@@ -181,6 +182,8 @@ def run_page(name: str, laptop: tuple[Page, int], hub: Hub, folder: Path, monkey
         monkeypatch.setenv(variable, value)
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
+    for module in ("agent", "credit"):  # of another page, or of an example
+        monkeypatch.delitem(sys.modules, module, raising=False)
     exec(page.stand_in(f"import agentlightning as agl\n{NAMES.get(name, '')}"), page.names)
     try:
         for line in BEFORE.get(name, []):
@@ -189,8 +192,6 @@ def run_page(name: str, laptop: tuple[Page, int], hub: Hub, folder: Path, monkey
             page.run(block)
     finally:
         page.finish()
-    for module in ("agent", "credit"):
-        sys.modules.pop(module, None)
     assert not page.unused, f"no block of {name} matches any more: {page.unused}"
 
 

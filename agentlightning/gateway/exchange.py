@@ -104,9 +104,17 @@ class Exchange:
         if self._task is not None and not self.shielded:
             self._task.cancel()
 
+    @property
+    def announced(self) -> int | None:
+        """How many bytes the body is said to have. CallRefused (400) for what is no such number."""
+        length = self.headers.get("content-length")
+        if length is not None and not (length.isascii() and length.isdigit() and len(length) < 20):
+            raise CallRefused("content-length is no number of bytes", code="invalid_request")
+        return None if length is None else int(length)
+
     async def read(self, limit: int) -> bytes:
         """The request's whole body. CallRefused (413) above `limit` bytes."""
-        announced = int(self.headers.get("content-length") or 0)
+        announced = self.announced or 0
         while max(announced, len(self.body)) <= limit and self.more_body:
             if self._continues:
                 self._continues = False

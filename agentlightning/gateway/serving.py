@@ -148,7 +148,7 @@ class Serving:
 
     async def _body(self, exchange: Exchange) -> bytes:
         """Memory for a large body is had by those alone who may call."""
-        if int(exchange.headers.get("content-length") or _LARGE) >= _LARGE:
+        if exchange.announced is None or exchange.announced >= _LARGE:
             await self._calls.attributor.attribute(exchange.ids, exchange.headers)
         return await exchange.read(self._body_limit)
 

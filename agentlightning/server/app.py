@@ -52,22 +52,22 @@ def create_app(
     guarded: bool = False,
     longest_poll: float = LONGEST_POLL,
     readings: Sequence[Reading] = (),
+    keys: LightningStore | None = None,
 ) -> Starlette:
     """The application: health, metrics and description; the calls, events and page of an open `store`; the gateway.
 
     Without an `admin_key` only programs of this machine are answered. `guarded`: something around it asks for a key.
-    `body_limit` is in bytes, `rate_limit` in requests per second of a caller, `longest_poll` in seconds. The caller
-    closes the store."""
+    Limits are in bytes and in requests per second of a caller. Without a `store`, `keys` knows the callers."""
     protected = _is_protected(admin_key)
-    access: Access | None = None
+    access = _access(keys if store is None else store, admin_key)
     routes = health_routes(store)
     described: list[type[Call]] = []
     inner: list[Middleware] = []
     shown = list(readings)
     stops: list[Callable[[], None]] = []
-    if store is not None:
-        access, polls = Access(store, admin_key), LongPolls(longest_poll)
-        performed = _performed(store, Models(gateway) if gateway is not None and models is None else models)
+    if store is not None and access is not None:
+        polls = LongPolls(longest_poll)
+        performed = _performed(store, gateway, models)
         described = [kind for kinds, _ in performed for kind in kinds]
         performed.append(page_views(store, ModelTable() if gateway is None else gateway.models))
         inner.append(Middleware(Rest, access=access, polls=polls, body_limit=body_limit, performed=performed))
@@ -102,6 +102,10 @@ def create_app(
     return app
 
 
+def _access(keys: LightningStore | None, admin_key: str | None) -> Access | None:
+    return None if keys is None else Access(keys, admin_key)
+
+
 def _is_protected(admin_key: str | None) -> bool:
     if admin_key is not None and len(admin_key) < 8:
         raise ConfigError("the admin key is shorter than 8 characters; choose one that cannot be guessed")
@@ -113,12 +117,15 @@ def _limits(access: Access | None, rate_limit: float | None, body_limit: int) ->
     return {"rate": rate, "bodies": LargeBodies(body_limit) if access is not None and access.protected else None}
 
 
-def _performed(store: LightningStore, models: Models | None) -> list[tuple[Sequence[type[Call]], Perform]]:
+def _performed(
+    store: LightningStore, gateway: Gateway | None, models: Models | None
+) -> list[tuple[Sequence[type[Call]], Perform]]:
     """The calls of the store and those about the gateway's models, with what carries them out."""
     performed: list[tuple[Sequence[type[Call]], Perform]] = [
         (list(CALLS.values()), lambda call, caller: store.perform(call))
     ]
-    if models is not None:
+    if gateway is not None:
+        models = models or Models(gateway)
         performed.append((list(MODEL_CALLS), lambda call, caller: models.perform(call)))
     return performed
 

@@ -19,6 +19,8 @@ from agentlightning.gateway.attribution import api_key_of
 from agentlightning.store.keys import WORKER_PREFIX, claimed_attempt
 
 _LARGEST_PART: Final = 1 << 18  # bytes
+_TRIES: Final = 50
+_PAUSE: Final = 0.2  # seconds between them
 
 
 OWNER: Final = 0
@@ -48,8 +50,16 @@ class Place:
     def inbox(self, index: int) -> Path:
         return self._folder / str(index)
 
-    async def pass_on(self, connection: socket.socket, data: bytes, index: int) -> bool:
-        """Give a connection to process `index`, with `data` that was read from it; False where nobody is there."""
+    async def pass_on(self, connection: socket.socket, data: bytes, index: int) -> None:
+        """Give a connection to process `index`, with `data` that was read from it. It is closed if that process is not
+        there for a few seconds: a worker that died has been started again by then."""
+        with connection:
+            for _ in range(_TRIES):
+                if await self._passed_on(connection, data, index):
+                    return
+                await asyncio.sleep(_PAUSE)
+
+    async def _passed_on(self, connection: socket.socket, data: bytes, index: int) -> bool:
         loop = asyncio.get_running_loop()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sending:
             sending.setblocking(False)

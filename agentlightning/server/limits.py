@@ -95,7 +95,7 @@ class LargeBodies:
         if method in ("GET", "HEAD"):
             return 0
         length = headers.get("content-length", "")
-        size = min(int(length), self._limit) if length.isdigit() else self._limit
+        size = min(int(length), self._limit) if length.isdigit() and len(length) < 20 else self._limit
         return size if size > _SMALL else 0
 
     @asynccontextmanager

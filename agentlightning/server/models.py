@@ -204,6 +204,10 @@ class Models:
         return await asyncio.gather(*map(self._described, self._models))
 
     async def register(self, call: RegisterModel) -> ModelDescription:
+        return await self._described(await self.put(call))
+
+    async def put(self, call: RegisterModel) -> ModelEntry:
+        """Register a model, and do not ask its servers how they are."""
         entry = await asyncio.to_thread(entry_of, call)  # may read a tokenizer
         try:
             if call.check and call.trainable:
@@ -221,7 +225,7 @@ class Models:
             self._retire(entry)
             raise
         self._retire(replaced)
-        return await self._described(entry)
+        return entry
 
     async def remove(self, call: RemoveModel) -> None:
         async with self._changing:

@@ -72,19 +72,19 @@ class ServerProtocol(HttpToolsProtocol):
     """A connection. Its first request, and each that follows, is an LLM call or one of the application's.
 
     A request whose head does not end is refused: it would be gathered in memory, and copied again with each part. A
-    request that another process is to answer (`place`) takes its connection there, unless answers are still on their
-    way; `received` is what another process has read of one that it passed on."""
+    request that another process is to answer (`place`) takes its connection there. One that comes before the answer to
+    an earlier one cannot: the connection ends with that answer, and the client sends the request again. `received` is
+    what another process has read of a connection that it passed on."""
 
     _gathered = 0  # bytes since the last head, or part of a body, was complete
     answering: Exchange | None = None
     place: Place | None = None
     received: bytes = b""
-    take_back: Callable[[socket.socket, bytes], object] | None = None  # one that could not be passed on
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self._head = bytearray()  # of a request that may be passed on
-        self._in_body = self._whole_head = False
+        self._in_request = self._in_body = self._alone = self._whole_head = self._ends = False
         self._target: int | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -100,10 +100,12 @@ class ServerProtocol(HttpToolsProtocol):
         """Clients that ask for a websocket are answered; nothing is missing here."""
 
     def data_received(self, data: bytes) -> None:
+        if self._ends:
+            return
         self._gathered += len(data)
         if self.place is not None:
-            self._whole_head = not self._in_body
-            if self._whole_head:
+            self._alone = not self._in_request  # these bytes begin with a request, if one begins in them
+            if not self._in_body:
                 self._head += data
         super().data_received(data)
         if self._target is not None:
@@ -112,7 +114,13 @@ class ServerProtocol(HttpToolsProtocol):
         if self._gathered > _LONGEST_HEAD and not self.transport.is_closing():
             self.send_400_response("The head of the request is too long.")
 
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_request, self._whole_head = True, self._alone
+
     def on_headers_complete(self) -> None:
+        if self._ends or self._target is not None:
+            return
         self._gathered = 0
         parser: Any = self.parser
         method, path = parser.get_method().decode("ascii"), httptools.parse_url(self.url).path.decode("ascii")
@@ -149,40 +157,37 @@ class ServerProtocol(HttpToolsProtocol):
         self._in_body = True
         before: Any = self.cycle
         idle = before is None or before.response_complete
-        if self._whole_head and idle and not self.transport.get_write_buffer_size():
-            named = {name.decode("latin-1"): value.decode("latin-1") for name, value in self.headers}
-            target = OWNER if found is None else place.of_call(found.ids, named)
-            if target != place.index:
-                self._target = target
-        self._whole_head = False
-        if self._target is None:
-            self._head.clear()
-        return self._target is not None
+        named = {name.decode("latin-1"): value.decode("latin-1") for name, value in self.headers}
+        target = OWNER if found is None else place.of_call(found.ids, named)
+        if target != place.index and self._whole_head and idle and not self.transport.get_write_buffer_size():
+            self._target = target
+            return True
+        self._head.clear()
+        self._ends = target != place.index
+        if self._ends and idle:
+            self.transport.close()
+        elif self._ends and before is not None:
+            before.keep_alive = False
+        return self._ends
 
     def _pass_on(self, target: int) -> None:
         ours = self.transport.get_extra_info("socket")
         connection, data = socket.fromfd(ours.fileno(), ours.family, ours.type), bytes(self._head)
         self.transport.abort()  # this process has done with it; the connection goes on
 
-        async def pass_on(place: Place) -> None:
-            if not await place.pass_on(connection, data, target) and self.take_back is not None:
-                self.take_back(connection, data)
-            else:
-                connection.close()
-
         assert self.place is not None
-        task = asyncio.get_running_loop().create_task(pass_on(self.place))
+        task = asyncio.get_running_loop().create_task(self.place.pass_on(connection, data, target))
         self.server_state.tasks.add(task)
         task.add_done_callback(self.server_state.tasks.discard)
 
     def on_body(self, body: bytes) -> None:
         self._gathered = 0
-        if self._target is None:
+        if self._target is None and not self._ends:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._in_body = False
-        if self._target is None:
+        self._in_request = self._in_body = self._alone = False
+        if self._target is None and not self._ends:
             super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import functools
 import socket
 import ssl
 from collections.abc import Coroutine, Generator
@@ -120,21 +119,17 @@ class HttpServer:
     def _protocol(self, received: bytes = b"", **uvicorns: Any) -> ServerProtocol:
         connection = ServerProtocol(**uvicorns)
         connection.place, connection.received = self._place, received
-        connection.take_back = functools.partial(self._take, settled=True)
         return connection
 
-    def _take(self, connection: socket.socket, received: bytes, *, settled: bool = False) -> None:
-        """Go on with a connection of another process', or of this one's that could not be passed on (`settled`)."""
+    def _take(self, connection: socket.socket, received: bytes) -> None:
+        """Go on with a connection of another process, which has read this much of it."""
         server = self._server
         if server is None:
             connection.close()
             return
 
         def make() -> ServerProtocol:
-            state = server.server_state
-            made = self._protocol(received, config=server.config, server_state=state, app_state={})
-            made.place = None if settled else self._place
-            return made
+            return self._protocol(received, config=server.config, server_state=server.server_state, app_state={})
 
         async def connect() -> None:
             await asyncio.get_running_loop().connect_accepted_socket(make, connection)

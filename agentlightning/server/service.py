@@ -107,7 +107,7 @@ async def running_server(settings: ServerSettings) -> AsyncGenerator[Running]:
         stack.push_async_callback(gateway.close)
         models = Models(gateway, workers)
         for given in settings.registrations:
-            await models.register(given)
+            await models.put(given)
         app = create_app(
             store,
             gateway=gateway,

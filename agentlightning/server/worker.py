@@ -255,6 +255,7 @@ async def _run(descriptor: int) -> None:
         body_limit=settings.body_limit,
         rate_limit=settings.rate_limit,
         access_log=settings.access_log,
+        keys=worker.store,
     )
     place = Place(settings.index, settings.count, Path(settings.folder))
     async with HttpServer(app, host=settings.host, port=settings.port, place=place):

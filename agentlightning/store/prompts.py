@@ -10,6 +10,7 @@ columns; it does not know transactions.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -31,7 +32,7 @@ _IDS: Final = ""  # in place of an attribute's name
 _LEAST: Final = 256  # characters, or bytes, of a part that are worth a reference
 _LONGEST_CHAIN: Final = 256  # from a row to the one that is stored whole
 _BRANCHES: Final = 4  # of an attempt, each of which may go on
-_REMEMBERED: Final = 1 << 26  # characters and bytes
+_REMEMBERED: Final = 1 << 26  # bytes
 
 _Part: TypeAlias = str | bytes
 _counts: Final = msgspec.json.Decoder(dict[str, int])
@@ -51,7 +52,7 @@ class Prompt:
     def __init__(self, span_id: str, parts: Mapping[str, _Part]) -> None:
         self.span_id = span_id
         self.parts = parts
-        self.size = sum(map(len, parts.values()))
+        self.size = sum(map(sys.getsizeof, parts.values()))
         self.base: str | None = None
         self.goes_on = False
         self.chain = 0
@@ -89,7 +90,7 @@ class Prompts:
             kept.remove(one)
             self._size -= one.size
         self._of[key] = tuple(kept)
-        while self._size > _REMEMBERED and len(self._of) > 1:
+        while self._size > _REMEMBERED:
             self._size -= sum(one.size for one in self._of.popitem(last=False)[1])
 
     def prepare(self, spans: Sequence[Span | None]) -> list[Prepared]:

@@ -8,13 +8,9 @@ HIGHEST, TRIES = 64, 10
 QUESTION = f"Guess a number from 1 to {HIGHEST}"
 
 
-def hint(secret: int, said: int) -> str:
-    return "higher" if secret > said else "lower"
-
-
-def narrowed(low: int, high: int, said: int, told: str) -> tuple[int, int]:
-    """The numbers that are still possible after a hint."""
-    return (max(low, said + 1), high) if told == "higher" else (low, min(high, said - 1))
+def narrowed(low: int, high: int, said: int, secret: int) -> tuple[int, int]:
+    """The numbers that are left after a wrong guess."""
+    return (max(low, said + 1), high) if said < secret else (low, min(high, said - 1))
 
 
 @agl.rollout
@@ -31,7 +27,6 @@ async def guess(task: dict, llm: agl.LLM) -> float:
             return 0.0
         if int(said) == task["secret"]:
             return 1.0 - tried / TRIES
-        told = hint(task["secret"], int(said))
-        low, high = narrowed(low, high, int(said), told)
+        low, high = narrowed(low, high, int(said), task["secret"])
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"{low} to {high}"}]
     return 0.0

@@ -1,13 +1,13 @@
 """A tiny model for this example, so that nothing is downloaded. It begins with games that are played badly.
 
-A guess of these games heeds the hints half of the time, and even then it is any number that is still possible.
+Six guesses in ten are any of the numbers that are left; the others are any number at all.
 """
 
 from __future__ import annotations
 
 import random
 
-from agent import HIGHEST, QUESTION, TRIES, hint, narrowed
+from agent import HIGHEST, QUESTION, TRIES, narrowed
 
 from agentlightning.learner.warm_start import Policy, WarmStart, make_policy
 
@@ -32,7 +32,6 @@ def play(generator: random.Random) -> dict:
         messages.append({"role": "assistant", "content": str(said)})
         if said == secret:
             break
-        told = hint(secret, said)
-        low, high = narrowed(low, high, said, told)
+        low, high = narrowed(low, high, said, secret)
         messages.append({"role": "user", "content": f"{low} to {high}"})
     return {"messages": messages if messages[-1]["role"] == "assistant" else messages[:-1]}

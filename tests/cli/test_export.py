@@ -106,7 +106,7 @@ def test_rows_of_every_rollout_that_has_ended() -> None:
             ["--format", "sft", "--min-reward", "2"],
             "nothing was written: 3 rollouts give no conversations",
         ),
-        (["--format", "sft", "--run", "nobody's"], "there is no run called"),
+        (["--format", "sft", "--run", "nobody's"], "there is no run"),
         (["--format", "sft", "--agents", "("], "agents is '('"),
         (["--store", "agentlightning.sqlite", "--format", "sft", "--server", "http://127.0.0.1:1"], "choose the store"),
         (["--format", "dpo", "--best-of-group"], "--best-of-group goes with --format sft"),

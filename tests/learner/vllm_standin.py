@@ -16,20 +16,21 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httptools
 import torch
 import uvicorn
 from safetensors.torch import load_file
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Mount, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.routing import Route
 
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.learner.policy import load_policy
 from agentlightning.learner.serving import EmbeddedSampler, serve_policy
 from agentlightning.server.app import create_app
+from agentlightning.server.protocol import ServerProtocol
 from tests.gateway.world import serving
 
 
@@ -61,8 +62,9 @@ class Standin:
     def app(self, gateway: Gateway) -> Starlette:
         paths = ("/collective_rpc", "/reset_prefix_cache", "/pause", "/resume", "/update_weight_version")
         paths += ("/sleep", "/wake_up")
-        routes = [Route(path, self._control, methods=["POST"]) for path in paths]
-        return Starlette(routes=[*routes, Mount("/", create_app(None, gateway=gateway))])
+        app = create_app(None, gateway=gateway)
+        app.routes[:0] = [Route(path, self._control, methods=["POST"]) for path in paths]
+        return app
 
 
 @asynccontextmanager
@@ -73,38 +75,39 @@ async def standin(model: Path) -> AsyncIterator[tuple[str, Standin]]:
         stack.callback(server.sampler.service.close)
         gateway = Gateway(ModelTable([ModelEntry("theirs", server.sampler.backend)]))
         stack.push_async_callback(gateway.close)
-        yield await stack.enter_async_context(serving(server.app(gateway))), server
+        yield await stack.enter_async_context(serving(server.app(gateway), http=ServerProtocol)), server
 
 
-class Mortal:
-    """`app` in a process that ends itself, as `kill -9` does, at the request number `count` for `path`; with a file
-    `once` only where that is not there yet."""
+class Mortal(ServerProtocol):
+    """Connections of a process that ends itself, as `kill -9` does, at the request number `left` for `path`; with a
+    file `once` only where that is not there yet."""
 
-    def __init__(self, app: ASGIApp, path: str, count: int, once: str | None) -> None:
-        self._app, self._path, self._left = app, path, count
-        self._once = None if once is None else Path(once)
+    path = ""
+    left = 0
+    once: Path | None = None
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope.get("path") == self._path:
-            self._left -= 1
-            if self._left == 0:
+    def on_headers_complete(self) -> None:
+        if httptools.parse_url(self.url).path.decode() == Mortal.path:
+            Mortal.left -= 1
+            if Mortal.left == 0:
                 self._die()
-        await self._app(scope, receive, send)
+        super().on_headers_complete()
 
     def _die(self) -> None:
-        if self._once is None or not self._once.exists():
-            if self._once is not None:
-                self._once.touch()
+        if self.once is None or not self.once.exists():
+            if self.once is not None:
+                self.once.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 async def main(model: str, where: dict[str, Any]) -> None:
     """Serve until killed. The variable STANDIN_DIES is a path and a number, and a file where it is to happen once."""
     server = Standin(Path(model))
-    app: ASGIApp = server.app(Gateway(ModelTable([ModelEntry("theirs", server.sampler.backend)])))
+    app = server.app(Gateway(ModelTable([ModelEntry("theirs", server.sampler.backend)])))
     if dies := os.environ.get("STANDIN_DIES", "").split():
-        app = Mortal(app, dies[0], int(dies[1]), dies[2] if len(dies) > 2 else None)
-    await uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off", **where)).serve()
+        Mortal.path, Mortal.left = dies[0], int(dies[1])
+        Mortal.once = Path(dies[2]) if len(dies) > 2 else None
+    await uvicorn.Server(uvicorn.Config(app, http=Mortal, log_level="error", lifespan="off", **where)).serve()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 from collections import Counter
@@ -11,12 +12,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
 
 from agentlightning import semconv
 from agentlightning.errors import ConfigError, InvalidError
+from agentlightning.server.handover import OWNER, Place
 from agentlightning.server.models import HoldModel, ListModels, RegisterModel, ReleaseModel, RemoveModel, UpdateModel
 from agentlightning.server.service import Running, ServerSettings, running_server
 from agentlightning.store.client import LightningStoreClient
@@ -227,6 +230,65 @@ async def test_spans_are_redacted_by_whoever_answers(tmp_path, upstream):
             assert (await http.post(path_of(begun), json=said, headers=headers_of(begun))).status == 200
         (span,) = await calls_of(client, begun)
         assert span.name == "quiet" and "sk-abc" not in str(span) and span.tokens is not None
+
+
+async def test_a_request_that_another_process_answers_is_not_answered_behind_another(tmp_path, upstream):
+    def request(line: str, key: str = KEY, body: dict[str, Any] | None = None) -> bytes:
+        data = json.dumps(body).encode() if body else b""
+        return f"{line} HTTP/1.1\r\nauthorization: Bearer {key}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data
+
+    async with serving(tmp_path, upstream) as (running, client):
+        address = urlsplit(running.url)
+
+        async def ask(*parts: bytes) -> tuple[bytes, bool]:
+            """What is answered to parts that come apart, and whether the connection ends then."""
+            reader, writer = await asyncio.open_connection(address.hostname, address.port)
+            for part in parts:
+                writer.write(part)
+                await asyncio.sleep(0.2)
+            try:
+                return await asyncio.wait_for(reader.read(), 1), True
+            except TimeoutError:
+                return b"", False
+            finally:
+                writer.close()
+
+        begun = [await client.start_rollout({"n": n}) for n in range(6)]
+        place = Place(OWNER, 2, tmp_path)
+        own, other = (next(one for one in begun if place.of_call(None, headers_of(one)) == index) for index in (1, 2))
+        calls = [request("POST /v1/chat/completions", one.api_key, asking()) for one in (own, other)]
+        assert await ask(calls[1]) == (b"", False)  # its worker numbers its calls from here on
+        for _ in range(2):
+            for behind in (calls[1], request("GET /api/v1/statistics"), request("GET /metrics", "nobody")):
+                answered, ended = await ask(calls[0] + behind)
+                assert ended and answered.count(b"HTTP/1.1 ") == 1 and answered.startswith(b"HTTP/1.1 200 ")
+            answered, ended = await ask(calls[0] + calls[1][:40], calls[1][40:])
+            assert ended and answered.count(b"HTTP/1.1 ") == 1 and answered.startswith(b"HTTP/1.1 200 ")
+            assert await ask(calls[1][:40], calls[1][40:]) == (b"", False)
+            assert await ask(calls[1] * 2) == (b"", False)
+        indices = [span.attributes[semconv.CALL_INDEX] for span in await calls_of(client, other)]
+        assert sorted(indices) == list(range(7))
+
+
+async def test_workers_know_sessions_of_browsers_and_limit_each_key(tmp_path, upstream):
+    async with serving(tmp_path, upstream, rate_limit=10) as (running, client):
+        begun = [await client.start_rollout({"n": n}) for n in range(10)]
+
+        def one_connection_each() -> aiohttp.TCPConnector:
+            return aiohttp.TCPConnector(force_close=True)
+
+        jar = aiohttp.CookieJar(unsafe=True)
+        async with aiohttp.ClientSession(running.url, connector=one_connection_each(), cookie_jar=jar) as browser:
+            await browser.post("/api/v1/dashboard/session", json={"key": KEY})
+            said = [(await browser.post("/v1/chat/completions", json=asking())).status for _ in range(6)]
+            assert Counter(said) == {200: 6}
+        async with aiohttp.ClientSession(running.url, connector=one_connection_each()) as http:
+            of_all = [
+                (await http.post(path_of(one), json=asking(), headers=headers_of(one))).status
+                for _ in range(5)
+                for one in begun
+            ]
+            assert Counter(of_all) == {200: 50}  # five of each; an address has twenty
 
 
 async def test_what_workers_cannot_share_is_refused(tmp_path, upstream):
