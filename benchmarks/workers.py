@@ -64,7 +64,7 @@ async def measure(workers: int, seconds: float) -> dict[str, float]:
             url = f"{owner.url}/api/v1/models/at-once"
             async with session.put(url, json={"base_url": f"{upstream.url}/at-once/v1"}) as answer:
                 assert answer.status == 200, await answer.text()
-            world = World(owner, owner, upstream, store)
+            world = World(owner, owner, upstream, store, directory)
             async with attempts(store, OPEN_CALLS) as leased:
                 requests = [attributed(world, rollout, "at-once", stream=False) for rollout in leased]
                 await call_for(1.0, owner.url, requests)
