@@ -30,7 +30,7 @@ SKIPPED = {
         r"sampler\.vllm|learner\.tinker": "a GPU's servers; tests/learner/test_servers.py, test_tinker.py",
         "^pip install": "tests/test_wheel.py",
     },
-    "docs/how-it-works.md": {"--explain": "of a rollout that trained; tests/cli/test_explain.py"},
+    "docs/how-it-works.md": {"--explain": "of a rollout that trained; tests/cli/test_token_path.py"},
     "docs/install.md": {"^make ": "`make smoke`", "^pip install": "tests/test_wheel.py"},
     "docs/agents.md": {
         "^# agent.py, of LangChain": "an excerpt of the file that the next command trains",

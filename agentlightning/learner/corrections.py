@@ -20,7 +20,7 @@ from agentlightning.data.aggregation import Tokens
 from agentlightning.data.references import function_name, mark_of, read_function
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.transitions import FloatArray
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner.losses import KLEstimator, Old, kl, over_transitions
 from agentlightning.learner.objective import Totals
 
@@ -165,6 +165,9 @@ class Corrections:
         weights, kept, masked = logprobs[0].new_ones(len(transitions)), transitions >= 0, dict[str, float]()
         for name, function in self.functions:
             own, keeps = function(*logprobs, transitions)
+            used = own[keeps]
+            if not bool(used.isfinite().all() and (used >= 0).all()):
+                raise TrainingError(f"correction {name} gave a weight that is negative or not finite; leave it out")
             weights, kept = weights * own, kept & keeps
             label = name if f"masked/{name}" not in masked else f"{name}-{len(masked) + 1}"
             masked[f"masked/{label}"] = 1 - float(keeps.float().mean()) if len(keeps) else 0.0

@@ -145,6 +145,7 @@ class Worker:
     def __init__(self, settings: Settings, pipe: Pipe) -> None:
         self._pipe = pipe
         self._told: Report | None = None
+        self._closing: set[asyncio.Task[None]] = set()
         self._obeying = asyncio.Lock()  # what the owner says is carried out in its order
         hook = load_reference(settings.hook) if settings.hook else None
         self.store = PipedStore(pipe, redaction(settings.capture, hook))
@@ -169,9 +170,9 @@ class Worker:
                     replaced = self.gateway.models.put(entry)
                     if replaced is not None:
                         keep_versions(replaced, entry)
-                    await _close(replaced)
+                    self._retire(replaced)
                 case "remove":
-                    await _close(self.gateway.models.remove(_read(content, str)))
+                    self._retire(self.gateway.models.remove(_read(content, str)))
                 case "versions":
                     self._set_versions(_read(content, Versions))
                 case "hold":
@@ -207,6 +208,13 @@ class Worker:
             self._told = report
             self._pipe.tell("report", report)
 
+    def _retire(self, entry: ModelEntry | None) -> None:
+        """Close a backend that no call is routed to any more. What the owner says meanwhile does not wait for it."""
+        if entry is not None:
+            closing = asyncio.create_task(entry.backend.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
     def _hold(self, hold: Hold) -> None:
         self.gateway.hold_gates(map(self.gateway.models.gate, hold.names), hold.holder, hold.seconds)
 
@@ -219,11 +227,6 @@ class Worker:
 
 def _read(content: msgspec.Raw, kind: Any) -> Any:
     return msgspec.msgpack.decode(content, type=kind)
-
-
-async def _close(entry: ModelEntry | None) -> None:
-    if entry is not None:
-        await entry.backend.close()
 
 
 async def _run(descriptor: int) -> None:

@@ -29,7 +29,7 @@ from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.gateway.request import MOST_PARTS
-from agentlightning.types import RolloutConfig
+from agentlightning.store.sql import SqlStore
 from tests.gateway.full_requests import FULL_REQUESTS, requests
 from tests.gateway.talker import PLAIN, make_talker, user
 from tests.gateway.upstream import DONE, chunk
@@ -74,8 +74,11 @@ async def everything() -> AsyncIterator[World]:
             ModelEntry(kind, HttpBackend(f"{url}/v1", kind=kind), trainable=False, train=None, val=None)
             for kind in ("openai", "anthropic")
         ]
-        async with fronting(*entries) as front:
+        # Nothing renews the lease of its attempt, however long this file takes.
+        store = await SqlStore.open(":memory:", lease_seconds=3600.0)
+        async with fronting(*entries, store=store) as front:
             yield front
+        await store.close()
 
 
 class Caller:
@@ -97,8 +100,7 @@ class Caller:
 @pytest.fixture(scope="module")
 def attempt_url() -> Iterator[str]:
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(everything()) as built:
-        patient = RolloutConfig(unresponsive_seconds=3600.0)  # nothing beats for it, however long this file takes
-        attempted = portal.call(partial(built.attempt, "test", config=patient))
+        attempted = portal.call(partial(built.attempt, "test"))
         yield f"{built.url}/rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}"
 
 

@@ -14,7 +14,7 @@ import torch
 import agentlightning as agl
 from agentlightning.algorithm.rl.policies import optimiser_steps
 from agentlightning.data.sequences import TrainingSequence
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner import losses
 from agentlightning.learner.corrections import Corrections, corrected, correction, prepare
 from agentlightning.learner.losses import Loss
@@ -252,3 +252,19 @@ def test_what_cannot_be_meant_is_refused(settings: dict[str, Any], why: str) -> 
 def test_what_imitates_has_nothing_to_correct() -> None:
     with pytest.raises(ConfigError, match="leave correction out"):
         agl.SFT(correction={"name": "bound", "high": 1.0})
+
+
+def test_a_weight_that_is_no_number_ends_the_step_by_name() -> None:
+    def divides(behaviour: Any, proximal: Any, present: Any, transitions: Any) -> tuple[Any, Any]:
+        weights = 1 / (proximal + 0.25)
+        return weights.abs(), weights < math.inf
+
+    def odd(behaviour: Any, proximal: Any, present: Any, transitions: Any) -> tuple[Any, Any]:
+        return 1 / (proximal + 0.25).abs(), proximal < 1
+
+    logprobs = torch.tensor([-0.25, -1.0])
+    masking = Corrections.read([divides], "proximal")
+    weights, kept, _ = masking.of(logprobs, logprobs, logprobs, transitions=torch.tensor([0, 0]))
+    assert kept.tolist() == [False, True] and weights[1].isfinite()
+    with pytest.raises(TrainingError, match="odd gave a weight that is negative or not finite"):
+        Corrections.read([odd], "proximal").of(logprobs, logprobs, logprobs, transitions=torch.tensor([0, 0]))

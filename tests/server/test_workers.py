@@ -175,6 +175,14 @@ async def test_models_are_held_released_updated_and_changed_in_every_worker(tmp_
             await idle
             assert await asyncio.gather(*asked) == [200] * 6
 
+            upstream.hold()
+            asked = [asyncio.create_task(ask(one)) for one in begun]
+            await until(lambda: _true(upstream.running == 6))
+            async with asyncio.timeout(20):  # a model is replaced while its calls are answered
+                await client.perform(RegisterModel(name="m", base_url=upstream.url, check=False, train=None, val=None))
+            upstream.release()
+            assert await asyncio.gather(*asked) == [200] * 6
+
             await client.perform(RegisterModel(name="other", base_url=upstream.url, check=False))
             await client.perform(RemoveModel(name="m"))
             body = asking() | {"model": "other"}
