@@ -165,8 +165,7 @@ class Corrections:
         weights, kept, masked = logprobs[0].new_ones(len(transitions)), transitions >= 0, dict[str, float]()
         for name, function in self.functions:
             own, keeps = function(*logprobs, transitions)
-            used = own[keeps]
-            if not bool(used.isfinite().all() and (used >= 0).all()):
+            if not bool(((own >= 0) & own.isfinite())[keeps].all()):
                 raise TrainingError(f"correction {name} gave a weight that is negative or not finite; leave it out")
             weights, kept = weights * own, kept & keeps
             label = name if f"masked/{name}" not in masked else f"{name}-{len(masked) + 1}"
@@ -176,14 +175,13 @@ class Corrections:
 
 def _try(name: str, function: CorrectionFunction) -> None:
     """ConfigError unless it gives, for five tokens in two transitions, a finite weight and a bool of each."""
-    from torch import bool as boolean
-    from torch import tensor
+    import torch
 
-    behaviour, proximal = tensor([-0.5, -1.0, -2.0, -0.1, -0.7]), tensor([-0.6, -1.0, -1.5, -0.2, -0.7])
+    behaviour = torch.tensor([-0.5, -1.0, -2.0, -0.1, -0.7])
     try:
-        weights, kept = function(behaviour, proximal, proximal, tensor([0, 0, 0, 1, 1]))
-        fits = tuple(weights.shape) == (5,) == tuple(kept.shape) and kept.dtype == boolean
-        fits = fits and bool(weights.isfinite().all() and (weights >= 0).all())
+        weights, kept = function(behaviour, behaviour - 0.1, behaviour - 0.1, torch.tensor([0, 0, 0, 1, 1]))
+        fits = tuple(weights.shape) == (5,) == tuple(kept.shape) and kept.dtype == torch.bool
+        fits = fits and bool(((weights >= 0) & weights.isfinite()).all())
     except ConfigError:
         raise
     except Exception as error:
@@ -203,8 +201,7 @@ def _try(name: str, function: CorrectionFunction) -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A sequence, and the log-probabilities of its sampled tokens, float32[N], by the weights at the start of the
-    step."""
+    """A sequence, and the log-probabilities of its sampled tokens, float32[N], by the weights before the step."""
 
     sequence: TrainingSequence
     proximal: FloatArray

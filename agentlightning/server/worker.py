@@ -111,16 +111,14 @@ class PipedStore(LightningStore):
             return await self._latest_attempt(call)
         if call.method == "store_spans":
             spans: list[Span] = getattr(call, "spans")  # noqa: B009 - it has this field
-            kept = await asyncio.to_thread(self._redacted, spans) if larger(spans, LARGE) else self._redacted(spans)
+            large = larger(spans, LARGE)
+            kept = await asyncio.to_thread(list, map(self._redact, spans)) if large else list(map(self._redact, spans))
             numbers = iter(await self._ask("store_redacted", [span for span in kept if span is not None], list[int]))
             return [0 if span is None else next(numbers) for span in kept]
         return await self._ask(call.method, call, call.returns)
 
     async def close(self) -> None:
         """The pipe is closed by whoever made it."""
-
-    def _redacted(self, spans: list[Span]) -> list[Span | None]:
-        return [self._redact(span) for span in spans]
 
     async def _latest_attempt(self, call: Call) -> Attempt | None:
         rollout_id: str = getattr(call, "rollout_id")  # noqa: B009 - it has this field
@@ -144,7 +142,6 @@ class Worker:
 
     def __init__(self, settings: Settings, pipe: Pipe) -> None:
         self._pipe = pipe
-        self._told: Report | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._obeying = asyncio.Lock()  # what the owner says is carried out in its order
         hook = load_reference(settings.hook) if settings.hook else None
@@ -189,13 +186,16 @@ class Worker:
 
     async def report(self) -> None:
         """Tell the owner, again and again, what has become of calls."""
+        told = None
         while True:
-            self.tell_report()
+            if (report := self.report_now()) != told:
+                self._pipe.tell("report", report)
+                told = report
             await asyncio.sleep(_REPORT_SECONDS)
 
-    def tell_report(self) -> None:
+    def report_now(self) -> Report:
         counted = self.gateway.statistics
-        report = Report(
+        return Report(
             calls=[(model, outcome, count) for (model, outcome), count in counted.calls.items()],
             untrainable=dict(counted.untrainable),
             undelivered=counted.undelivered,
@@ -204,9 +204,6 @@ class Worker:
             shed=self.gateway.shed,
             gates={gate.name: (gate.running, gate.waiting) for gate in self.gateway.models.gates()},
         )
-        if report != self._told:
-            self._told = report
-            self._pipe.tell("report", report)
 
     def _retire(self, entry: ModelEntry | None) -> None:
         """Close a backend that no call is routed to any more. What the owner says meanwhile does not wait for it."""
@@ -267,9 +264,8 @@ async def _run(descriptor: int) -> None:
         ends = [asyncio.create_task(one.wait()) for one in (stop, pipe.closed)]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     await worker.gateway.close()
-    worker.tell_report()
     reporting.cancel()
-    await pipe.ask("end")  # everything before it has arrived
+    await pipe.ask("report", worker.report_now())  # everything before it has arrived
 
 
 def main() -> None:

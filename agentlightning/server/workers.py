@@ -128,8 +128,6 @@ class Workers:
         """Carry out what a worker asks of the store."""
         if name == "store_redacted":
             return await self._store.store_redacted(_spans.decode(content))
-        if name == "end":
-            return None
         if name == "report":
             self.reports[index] = msgspec.msgpack.decode(content, type=Report)
             return None
