@@ -84,13 +84,16 @@ class World:
 
 
 @contextlib.contextmanager
-def process(arguments: Sequence[str | Path], core: int, log: Path, root: Path = HERE.parent) -> Generator[Server]:
-    """A process of the package in `root` that is kept to a core, as soon as it says where it listens."""
+def process(
+    arguments: Sequence[str | Path], core: int | None, log: Path, root: Path = HERE.parent
+) -> Generator[Server]:
+    """A process of the package in `root`, kept to a core if one is given, as soon as it says where it listens."""
     environment = {**os.environ, "PYTHONPATH": str(root)}
     command = [sys.executable, *arguments]
     with log.open("wb") as output:
         running = subprocess.Popen(command, stdout=output, stderr=output, env=environment, cwd=root)
-    os.sched_setaffinity(running.pid, {core})
+    if core is not None:
+        os.sched_setaffinity(running.pid, {core})
     try:
         while " at http" not in log.read_text():
             assert running.poll() is None, log.read_text()

@@ -16,11 +16,7 @@ import asyncio
 import contextlib
 import json
 import os
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -33,23 +29,6 @@ COUNTS: Final = (0, 1, 2, 4)
 OPEN_CALLS: Final = 64
 
 
-@contextlib.contextmanager
-def server(directory: Path, workers: int) -> Iterator[Server]:
-    """`agl server` on whatever core is free."""
-    log = directory / "server.log"
-    command = [sys.executable, "-m", "agentlightning.cli.main", "server", "--port", "0", "--workers", str(workers)]
-    with log.open("wb") as output:
-        running = subprocess.Popen([*command, "--store", directory / "store.db"], stdout=output, stderr=output)
-    try:
-        while " at http" not in log.read_text():
-            assert running.poll() is None, log.read_text()
-            time.sleep(0.05)
-        yield Server(log.read_text().split(" at ")[1].split()[0], running.pid)
-    finally:
-        running.terminate()
-        running.wait()
-
-
 def workers_of(owner: Server) -> list[Server]:
     children = Path(f"/proc/{owner.pid}/task/{owner.pid}/children").read_text().split()
     return [Server("", int(pid)) for pid in children]
@@ -59,7 +38,9 @@ async def measure(workers: int, seconds: float) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         directory = Path(name)
         upstream = stack.enter_context(process([HERE / "_upstream.py"], max(os.sched_getaffinity(0)), directory / "up"))
-        owner = stack.enter_context(server(directory, workers))
+        command = ["-m", "agentlightning.cli.main", "server", "--port", "0", "--store", directory / "store.db"]
+        command += ["--workers", str(workers)]
+        owner = stack.enter_context(process(command, None, directory / "owner"))
         async with client_of(owner) as store, aiohttp.ClientSession() as session:
             url = f"{owner.url}/api/v1/models/at-once"
             async with session.put(url, json={"base_url": f"{upstream.url}/at-once/v1"}) as answer:
