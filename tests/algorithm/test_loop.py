@@ -100,22 +100,6 @@ def test_a_checkpoint_that_was_being_written_when_the_process_died_does_not_coun
     assert not half.exists()
 
 
-def test_the_best_checkpoint_is_replaced_as_a_whole(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    learner = Weights()
-    for reward in (0.1, 0.7):
-        learner.text = f"reward {reward}"
-        checkpoints.save_best(learner, LoopState(step=1, best_reward=reward))  # type: ignore[arg-type]
-    assert (tmp_path / "best" / "weights").read_text() == "reward 0.7"
-    assert [path.name for path in tmp_path.iterdir()] == ["best"]
-
-
-def test_a_checkpoint_that_cannot_be_written_says_so(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot write checkpoint"):
-        Checkpoints(tmp_path / "file").save(Weights(), LoopState(step=1))  # type: ignore[arg-type]
-
-
 def test_a_directory_serves_one_process_at_a_time(tmp_path: Path) -> None:
     with (
         run_directory(tmp_path / "run", "grpo", named=True, resume=False),
