@@ -20,9 +20,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.learner import losses
 from agentlightning.learner.losses import Loss
 from agentlightning.types import Rollout
-from tests.learner.test_torch import batch, conversation, gradient, learner, relative, tokenizer
-
-__all__ = ["tokenizer"]
+from tests.learner.test_torch import batch, conversation, gradient, learner, relative
 
 
 @losses.loss(tokens=True)
