@@ -15,8 +15,6 @@ import pytest
 
 from agentlightning.datasets.annotations import annotation_of
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.chat.template import ChatTemplate
-from agentlightning.gateway.chat.token_backend import TokenBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.server import dashboard
 from agentlightning.server.app import create_app
@@ -25,7 +23,6 @@ from agentlightning.server.serve import HttpServer
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import EnqueueRolloutRequest, Metrics, Rollout
 from tests.data.recordings import SYSTEM, asks_for, call, reward, says, tool_says
-from tests.gateway.talker import make_talker
 from tests.gateway.world import talking
 
 pytestmark = pytest.mark.anyio
@@ -276,9 +273,8 @@ async def test_tokens_are_those_that_were_sampled(place):
 
 
 async def test_a_model_of_this_process_says_which_weights_it_answers_with(place):
-    async with talking() as (_, service):
+    async with talking() as (backend, service):
         await service.update_weights(4)
-        backend = TokenBackend(ChatTemplate.from_pretrained(make_talker().tokenizer), service, name="embedded")
         place.models.put(ModelEntry("policy", backend))
         [model] = await place.ask("GET", "/api/v1/models")
     assert (model["name"], model["policy_version"]) == ("policy", 4)
