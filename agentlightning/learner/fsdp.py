@@ -41,7 +41,7 @@ _LAST_WORDS_SECONDS: Final = 1.0
 
 @dataclass(frozen=True)
 class Settings:
-    """The first message to each process: the model's directory or id, and how to train it. Layers compute in `dtype`."""
+    """The first message to each process: the model's directory or id, and how to train it, with layers in `dtype`."""
 
     model: str
     optimizer: AdamW

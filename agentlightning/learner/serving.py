@@ -122,7 +122,7 @@ def _bring_up_to_date(model: PreTrainedModel, policy: Policy) -> None:
 
 
 def engine_size(model: PreTrainedModel, concurrency: int, max_sequence_length: int | None) -> tuple[int, int]:
-    """Slots and sequence length of the engine that `serve_policy` starts; ConfigError if longer than the model allows."""
+    """Slots and sequence length of the engine of `serve_policy`; ConfigError if longer than the model allows."""
     own = int(getattr(model.config.get_text_config(), "max_position_embeddings", 4096))
     length = max_sequence_length or min(own, 4096)
     if length > own:

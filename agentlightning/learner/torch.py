@@ -215,7 +215,7 @@ class TorchLearner:
         return [replace(sequence, tree=False) for sequence in batch]
 
     def _trusts_forests(self, batch: Sequence[TrainingSequence]) -> bool:
-        """Whether forests give this model the results of separate sequences: tested once, on two sequences that branch."""
+        """Whether forests give the same results as separate sequences: tested once, on two sequences that branch."""
         if self._forests_are_exact is None:
             reason = unsupported(self.model)
             if reason is None:
