@@ -114,7 +114,7 @@ async def critique(
 
 
 async def edit(model: OptimizerModel, name: str, original: PromptTemplate, critique: str) -> PromptTemplate:
-    """`original` changed according to the critique. An unusable answer is returned once with the reason; then Rejected."""
+    """`original` changed according to the critique. An unusable answer is sent back once, with the reason."""
     kept = ", ".join(f"{value!r}" for value in sorted(placeholders(original)))
     rule = (
         f"It is a template ({original.engine}): keep its placeholders exactly ({kept or 'there are none'}), add none."

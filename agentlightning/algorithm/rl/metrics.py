@@ -111,7 +111,7 @@ class Usage:
 def speed_metrics(
     metrics: Mapping[str, float], waited: float, learned: float, engines: Usage, *, overlaps: bool
 ) -> dict[str, float]:
-    """For a step with these `metrics`, given the seconds it waited for rollouts and learned, concurrently or in turn."""
+    """For a step with these `metrics`, given its seconds of waiting for rollouts and of learning."""
     total = waited + learned
     took = total if overlaps else waited
     computed = sum(value for name, value in metrics.items() if name.rpartition("/")[2] == "tokens_computed")
