@@ -231,9 +231,11 @@ def _weighed(sequence: TrainingSequence, chain: Sequence[CreditedTransition]) ->
 
 
 def weighed(
-    calls: Sequence[CreditedTransition], weigh: Callable[[Sequence[Transition]], Iterable[Any]]
-) -> list[CreditedTransition]:
+    calls: Sequence[CreditedTransition], weigh: Callable[[Sequence[Transition]], Iterable[Any]] | None
+) -> Sequence[CreditedTransition]:
     """A rollout's calls with the token weights that `weigh` returns for each. ConfigError if some are missing."""
+    if weigh is None or not calls:
+        return calls
     found = [np.asarray(one, np.float32) for one in weigh([item.transition for item in calls])]
     if len(found) != len(calls):
         raise ConfigError(f"token_weights must give an array for each of {len(calls)} calls, and gave {len(found)}")

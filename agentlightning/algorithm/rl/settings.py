@@ -9,9 +9,9 @@ from __future__ import annotations
 import abc
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, cast, get_args
 
 import msgspec
 import numpy as np
@@ -252,34 +252,25 @@ class RLSettings(metaclass=_Tried):
     def credited(
         self, groups: Sequence[RewardedGroup], values: Sequence[FloatArray] | None = None
     ) -> list[list[list[CreditedTransition]]]:
-        """The result of `advantages` or, with a critic's `values`, of `advantages_with_values`. ConfigError unless it
-        has a list for each rollout of each group, with transitions that have a finite float per sampled token."""
+        """The result of `advantages`, which gets a critic's `values` if there are any. ConfigError unless it has a list
+        for each rollout of each group, with transitions that have a finite float per sampled token."""
         if not groups:
             return []
-        by = f"{type(self).__name__}.{'advantages' if values is None else 'advantages_with_values'}"
-        answer = self.advantages(groups) if values is None else self.advantages_with_values(groups, values)
+        asked = [len(group.transitions) for group in groups]
+        answer = cast("Any", self).advantages(groups, *(() if values is None else (values,)))
         try:
             shape = [len(group) for group in answer]
             items: list[Any] = [item for group in answer for rollout in group for item in rollout]
         except TypeError:
+            shape, items = [], []
+        wrong = next((part for item in items for part in _invalid(item)), None)
+        if shape != asked or wrong is not None:
+            given = f"{wrong!r:.200}" if wrong is not None else f"lists for {shape}" if shape else f"{answer!r:.200}"
             raise ConfigError(
-                f"{by} must give a list for each rollout of each group, and gave {answer!r:.200}"
-            ) from None
-        asked = [len(group.transitions) for group in groups]
-        if shape != asked:
-            raise ConfigError(f"{by} must give lists for groups of {asked} rollouts, and gave them for {shape}")
-        for item in items:
-            if not isinstance(item, CreditedTransition):
-                raise ConfigError(
-                    f"{by} must give a CreditedTransition for each call that trains, and gave {item!r:.200}"
-                )
-            tokens = len(item.transition.response_ids)
-            for one in (item.advantages, item.values, item.value_targets):
-                if one is not None and not _is_float_each(one, tokens):
-                    raise ConfigError(
-                        f"{by} must give a NumPy array with a finite float for each of the {tokens} sampled tokens of "
-                        f"a call, and gave {one!r:.200}"
-                    )
+                f"{type(self).__name__}.advantages must give a list for each rollout of each group, of groups of "
+                f"{asked} rollouts, and in it a CreditedTransition for each call that trains, with NumPy arrays of a "
+                f"finite float for each sampled token; it gave {given}"
+            )
         return answer
 
     @property
@@ -329,19 +320,15 @@ class RLSettings(metaclass=_Tried):
     @abc.abstractmethod
     def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
         """Credit the groups of one step. Returns, for each rollout of each group, its transitions with an advantage per
-        sampled token. Called in a thread, off the event loop; it may block."""
+        sampled token. Called in a thread, off the event loop; it may block.
+
+        With `trained_critic` it takes `values` too, float32[T] of each transition, in order: the critic's estimates for
+        the sampled tokens. The result then includes them, and their targets."""
 
     @property
     def trained_critic(self) -> Critic | None:
         """The critic that is trained beside the policy; None: no critic."""
         return None
-
-    def advantages_with_values(
-        self, groups: Sequence[RewardedGroup], values: Sequence[FloatArray]
-    ) -> list[list[list[CreditedTransition]]]:
-        """Like `advantages`, with a critic: `values` float32[T] of each transition, in order, are its estimates for the
-        sampled tokens. The result includes them, and their targets."""
-        raise ConfigError(f"{self.name} trains a critic, and does not define what its values mean")
 
     def make_loss(self, step: int = 1) -> Loss:
         """The loss of the batch of a step, from 1."""
@@ -368,10 +355,13 @@ def _read(what: str, given: Any, known: Mapping[str, Callable[..., Any]] = {}) -
     return given if given is None or (isinstance(given, str) and given in known) else read_function(what, given, known)
 
 
-def _is_float_each(values: Any, count: int) -> bool:
-    return (
-        isinstance(values, np.ndarray)
-        and values.shape == (count,)
-        and np.issubdtype(values.dtype, np.floating)
-        and bool(np.isfinite(values).all())
-    )
+def _invalid(item: Any) -> Iterator[Any]:
+    """What of a credited transition is not as it must be."""
+    if not isinstance(item, CreditedTransition):
+        yield item
+        return
+    given: tuple[Any, ...] = (item.advantages, item.values, item.value_targets)
+    for one in given:
+        of_tokens = isinstance(one, np.ndarray) and one.shape == item.transition.response_ids.shape
+        if one is not None and not (of_tokens and one.dtype.kind == "f" and bool(np.isfinite(one).all())):
+            yield one
