@@ -74,9 +74,9 @@ class RewardedGroup:
 
     def origin(self, index: int, group: int) -> Origin:
         """Where sequences of the rollout at `index` come from; `group` is this group's number in the batch."""
-        metadata = self.rollouts[index].metadata if self.rollouts else {}
-        terms = self.terms[index] if self.terms else {}
-        return Origin(group, self.rewards, self.task, metadata, self.rewards[index], terms)
+        made = Origin(group, self.rewards, reward=self.rewards[index], terms=self.terms[index] if self.terms else {})
+        record = self.rollouts[index] if self.rollouts else None
+        return made if record is None else replace(made, task=record.input, metadata=record.metadata)
 
     @classmethod
     def trial(cls, *rewards: float) -> RewardedGroup:

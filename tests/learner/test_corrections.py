@@ -219,7 +219,7 @@ def test_a_step_whose_every_token_is_masked_is_skipped(tokenizer: Any) -> None:
         ({"correction": "bound"}, "leaves nothing out without low or high"),
         ({"correction": bounds("k4", "token", None, 1.0)}, "known: k1, k2, k3"),
         ({"correction": bounds("k1", "tokens", None, 1.0)}, "known: token, sum, mean, max"),
-        ({"old": "proximal", "correction": lambda a, b, c: (a, b)}, "fails on five tokens: TypeError"),
+        ({"old": "proximal", "correction": lambda a, b, c: (a, b)}, "made to try it: TypeError"),
         ({"old": "proximal", "correction": lambda a, b, c, d: (a, b > 0)}, "a finite weight of each"),
         ({"old": "proximal", "correction": lambda a, b, c, d: (-a, b)}, "a bool that says whether it is kept"),
     ],

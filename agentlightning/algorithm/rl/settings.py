@@ -20,7 +20,7 @@ from agentlightning.algorithm.evaluation import SUPERVISED
 from agentlightning.data.aggregation import AGGREGATIONS
 from agentlightning.data.call_filter import CallFilter
 from agentlightning.data.credit_table import RewardedGroup
-from agentlightning.data.references import read_function
+from agentlightning.data.references import read_function, trial
 from agentlightning.data.rewards import PLAIN, RELATIVE, RewardSpec
 from agentlightning.data.sequences import CreditedTransition, Level, weighed
 from agentlightning.data.transitions import FloatArray
@@ -183,7 +183,9 @@ class RLSettings(metaclass=_Tried):
         self.loss_function = _read("loss", self.loss, LOSSES)
         self.weigh_tokens = _read("token_weights", self.token_weights)
         if self.weigh_tokens is not None:
-            _try_weights(self.weigh_tokens)
+            calls = RewardedGroup.trial(0.0).transitions[0]
+            with trial("token_weights", "the two calls of a rollout"):
+                weighed([CreditedTransition(one, np.zeros(len(one.response_ids))) for one in calls], self.weigh_tokens)
         self.aggregation_function = _read("aggregation", self.aggregation, AGGREGATIONS)
         self.corrections = Corrections.read(self.correction, self.old)
         if self.correction and self.imitates:
@@ -236,15 +238,8 @@ class RLSettings(metaclass=_Tried):
         would never replace a group."""
         rewards = [index % 2 for index in range(self.group_size)]
         groups = [RewardedGroup.trial(*rewards), RewardedGroup.trial(*rewards[::-1])]
-        try:
+        with trial(f"{type(self).__name__}.advantages", f"two groups of {self.group_size} rollouts"):
             self.credited(groups)
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                f"{type(self).__name__}.advantages fails on two groups of {self.group_size} rollouts, made to try it: "
-                f"{type(error).__name__}: {error}"
-            ) from error
         equal = [RewardedGroup.trial(*[reward] * self.group_size) for reward in (0.0, 1.0, -1e6)]
         if self.dynamic_sampling and not any(map(self.why_useless, equal)):
             raise ConfigError(f"{self.name} with these settings learns from any group: leave dynamic_sampling out")
@@ -335,19 +330,6 @@ class RLSettings(metaclass=_Tried):
         own = {name: getattr(self, name) for name in Loss.__dataclass_fields__ if hasattr(self, name)}
         own["kl_coefficient"] = self.kl_coefficient if self.kl_coefficient is not None else 0.04 * self.reference
         return Loss(kind=self.loss_function, **own | {"aggregation": self.aggregation_function})
-
-
-def _try_weights(function: Callable[..., Any]) -> None:
-    """ConfigError unless it returns weights for the tokens of two made-up calls."""
-    calls = RewardedGroup.trial(0.0).transitions[0]
-    try:
-        weighed([CreditedTransition(one, np.zeros(len(one.response_ids), np.float32)) for one in calls], function)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"token_weights fails on the two calls of a rollout, made to try it: {type(error).__name__}: {error}"
-        ) from error
 
 
 def _read(what: str, given: Any, known: Mapping[str, Callable[..., Any]] = {}) -> Any:
