@@ -184,8 +184,9 @@ class RLSettings(metaclass=_Tried):
         self.weigh_tokens = _read("token_weights", self.token_weights)
         if self.weigh_tokens is not None:
             calls = RewardedGroup.trial(0.0).transitions[0]
+            credited = [CreditedTransition(one, np.zeros(len(one.response_ids), np.float32)) for one in calls]
             with trial("token_weights", "the two calls of a rollout"):
-                weighed([CreditedTransition(one, np.zeros(len(one.response_ids))) for one in calls], self.weigh_tokens)
+                weighed(credited, self.weigh_tokens)
         self.aggregation_function = _read("aggregation", self.aggregation, AGGREGATIONS)
         self.corrections = Corrections.read(self.correction, self.old)
         if self.correction and self.imitates:
