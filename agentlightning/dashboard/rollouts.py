@@ -202,8 +202,8 @@ def _step(step: Step, parent: int | None, depth: int) -> StepView:
     rewards = get_rewards_from_span(span)
     kind = "reward" if rewards else _KINDS.get(span.name, step.kind)
     raised = [event.attributes for event in span.events if event.name == "exception"]
-    said = next((attributes.get(semconv.EXCEPTION_MESSAGE) for attributes in [*raised, span.attributes]), None)
-    problem = span.status.description or (None if said is None else str(said))
+    message = next((attributes.get(semconv.EXCEPTION_MESSAGE) for attributes in [*raised, span.attributes]), None)
+    problem = span.status.description or (None if message is None else str(message))
     return StepView(
         span_id=call.span_id if call else span.span_id,
         parent=parent,

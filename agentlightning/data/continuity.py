@@ -86,14 +86,14 @@ def continuity(transitions: Sequence[Transition], spans: Sequence[Span]) -> Cont
     for place, transition in enumerate(transitions):
         call = _Call(transition, attributes.get(transition.span_id, {}), place)
         parent = continued = _continued(call, calls)
-        if calls and (continued is None or continued.goes_on):
+        if calls and (continued is None or continued.is_continued):
             again = next((one for one in calls if np.array_equal(one.prompt, call.prompt)), None)
             meant = None if again else _meant(call, calls, continued)
             if meant is not None:
                 breaks.append(_break(call, *meant))
             parent = continued or (meant[0] if meant else again)
         if continued is not None:
-            call.continues, continued.goes_on = continued.place, True
+            call.continues, continued.is_continued = continued.place, True
         if parent is None:
             call.conversation, call.root = conversations, call
             conversations += 1
@@ -117,7 +117,7 @@ class _Call:
         self.prompt, self.answer = transition.prompt_ids, transition.response_ids
         self.speaker = transition.agent, transition.model
         self.continues: int | None = None
-        self.goes_on = False  # whether another call continues it
+        self.is_continued = False  # whether another call continues it
         self.tools = attributes.get(semconv.GEN_AI_TOOL_DEFINITIONS)
         text = attributes.get(semconv.CALL_PROMPT)
         self.text = text if isinstance(text, str) else None  # the prompt of a completion call, which has no messages
@@ -237,8 +237,8 @@ def words_of(message: Mapping[str, Any]) -> bytes:
     content = message.get("content") or ""
     functions = [mapping(mapping(call)["function"]) for call in calls]
     named = [(function.get("name"), _arguments(function.get("arguments"))) for function in functions]
-    said = canonical(joined(content)) if isinstance(content, str | list) else content
-    return msgspec.json.encode((said, named), order="sorted")
+    text = canonical(joined(content)) if isinstance(content, str | list) else content
+    return msgspec.json.encode((text, named), order="sorted")
 
 
 def canonical(text: str) -> str:

@@ -154,11 +154,11 @@ def _continues_elsewhere(span: Span) -> bool:
     return bool(named) and semconv.CALL_RESPONSE in span.attributes
 
 
-def chat_messages(said: Iterable[Mapping[str, Any]], *, answer: bool = False) -> list[Message]:
+def chat_messages(given: Iterable[Mapping[str, Any]], *, answer: bool = False) -> list[Message]:
     """Messages of any of the three protocols as chat-completions messages, with only the fields of that form: reasoning
     is dropped. A message of none of them keeps its role, which is then unknown."""
     messages: list[Message] = []
-    for one in said:
+    for one in given:
         kind = one.get("type") or "message"
         if kind == "function_call":
             calls = _turn(messages).setdefault("tool_calls", [])
@@ -291,8 +291,8 @@ def _signatures(messages: Iterable[Message]) -> list[str]:
             for call in message.get("tool_calls", ())
         ]
         answers = numbers.get(message["tool_call_id"], -1) if "tool_call_id" in message else None
-        said = (message["role"], message.get("name"), message["content"] or "", calls, answers)
-        texts.append(msgspec.json.encode(said, order="sorted").decode())
+        content = (message["role"], message.get("name"), message["content"] or "", calls, answers)
+        texts.append(msgspec.json.encode(content, order="sorted").decode())
     return texts
 
 
@@ -325,6 +325,6 @@ def render_message(message: Mapping[str, Any]) -> str:
     """`assistant → search({"from": "Oslo"})` or `user: Find a flight.`"""
     calls = [f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or []]
     role = str(message.get("role"))
-    said = message.get("content")
-    text = said if isinstance(said, str) else "" if said is None else msgspec.json.encode(said).decode()
+    content = message.get("content")
+    text = content if isinstance(content, str) else "" if content is None else msgspec.json.encode(content).decode()
     return " ".join([f"{role}:", text] if text or not calls else [role]) + "".join(f" → {call}" for call in calls)

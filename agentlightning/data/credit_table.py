@@ -143,9 +143,9 @@ class Credit:
             weights={name: self.reward.weight_of(name) for name in terms},
         )
         if property_of(self.baseline, "values"):
-            said = np.zeros(tokens.sum()) if values is None else np.concatenate(values, dtype=np.float64)
-            advantages, targets = self.baseline(returns, said, **self.baseline_options)
-            of_tokens = [advantages, said, targets]
+            estimates = np.zeros(tokens.sum()) if values is None else np.concatenate(values, dtype=np.float64)
+            advantages, targets = self.baseline(returns, estimates, **self.baseline_options)
+            of_tokens = [advantages, estimates, targets]
         else:
             advantages = np.asarray(self.baseline(returns, **self.baseline_options), np.float64)
             of_tokens = [np.repeat(advantages, tokens) if advantages.shape == tokens.shape else advantages]

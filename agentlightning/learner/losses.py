@@ -65,7 +65,8 @@ def ppo_clip(
     """max(−r·A, −clip(r, 1−low, 1+high)·A) with r = exp(logprob − old) (PPO, arXiv:1707.06347).
 
     With `dual` c, tokens of negative advantage lose at most −c·A (dual-clip PPO, arXiv:1912.09729)."""
-    value = _clipped((logprobs - old_logprobs).exp(), advantages, low, high)
+    ratio = (logprobs - old_logprobs).exp()
+    value = (-ratio * advantages).maximum(-ratio.clamp(1 - low, 1 + high) * advantages)
     return value if dual is None else value.minimum(-dual * advantages).where(advantages < 0, value)
 
 
@@ -78,7 +79,8 @@ def gspo(
     This is the token variant: each token's ratio has the transition's value and the token's gradient, so advantages may
     differ within a transition. If they do not, then with `sequence-mean` it equals GSPO."""
     means = over_transitions((logprobs - old_logprobs).detach(), transitions, "mean")
-    return _clipped((means + logprobs - logprobs.detach()).exp(), advantages, low, high)
+    ratio = (means + logprobs - logprobs.detach()).exp()
+    return (-ratio * advantages).maximum(-ratio.clamp(1 - low, 1 + high) * advantages)
 
 
 @loss(clips=(0.2, 0.2))
@@ -89,10 +91,6 @@ def cispo(
     with a bounded weight."""
     ratio = (logprobs - old_logprobs).detach().exp()
     return -ratio.clamp(1 - low, 1 + high) * advantages * logprobs
-
-
-def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    return (-ratio * advantages).maximum(-ratio.clamp(1 - low, 1 + high) * advantages)
 
 
 def over_transitions(values: Tensor, transitions: Tensor, over: Literal["token", "sum", "mean", "max"]) -> Tensor:

@@ -9,9 +9,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentlightning.algorithm import GRPO, PPO, SFT
 from agentlightning.algorithm.directory import run_directory
+from agentlightning.algorithm.rl.batch import minibatches
 from agentlightning.algorithm.rl.checkpoints import Checkpoints, LoopState
 from agentlightning.algorithm.rl.sampling import SamplerState, TaskSampler
 from agentlightning.data.credit_table import RewardedGroup
@@ -188,3 +191,11 @@ def test_a_kl_term_needs_a_reference_and_has_a_weight_where_there_is_one() -> No
     assert GRPO().make_loss().kl_coefficient == 0.0
     assert GRPO(reference=True).make_loss().kl_coefficient == 0.04
     assert GRPO(reference=True, kl_coefficient=0.0).make_loss().kl_coefficient == 0.0
+
+
+@given(st.integers(1, 40), st.integers(1, 9))
+def test_a_step_makes_as_many_optimiser_steps_as_it_was_asked_for(sequences: int, count: int) -> None:
+    parts = minibatches(range(sequences), count, seed=1, step=2)
+    sizes = list(map(len, parts))
+    assert len(parts) == min(count, sequences) and max(sizes) - min(sizes) <= 1
+    assert sorted(number for part in parts for number in part) == list(range(sequences))

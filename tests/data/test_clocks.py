@@ -107,13 +107,6 @@ def test_one_machine_of_several_moves_nothing() -> None:
     assert align_clocks(spans) == (spans, None)
 
 
-def test_where_nothing_shows_it_times_are_plain() -> None:
-    spans = [call(0, 1), reward(0.2, 2), call(1, 3)]
-    aligned, skew = align_clocks(spans)
-    assert (aligned, skew) == (spans, None)
-    assert rewards(trace_rollout(SUCCEEDED, spans)) == [0.2, None]
-
-
 @pytest.mark.parametrize("ahead", SKEWS)
 def test_a_posted_reward_has_the_servers_clock(ahead: float) -> None:
     posted = with_attributes(reward(0.25, 2.55), {semconv.REWARD_POSTED: True})

@@ -102,14 +102,14 @@ class BeamSearch:
         changed = [*templates][(number - 1 + slot) % len(templates)]
         try:
             shown = await self._shown_rollouts(name, parent)
-            said = await critique(self.model, self.settings.gradient_model, templates, changed, shown, slot)
-            edited = await edit(self.model, self.settings.apply_edit_model, templates[changed], said)
+            text = await critique(self.model, self.settings.gradient_model, templates, changed, shown, slot)
+            edited = await edit(self.model, self.settings.apply_edit_model, templates[changed], text)
         except (OutOfBudget, Rejected, BackendError) as error:
             return error
         texts = {**parent.texts, changed: edited.template}
         if self.lineage.of_texts(texts) is not None:
             return Rejected("the edit is the same as another")
-        made = {"parent": parent.name, "changed": changed, "critique": said}
+        made = {"parent": parent.name, "changed": changed, "critique": text}
         return await self.add(name=name, round=number, texts=texts, **made)
 
     async def add(self, **fields: Any) -> Candidate:

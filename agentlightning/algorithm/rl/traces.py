@@ -164,5 +164,5 @@ def _spelled(tokens: TokenBytes, traced: TracedRollout, spans: Sequence[Span], p
     prompt = tokens.text(call.prompt_ids.tolist())
     attributes = next(span.attributes for span in spans if span.span_id == call.span_id)
     messages = chat_messages(input_messages(attributes))
-    said = [text.strip() for one in messages if one["role"] == "user" and isinstance(text := one["content"], str)]
-    return {any(text in prompt for text in said if text) if any(said) else None}
+    questions = [text.strip() for one in messages if one["role"] == "user" and isinstance(text := one["content"], str)]
+    return {any(text in prompt for text in questions if text) if any(questions) else None}
