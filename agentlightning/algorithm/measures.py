@@ -144,7 +144,7 @@ def summarise(rollouts: Sequence[Measured], measures: Measures) -> Summary:
     return Summary(
         tasks=len(attempts),
         attempts=(min(counts), max(counts)),
-        ended=dict(Counter(one.ended for one in rollouts)),
+        ended=dict(Counter(rollout.ended for rollout in rollouts)),
         problem=next((f"{one.rollout_id}: {one.problem}" for one in rollouts if one.problem), ""),
         estimates=_estimates(values, measures.confidence),
         tags={tag: _estimates(_only(values, own), measures.confidence) for tag, own in _by_tag(attempts).items()},
@@ -176,9 +176,9 @@ def compare(first: Sequence[Measured], second: Sequence[Measured], measures: Mea
 
 def _attempts(rollouts: Sequence[Measured]) -> _Attempts:
     attempts: _Attempts = {}
-    for one in rollouts:
-        if one.ended != _LEFT_OUT:
-            attempts.setdefault(one.task, []).append(one)
+    for rollout in rollouts:
+        if rollout.ended != _LEFT_OUT:
+            attempts.setdefault(rollout.task, []).append(rollout)
     if not attempts:
         raise ConfigError(f"there is nothing to measure: of {len(rollouts)} rollouts none succeeded or failed")
     return attempts

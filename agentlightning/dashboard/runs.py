@@ -108,7 +108,7 @@ async def last_sign(store: LightningStore, run: Run, measured: Sequence[Metrics]
     """When the run last showed activity: its start, its newest step or its newest rollout."""
     newest = Order(field="number", descending=True)
     page = await store.page_rollouts(Condition("run_id", "eq", run.run_id), [newest], limit=1)
-    times = [one.end_time or one.start_time for one in page.items]
+    times = [item.end_time or item.start_time for item in page.items]
     return max([run.start_time, *times, *(one.time for one in measured[-1:])])
 
 
@@ -226,8 +226,8 @@ def quality(run: Run, measured: Sequence[Metrics]) -> Quality:
     steps = [one for one in measured if "rollouts" in one.values]
     suggestions: dict[str, str] = {**SUGGESTIONS}
     total: dict[str, float] = {}
-    for one in steps:
-        for name, value in one.values.items():
+    for step in steps:
+        for name, value in step.values.items():
             total[name] = total.get(name, 0.0) + value
 
     def counts(prefixes: Sequence[str]) -> dict[str, int]:
@@ -241,7 +241,7 @@ def quality(run: Run, measured: Sequence[Metrics]) -> Quality:
         return {name: count for name, count in named.items() if prefixes != ("unmerged/",) or name in suggestions}
 
     def share(part: str, *whole: str) -> list[float | None]:
-        sums = [(one.values.get(part, 0.0), sum(one.values.get(name, 0.0) for name in whole)) for one in steps]
+        sums = [(step.values.get(part, 0.0), sum(step.values.get(name, 0.0) for name in whole)) for step in steps]
         return [value / of if of else None for value, of in sums]
 
     return Quality(
@@ -300,13 +300,17 @@ class Prompts(msgspec.Struct, frozen=True, kw_only=True):
 
 async def prompts(store: LightningStore, run: Run) -> Prompts:
     """The candidates that the run stored as versions of its resources (`algorithm.apo.lineage`)."""
-    updates = [one for one in await store.query_resources() if one.run_id == run.run_id]
+    updates = [resource for resource in await store.query_resources() if resource.run_id == run.run_id]
     rounds = [found for one in updates if (found := _read(one.metadata.get("round"), Round))]
     scores = {name: score for one in rounds for name, score in one.scores.items()}
     tried: dict[str, TriedPrompt] = {}
-    for one in reversed(updates):
-        made = mapping(one.metadata.get("candidate"))
-        about = {"diff": one.metadata.get("diff", ""), "resources_id": one.resources_id, "time": one.create_time}
+    for update in reversed(updates):
+        made = mapping(update.metadata.get("candidate"))
+        about = {
+            "diff": update.metadata.get("diff", ""),
+            "resources_id": update.resources_id,
+            "time": update.create_time,
+        }
         if found := _read({**made, **about, "score": scores.get(str(made.get("name")))}, TriedPrompt):
             tried[found.name] = found
     return Prompts(candidates=list(reversed(tried.values())), rounds=rounds)

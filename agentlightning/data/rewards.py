@@ -71,7 +71,7 @@ def given_rewards(spans: Sequence[Span], steps: Sequence[Step]) -> GivenRewards:
             else:
                 of_calls[call.span_id] = of_calls.get(call.span_id, 0.0) + value
     dimensions = find_final_rewards(rewards)
-    named = dict(dimensions) if all(math.isfinite(one.value) for one in dimensions) else {}
+    named = dict(dimensions) if all(math.isfinite(dimension.value) for dimension in dimensions) else {}
     final = dimensions[0].value if named else None
     return GivenRewards(final, named, of_calls, math.fsum(values) if values else None, lost)
 

@@ -321,7 +321,7 @@ def pack(
     else:
         token_ids, rows = forest.token_ids[None], np.zeros(len(sequences), np.int64)
     places = [sequence.positions for sequence in sequences]
-    lengths = [len(one) for one in places]
+    lengths = [len(place) for place in places]
     observed: Sequence[FloatArray] = ()
     if sum(map(len, weights)) > sum(lengths):
         observed = [of[count:] for of, count in zip(weights, lengths, strict=True)]

@@ -125,7 +125,7 @@ class TracedRollout:
 
 def tool_success(rollouts: Iterable[TracedRollout]) -> float | None:
     """The share of tool calls that succeeded, among those with a known outcome; None without any."""
-    statuses = [one.status for traced in rollouts for call in traced.transitions for one in call.tools]
+    statuses = [tool.status for traced in rollouts for call in traced.transitions for tool in call.tools]
     return statuses.count(1) / len(statuses) if statuses else None
 
 
@@ -146,7 +146,7 @@ def trace_rollout(
     given = given_rewards(final, steps)
     sorted_calls = _sort_calls(final, steps, given, calls, tool_statuses(steps, reward.failed_tool))
     transitions = sorted_calls.transitions
-    lost = given.lost + Counter({NOT_TRAINED: len(given.of_calls.keys() - {one.span_id for one in transitions})})
+    lost = given.lost + Counter({NOT_TRAINED: len(given.of_calls.keys() - {call.span_id for call in transitions})})
     terms = reward.given_terms(given) if rollout.status == "succeeded" else {}
     if terms:
         terms |= _added(reward, transitions, final)
@@ -187,7 +187,7 @@ def compare_costs(group: Sequence[TracedRollout], reward: RewardSpec) -> list[Tr
 def _cost(term: str, transitions: Sequence[Transition]) -> int:
     if term == "relative_turns":
         return len(transitions)
-    return sum(len(one.tools if term == "relative_tool_calls" else one.response_ids) for one in transitions)
+    return sum(len(call.tools if term == "relative_tool_calls" else call.response_ids) for call in transitions)
 
 
 @dataclass

@@ -228,7 +228,7 @@ def corrected(
     transitions = Tokens(sequences).calls
     proximal = [one.proximal for one in part]
     logprobs = ([one.logprobs for one in sequences], proximal, present or proximal)
-    behaviour_to_present = (from_numpy(np.concatenate(one)) for one in logprobs)
+    behaviour_to_present = (from_numpy(np.concatenate(logprob)) for logprob in logprobs)
     weights, kept, masked = corrections.of(*behaviour_to_present, transitions=from_numpy(transitions))
     calls, left = len(np.unique(transitions)), len(np.unique(transitions[kept.numpy()]))
     metrics: dict[str, float] = {}

@@ -89,8 +89,8 @@ class FsdpLearner:
 
     def close(self) -> None:
         """End the processes."""
-        for one in self._ranks:
-            one.close()  # they end when it closes
+        for rank in self._ranks:
+            rank.close()  # they end when it closes
         give_up = time.monotonic() + _END_SECONDS
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -126,8 +126,8 @@ class FsdpLearner:
     def _send(self, message: Any) -> None:
         packed = pickle.dumps(message)
         with self._explained():
-            for one in self._ranks:
-                one.send_bytes(packed)
+            for rank in self._ranks:
+                rank.send_bytes(packed)
 
     def _answer(self) -> Any:
         """The first process's answer, once all have answered. An error of any process is raised."""

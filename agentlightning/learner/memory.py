@@ -90,7 +90,7 @@ def estimate_memory(
     if lora is not None:
         targets = _targets(model, lora)
         trained, moments = sum(lora.rank * (one.in_features + one.out_features) for one in targets), 2
-        engine += sum(one.weight.numel() * one.weight.itemsize for one in targets)
+        engine += sum(target.weight.numel() * target.weight.itemsize for target in targets)
         weights += trained * FLOAT32
     else:
         rounded = any(one.dtype != torch.float32 for one in model.parameters())

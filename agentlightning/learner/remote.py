@@ -133,7 +133,7 @@ class RemoteSampler:
                     raise ConfigError(f"the sampler at {server.name} serves {names}: choose one as `model`")
                 server.model, of_ids = server.model or served[0].id, server.of_ids
             lengths = {one.max_model_len for one in served if one.max_model_len} | {self._max_sequence_length}
-            of_ids.max_sequence_length = min((one for one in lengths if one is not None), default=None)
+            of_ids.max_sequence_length = min((length for length in lengths if length is not None), default=None)
             await probe(server, "policy", train)
 
     def exclusive(self) -> AbstractAsyncContextManager[Any]:

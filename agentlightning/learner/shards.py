@@ -113,7 +113,7 @@ class ShardedLearner(TorchLearner):
 
     def _write(self, directory: Path, weights: dict[str, Tensor]) -> None:
         if dist.get_rank() == 0:
-            kinds = {id(one): one.to(self._dtype) for one in weights.values()}  # tied weights stay tied
+            kinds = {id(weight): weight.to(self._dtype) for weight in weights.values()}  # tied weights stay tied
             self.policy.save(directory, {name: kinds[id(one)] for name, one in weights.items()})
 
     def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:

@@ -101,7 +101,8 @@ def open_tinker(
             )
     with _explained(sdk):
         service = sdk.ServiceClient(base_url=url, api_key=os.environ.get("TINKER_API_KEY", "tml-none"))
-        names = [one.model_name for one in service.get_server_capabilities().supported_models if one.model_name]
+        offered = service.get_server_capabilities().supported_models
+        names = [one.model_name for one in offered if one.model_name]
     served = {os.path.abspath(name): name for name in names}.get(os.path.abspath(model))  # some are directories
     if served is None:
         raise ConfigError(f"learner: {place.url} serves {', '.join(names)}, and not the model {model!r}")
@@ -148,7 +149,7 @@ class TinkerLearner:
         rate = self.config.rate(self.steps + 1)
         settings = {"learning_rate": rate, "beta1": self.config.betas[0], "beta2": self.config.betas[1], "eps": 1e-8}
         settings |= {"weight_decay": self.config.weight_decay, "grad_clip_norm": self.config.max_grad_norm}
-        data, adam = self._data(batch, rows, [-one for one in slopes]), self._sdk.types.AdamParams(**settings)
+        data, adam = self._data(batch, rows, [-slope for slope in slopes]), self._sdk.types.AdamParams(**settings)
         self._ask("forward_backward", data, "importance_sampling")
         answer: dict[str, float] = self._ask("optim_step", adam).metrics or {}
         self.steps += 1
@@ -167,7 +168,7 @@ class TinkerLearner:
         """The log-probability of every token after the first, float32[L − 1] per sequence."""
         nothing = [np.zeros(len(sequence) - 1, np.float32) for sequence in batch]
         answer = self._ask("forward", self._data(batch, nothing, nothing), "importance_sampling")
-        return [np.asarray(one["logprobs"].data, np.float32) for one in answer.loss_fn_outputs[: len(batch)]]
+        return [np.asarray(row["logprobs"].data, np.float32) for row in answer.loss_fn_outputs[: len(batch)]]
 
     def export(self, directory: Path, form: WeightsForm) -> None:
         """See `Learner.export`: writes the file that a `TinkerSampler` reads. ConfigError for any form but `handle`
@@ -305,7 +306,7 @@ class TinkerSampler:
     async def sample(self) -> list[TrainingSequence]:
         prompt = self._chat.tokenizer.encode("Hi").ids
         tokens = await self.complete(GenerationRequest(prompt, max_tokens=PROBED_TOKENS, seed=0))
-        return [sampled_sequence(prompt, [one.token_id for one in tokens], [one.logprob for one in tokens])]
+        return [sampled_sequence(prompt, [token.token_id for token in tokens], [token.logprob for token in tokens])]
 
     # --- the generator ---
 

@@ -77,7 +77,7 @@ def make_policy(
 
     The same seed gives the same policy. Raises what `warm_start` raises."""
     torch.set_num_threads(1)  # more would slow down so small a model
-    tokenizer = make_tokenizer((chat_text(one["messages"], tools) for one in demonstrations), vocabulary_size)
+    tokenizer = make_tokenizer((chat_text(shown["messages"], tools) for shown in demonstrations), vocabulary_size)
     model = make_model(tokenizer, seed=seed)
     warm_start(model, tokenizer, demonstrations, tools=tools, seed=seed, options=options, on_step=on_step)
     return Policy(model, tokenizer)
@@ -127,7 +127,7 @@ def warm_start(
 def measure_copying(learner: TorchLearner, examples: Sequence[Example]) -> dict[str, float]:
     """Per kind, the mean probability of the copied tokens, each given all that precedes it."""
     probabilities: dict[str, list[float]] = defaultdict(list)
-    for one, logprobs in zip(examples, learner.logprobs([one.sequence for one in examples]), strict=True):
+    for one, logprobs in zip(examples, learner.logprobs([example.sequence for example in examples]), strict=True):
         probabilities[one.kind] += logprobs.exp().numpy()[one.copied].tolist()
     return {kind: sum(values) / len(values) for kind, values in sorted(probabilities.items()) if values}
 

@@ -82,7 +82,7 @@ class BeamSearch:
             raise exhausted
         candidates = [one for one in made if isinstance(one, Candidate)]
         failures = {f"r{number}-{slot}": one for slot, one in enumerate(made) if isinstance(one, Exception)}
-        if not candidates and all(isinstance(one, BackendError) for one in failures.values()):
+        if not candidates and all(isinstance(failure, BackendError) for failure in failures.values()):
             raise TrainingError(
                 f"the optimiser's model answered none of {len(failures)} times in round {number}: "
                 f"{next(iter(failures.values()))}. What was measured is kept: fix it, and resume the run"

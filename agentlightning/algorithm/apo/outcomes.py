@@ -92,7 +92,7 @@ class Measuring:
             for rollout in await self._context.unless_stopped(awaited):
                 await self._take(waiting.pop(rollout.rollout_id), rollout)
             self._context.progress.advance(len(requests) - len(waiting))
-        if not self._heard and any(one.rollout.status == "succeeded" for one in self.outcomes.values()):
+        if not self._heard and any(outcome.rollout.status == "succeeded" for outcome in self.outcomes.values()):
             raise TrainingError(_UNHEARD)
 
     def rewards(self, name: str, numbers: Iterable[int]) -> list[float]:

@@ -35,7 +35,7 @@ def rollout_metrics(groups: Sequence[CompleteGroup], dropped: Dropped | None = N
     worked = tool_success(rollouts)
     return {
         "reward": _mean(rewards),
-        **{f"reward/{name}": _mean([one[name] for one in terms]) for name in (terms[0] if terms else ())},
+        **{f"reward/{name}": _mean([term[name] for term in terms]) for name in (terms[0] if terms else ())},
         "rollouts": float(len(rollouts)),
         "unrewarded": float(sum(traced.reward is None for traced in rollouts)),
         "calls": float(len(calls)),

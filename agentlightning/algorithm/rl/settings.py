@@ -184,7 +184,7 @@ class RLSettings(metaclass=_Tried):
         self.weigh_tokens = _read("token_weights", self.token_weights)
         if self.weigh_tokens is not None:
             calls = RewardedGroup.trial(0.0).transitions[0]
-            credited = [CreditedTransition(one, np.zeros(len(one.response_ids), np.float32)) for one in calls]
+            credited = [CreditedTransition(call, np.zeros(len(call.response_ids), np.float32)) for call in calls]
             with trial("token_weights", "the two calls of a rollout"):
                 weighed(credited, self.weigh_tokens)
         self.aggregation_function = _read("aggregation", self.aggregation, AGGREGATIONS)
