@@ -167,21 +167,15 @@ def trace_rollout(
 
 def compare_costs(group: Sequence[TracedRollout], reward: RewardSpec) -> list[TracedRollout]:
     """The rollouts of a group with the terms of R that compare their costs, among those with a reward."""
-    names = [name for name in RELATIVE if getattr(reward, name)]
-    if not names:
-        return list(group)
-    rewarded = [one for one in group if one.reward_terms]
-    earned = [reward.given_part(one.reward_terms) > 0 for one in rewarded]
-    terms = [dict(one.reward_terms) for one in rewarded]
-    for name in names:
-        costs = [_cost(name, one.transitions) for one in rewarded]
-        for own, value in zip(terms, relative_costs(costs, earned), strict=True):
-            own[name] = getattr(reward, name) * value
-    compared = iter(terms)
-    return [
-        replace(one, reward_terms=(own := next(compared)), reward=math.fsum(own.values())) if one.reward_terms else one
-        for one in group
-    ]
+    compared = list(group)
+    rewarded = [index for index, traced in enumerate(compared) if traced.reward_terms]
+    earned = [reward.given_part(compared[index].reward_terms) > 0 for index in rewarded]
+    for name in (name for name in RELATIVE if getattr(reward, name)):
+        costs = [_cost(name, compared[index].transitions) for index in rewarded]
+        for index, value in zip(rewarded, relative_costs(costs, earned), strict=True):
+            terms = {**compared[index].reward_terms, name: getattr(reward, name) * value}
+            compared[index] = replace(compared[index], reward_terms=terms, reward=math.fsum(terms.values()))
+    return compared
 
 
 def _cost(term: str, transitions: Sequence[Transition]) -> int:
