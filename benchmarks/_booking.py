@@ -24,23 +24,8 @@ from agentlightning.learner.base import AdamW
 from agentlightning.learner.policy import load_policy
 from agentlightning.learner.warm_start import WarmStart, make_policy
 
-CITIES: Final = [
-    "Athens",
-    "Bergen",
-    "Berlin",
-    "Dublin",
-    "Geneva",
-    "Lisbon",
-    "Lyon",
-    "Madrid",
-    "Milan",
-    "Munich",
-    "Naples",
-    "Oslo",
-    "Paris",
-    "Porto",
-    "Rome",
-]
+_NAMES: Final = "Athens Bergen Berlin Dublin Geneva Lisbon Lyon Madrid Milan Munich Naples Oslo Paris Porto Rome"
+CITIES: Final = tuple(_NAMES.split())
 ASKED: Final = {"find": "city", "hold": "offer", "pay": "hold"}  # in this order
 ANSWERED: Final = {"find": "offer", "hold": "hold", "pay": "ticket"}
 MAX_CALLS: Final = 6
@@ -61,9 +46,9 @@ DR_GRPO: Final = {"baseline": "dr_grpo"}
 AIR: Final = DR_GRPO | {"returns": "air", "equal_rewards": True}
 CREDIT: Final[dict[str, dict[str, Any]]] = {
     "reward alone": DR_GRPO,
-    "reward alone, grpo": {"baseline": "grpo"},
-    "AIR 0.2": AIR | {"returns_options": {"alpha": 0.2}},
     "AIR 0.05": AIR | {"returns_options": {"alpha": 0.05}},
+    "AIR 0.2": AIR | {"returns_options": {"alpha": 0.2}},
+    "reward alone, grpo": {"baseline": "grpo"},
 }
 BOOKINGS: Final = {f"{desk}: {credit}": (desk, CREDIT[credit]) for desk in DESKS for credit in CREDIT}
 COMMON: Final[dict[str, Any]] = {

@@ -8,7 +8,8 @@
 `air`: a task whose tools fail, with and without automatic intermediate rewards (`_booking.py`).
 
 Every run has a process and a core of its own, and one that was finished before in --out is read, not run again. Prints
-Markdown tables, writes `benchmarks/results/experiments.json` and the curves, `docs/images/experiments.png` and `air.png`.
+Markdown tables, writes `benchmarks/results/experiments.json` and the curves, `experiments.png` and `air.png` in
+`docs/images`.
 """
 
 from __future__ import annotations
