@@ -79,7 +79,7 @@ def test_made_again_with_its_weights_a_step_has_the_loss_it_had(
     metrics = json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])
     losses: dict[int, float] = {}
     ratios: dict[int, list[float]] = {}
-    for name in sum(recorded["groups"], []):
+    for name in itertools.chain(*recorded["groups"]):
         for call, token in itertools.product((0, 1), (0, 1)):
             capsys.readouterr()
             arguments = ["--explain", name, f"{call}:{token}", "--json"]
