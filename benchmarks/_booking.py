@@ -1,9 +1,8 @@
 """What automatic intermediate rewards (AIR) are worth, on a task in which tools fail and the model is to blame.
 
 A trip is booked by three tools, each of which asks for what the one before it answered. A wrong or missing number is an
-error. Only the number of the ticket earns anything, in at most six calls, and at first hardly ever. At the `strict`
-desk a tool that has worked fails from then on; at the `lenient` desk it answers the same again, so that a call can work
-and be of no use.
+error, and so is a step that was taken before. Only the number of the ticket earns anything, in at most six calls, and
+at first hardly ever.
 
 Decided before the runs that are reported: the measure is the mean held-out reward of the evaluations in the last third
 of the steps (after steps 30, 35 and 40), and the mean over all of them (every five steps) says how fast it was learned.
@@ -41,16 +40,14 @@ TOOLS: Final = [tool(name, asked) for name, asked in ASKED.items()]
 
 # --- the runs ---
 
-DESKS: Final = ("strict", "lenient")
 DR_GRPO: Final = {"baseline": "dr_grpo"}
 AIR: Final = DR_GRPO | {"returns": "air", "equal_rewards": True}
-CREDIT: Final[dict[str, dict[str, Any]]] = {
+BOOKINGS: Final[dict[str, dict[str, Any]]] = {
     "reward alone": DR_GRPO,
     "AIR 0.05": AIR | {"returns_options": {"alpha": 0.05}},
     "AIR 0.2": AIR | {"returns_options": {"alpha": 0.2}},
     "reward alone, grpo": {"baseline": "grpo"},
 }
-BOOKINGS: Final = {f"{desk}: {credit}": (desk, CREDIT[credit]) for desk in DESKS for credit in CREDIT}
 COMMON: Final[dict[str, Any]] = {
     "name": "grpo",
     "steps": 40,
@@ -70,27 +67,25 @@ def train(name: str, seed: int, start: Path, out: Path) -> None:
     """Train as `BOOKINGS` has it from the policy of the seed in `start`, made if it is empty."""
     if not (start / "config.json").is_file():
         make(seed).save(start)
-    desk, changed = BOOKINGS[name]
     agl.Trainer(
         model=load_policy(start),
-        algorithm=make_algorithm(COMMON | changed),
+        algorithm=make_algorithm(COMMON | BOOKINGS[name]),
         optimizer=AdamW(learning_rate=1.5e-4, micro_batch_tokens=4096),
         n_runners=128,
         max_sequence_length=512,
         run_dir=out,
         seed=seed,
-    ).fit(booker, tasks(2000, seed, desk), tasks(HELDOUT_TASKS, "held-out", desk))
+    ).fit(booker, tasks(2000, seed), tasks(HELDOUT_TASKS, "held-out"))
 
 
 # --- the task ---
 
 
-def tasks(count: int, seed: int | str, desk: str) -> list[dict[str, Any]]:
+def tasks(count: int, seed: int | str) -> list[dict[str, Any]]:
     """Each has a city and the numbers that the three tools answer."""
     generator = random.Random(f"booking/{seed}")
     return [
         {
-            "desk": desk,
             "city": generator.choice(CITIES),
             "numbers": [str(one) for one in generator.sample(range(100, 1000), len(ASKED))],
         }
@@ -102,7 +97,6 @@ class Desk:
     """The tools of one task. `right` is what each must be given."""
 
     def __init__(self, task: dict[str, Any]) -> None:
-        self.repeats = task["desk"] == "lenient"
         self.right = dict(zip(ASKED, [task["city"], *task["numbers"]], strict=False))
         self.answers = {name: f"{ANSWERED[name]}: {given}" for name, given in zip(ASKED, task["numbers"], strict=True)}
         self.used = set[str]()
@@ -117,7 +111,7 @@ class Desk:
             given = None
         if given != self.right[name]:
             return f"Error: no such {ASKED[name]}"
-        if name in self.used and not self.repeats:
+        if name in self.used:
             return f"Error: {ASKED[name]} used"
         self.used.add(name)
         return self.answers[name]
@@ -155,8 +149,8 @@ GIVES_UP: Final = 0.08  # how often it stops at anything else
 
 def make(seed: int) -> Any:
     """A tiny model that knows every form, and hardly ever what is next; the same for the same seed."""
-    generator, given = random.Random(f"demonstrations/{seed}"), f"demonstrations/{seed}"
-    shown = [demonstrate(task, generator) for task in tasks(DEMONSTRATIONS, given, "strict")]
+    generator = random.Random(f"demonstrations/{seed}")
+    shown = [demonstrate(task, generator) for task in tasks(DEMONSTRATIONS, f"demonstrations/{seed}")]
     return make_policy(shown, tools=TOOLS, seed=seed, options=WarmStart(max_steps=160))
 
 

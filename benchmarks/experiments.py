@@ -287,32 +287,23 @@ def draw(found: dict[str, list[Run]], path: Path) -> None:
 
 
 def draw_air(found: dict[str, list[Run]], path: Path) -> None:
-    """Held-out reward above and the share of tool calls that fail below, by step: means over seeds, a desk a column."""
+    """Held-out reward and the share of tool calls that fail, by step: means over seeds, and the range of the reward."""
     from matplotlib.figure import Figure
 
-    desks = list(dict.fromkeys(name.split(": ")[0] for name in found))
-    figure = Figure(figsize=(4.2 * len(desks), 5), layout="constrained")
-    plots = figure.subplots(2, len(desks), sharex=True, sharey=True, squeeze=False)
-    for (above, below), desk in zip(plots.T, desks, strict=True):
-        of_desk = {name.split(": ")[1]: runs for name, runs in found.items() if name.startswith(desk)}
-        for index, (credit, runs) in enumerate(of_desk.items()):
-            steps = [int(step) for step in runs[0]["heldout"]]
-            rewards = [list(one["heldout"].values()) for one in runs]
-            means = [statistics.mean(at) for at in zip(*rewards, strict=True)]
-            above.plot(steps, means, color=f"C{index}", label=credit)
-            above.fill_between(
-                steps, *([pick(at) for at in zip(*rewards, strict=True)] for pick in (min, max)), alpha=0.15
-            )
-            shares = [[1 - step.get("tool_success", math.nan) for step in one["curve"]] for one in runs]
-            failing = [statistics.mean(at) for at in zip(*shares, strict=True)]
-            below.plot(range(1, len(failing) + 1), failing, color=f"C{index}")
-        above.set(title=f"{desk} desk", ylim=(0, 1))
-        below.set(xlabel="step")
-        for axes in (above, below):
-            axes.grid(alpha=0.3)
-    plots[0][0].set_ylabel("held-out reward: mean, range")
-    plots[1][0].set_ylabel("tool calls that fail")
-    plots[0][0].legend(loc="upper left", fontsize=8)
+    figure = Figure(figsize=(8.4, 3.4), layout="constrained")
+    reward, failing = figure.subplots(1, 2, sharex=True)
+    for index, (name, runs) in enumerate(found.items()):
+        steps = [int(step) for step in runs[0]["heldout"]]
+        at = list(zip(*(one["heldout"].values() for one in runs), strict=True))
+        reward.plot(steps, list(map(statistics.mean, at)), color=f"C{index}", label=name)
+        reward.fill_between(steps, list(map(min, at)), list(map(max, at)), color=f"C{index}", alpha=0.15)
+        shares = [[1 - step.get("tool_success", math.nan) for step in one["curve"]] for one in runs]
+        means = list(map(statistics.mean, zip(*shares, strict=True)))
+        failing.plot(range(1, len(means) + 1), means, color=f"C{index}")
+    for axes, title in ((reward, "held-out reward: mean, range"), (failing, "tool calls that fail")):
+        axes.set(title=title, ylim=(0, 1), xlabel="step")
+        axes.grid(alpha=0.3)
+    reward.legend(loc="upper left", fontsize=8)
     figure.savefig(path, dpi=110)
 
 
