@@ -69,14 +69,6 @@ async def test_held_calls_wait_and_are_answered_and_their_spans_say_for_how_long
     assert gateway_world.gateway.statistics.held_seconds == span.attributes[semconv.CALL_HELD_SECONDS]
 
 
-async def test_a_call_that_was_not_held_says_nothing_of_it(gateway_world: World) -> None:
-    attempted = await gateway_world.attempt()
-    assert await answered(called(gateway_world, attempted))
-    (span,) = await gateway_world.spans(attempted)
-    assert semconv.CALL_HELD_SECONDS not in span.attributes
-    assert gateway_world.gateway.statistics.held == 0
-
-
 async def test_a_model_is_held_by_its_name_and_others_are_not(gateway_world: World) -> None:
     gateway = gateway_world.gateway
     gateway.models.put(ModelEntry("judge", gateway.entry("policy").backend, trainable=False, aliases=("grader",)))
@@ -148,12 +140,6 @@ async def test_a_call_that_was_held_too_long_is_told_to_ask_again(tmp_path: Path
         assert refused.value.status_code == 503
         assert refused.value.code == "model_held"
         assert refused.value.response.headers["retry-after"] == "1"
-
-
-async def test_an_sdk_asks_again_by_itself(tmp_path: Path) -> None:
-    async with world(tmp_path, longest_hold=0.2) as built:
-        built.gateway.hold("policy", seconds=0.5)
-        assert await answered(called(built, max_retries=2))
 
 
 async def test_when_the_process_ends_waiting_calls_are_told_so_at_once(gateway_world: World) -> None:
@@ -228,26 +214,6 @@ async def test_they_stand_still_for_a_call_that_runs_in_an_engine_at_rest(gatewa
             assert await waits(call, seconds=1.5)
     assert await answered(call)
     assert (await attempt_of(gateway_world, attempted)).status == "running"
-
-
-async def test_many_attempts_wait_at_once(gateway_world: World) -> None:
-    attempts = [await gateway_world.attempt(config=RolloutConfig(timeout_seconds=60.0)) for _ in range(8)]
-    async with gateway_world.gateway.held():
-        calls = [called(gateway_world, attempted) for attempted in attempts]
-        await arrived(gateway_world, count=8)
-        assert await waits(*calls, seconds=0.5)
-    for call, attempted in zip(calls, attempts, strict=True):
-        assert await answered(call)
-        assert (await attempt_of(gateway_world, attempted)).held_seconds > 0
-
-
-async def test_nobody_tells_the_store_anything_where_nobody_waits(gateway_world: World) -> None:
-    attempted = await gateway_world.attempt()
-    async with gateway_world.gateway.held():
-        await asyncio.sleep(0.2)
-    assert await answered(called(gateway_world, attempted))
-    assert (await attempt_of(gateway_world, attempted)).held_seconds == 0
-    assert not [task for task in asyncio.all_tasks() if task.get_name() == "clocks of held calls"]
 
 
 async def test_calls_wait_on_where_the_store_cannot_be_told(caplog: pytest.LogCaptureFixture) -> None:

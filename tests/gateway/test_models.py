@@ -15,11 +15,6 @@ def entry(name: str, *, trainable: bool = True) -> ModelEntry:
     return ModelEntry(name, HttpBackend("http://127.0.0.1:9/v1"), trainable=trainable)
 
 
-def test_a_name_reaches_its_model() -> None:
-    table = ModelTable([entry("a"), entry("b")])
-    assert table.resolve("b").name == "b"
-
-
 def test_an_unknown_name_reaches_the_only_trainable_model_with_one_notice(caplog: pytest.LogCaptureFixture) -> None:
     table = ModelTable([entry("policy"), entry("judge", trainable=False)])
     with caplog.at_level(logging.WARNING):
@@ -43,8 +38,3 @@ def test_an_unknown_name_is_refused_with_the_known_ones_where_the_choice_is_not_
 def test_two_models_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match="two models"):
         ModelTable([entry("a"), entry("a")])
-
-
-def test_a_backend_that_is_no_http_address_is_refused() -> None:
-    with pytest.raises(ConfigError, match="http://"):
-        HttpBackend("localhost:8000")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.replicas import Replicas
 from agentlightning.gateway.updates import ServerUpdate, WeightUpdate, declare_version, update_weights
 from agentlightning.types import AttemptedRollout
+from tests.gateway.servers import until
 from tests.gateway.talker import make_talker, user
 from tests.gateway.upstream import GOOD
 from tests.gateway.world import World, fronting, serving
@@ -165,13 +166,6 @@ async def loading(world: World, engine: Engine) -> asyncio.Task[Any]:
     return task
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what nothing announces."""
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
 One = tuple[World, Engine]
 
 
@@ -215,12 +209,6 @@ async def test_vllm_loads_the_weights_then_forgets_what_it_computed_with_the_old
     assert engine.told == [("/collective_rpc", LOAD), (RESET, {})]
     await call(world, attempted)
     assert await versions(world, attempted) == (7, 7)
-
-
-async def test_without_a_path_it_reads_anew_what_it_was_started_with(one: One) -> None:
-    world, engine = one
-    await update_weights(world.gateway, "policy", WeightUpdate(policy_version=1))
-    assert engine.told[0] == ("/collective_rpc", {"method": "reload_weights", "kwargs": {}})
 
 
 async def test_running_calls_finish_on_the_old_weights_and_new_ones_wait_for_the_new(one: One) -> None:
@@ -376,14 +364,6 @@ async def test_a_server_that_is_registered_again_meanwhile_is_updated_all_the_sa
 
 
 # --- several servers ----------------------------------------------------------------------------------------------
-
-
-async def test_every_replica_is_updated() -> None:
-    engines = [Engine(), Engine()]
-    async with before(*engines) as world:
-        outcomes = await update_weights(world.gateway, "policy", SEVEN)
-        assert [outcome.policy_version for outcome in outcomes] == [7, 7]
-        assert all(engine.told == [("/collective_rpc", LOAD), (RESET, {})] for engine in engines)
 
 
 async def test_a_replica_that_failed_gets_no_calls_and_the_others_answer_under_the_new_version() -> None:
