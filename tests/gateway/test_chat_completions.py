@@ -23,9 +23,7 @@ async def test_an_answer_streams_with_characters_whole_and_ends_once(gateway_wor
     )
     chunks = [chunk async for chunk in stream]
     texts = [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
-    assert "".join(texts) == PLAIN["signs"]
-    assert len([text for text in texts if text]) > 3
-    assert "\ufffd" not in "".join(texts)
+    assert "".join(texts) == PLAIN["signs"] and len([text for text in texts if text]) > 3
     reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
     assert reasons == ["stop"]
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -50,12 +48,15 @@ async def test_tool_calls_are_parsed_and_content_before_them_kept(gateway_world:
 
 async def test_tool_choice_none_shows_the_model_no_tools(gateway_world: World) -> None:
     client = gateway_world.client(await gateway_world.attempt())
-    extra = {"return_token_ids": True}
-    without = await client.chat.completions.create(model="policy", messages=user("hello"), extra_body=extra)
-    refused = await client.chat.completions.create(
-        model="policy", messages=user("hello"), tools=[SEARCH_TOOL], tool_choice="none", extra_body=extra
-    )
-    assert refused.prompt_token_ids == without.prompt_token_ids
+    prompts = [
+        (
+            await client.chat.completions.create(
+                model="policy", messages=user("hello"), extra_body={"return_token_ids": True}, **tools
+            )
+        ).prompt_token_ids
+        for tools in ({}, {"tools": [SEARCH_TOOL], "tool_choice": "none"})
+    ]
+    assert prompts[0] == prompts[1]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -85,56 +86,40 @@ async def test_models_are_listed(gateway_world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "says"),
+    ("body", "says"),
     [
-        (b"{not json", 400, "not a JSON object"),
-        (b"[]", 400, "not a JSON object"),
-        (b'{"messages": []}', 400, "'model'"),
-        (b'{"model": "m"}', 400, "'messages'"),
-        (b'{"model": "m", "messages": []}', 400, "messages is empty"),
-        (b'{"model": "m", "messages": "hi"}', 400, "messages"),
-        (b'{"model": "m", "messages": [{"role": "king"}]}', 400, "messages[0].role"),
-        (b'{"model": "m", "messages": [{"role": {"a": 1}}]}', 400, "messages[0].role"),
-        (b'{"model": "m", "messages": [{"role": "user", "content": 3}]}', 400, "messages[0].content"),
-        (b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "n": "2"}', 400, "n cannot be used"),
-        (b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "temperature": -1}', 400, "temperature"),
-        (b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [{}]}', 400, "tools[0]"),
-        (b'{"model": "m", "messages": [{"role": "user", "content": [3]}]}', 400, "messages[0].content"),
-        (b'{"model": "m", "messages": [{"role": "user", "content": "\xff"}]}', 400, "utf-8"),
-        (b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "stop": 1}', 400, "stop cannot be used"),
-    ],
-)
-async def test_a_bad_request_is_refused_by_name(gateway_world: World, body: bytes, status: int, says: str) -> None:
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(f"{gateway_world.url}/v1/chat/completions", data=body) as response,
-    ):
-        error = (await response.json())["error"]
-    assert response.status == status
-    assert says in error["message"]
-    assert set(error) == {"message", "type", "param", "code"}
-
-
-@pytest.mark.parametrize(
-    ("parameters", "says"),
-    [
+        (b"{not json", "not a JSON object"),
+        ({"model": None}, "'model'"),
+        ({"messages": None}, "'messages'"),
+        ({"messages": []}, "messages is empty"),
+        ({"messages": [{"role": "king"}]}, "messages[0].role"),
+        ({"messages": [{"role": {"a": 1}}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [3]}]}, "messages[0].content"),
+        ({"n": "2"}, "n cannot be used"),
+        ({"temperature": -1}, "temperature"),
+        ({"tools": [{}]}, "tools[0]"),
+        ({"stop": 1}, "stop cannot be used"),
+        # What the engine cannot honour:
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "names none of the tools"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
         ({"top_logprobs": 2, "logprobs": True}, "top_logprobs"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"extra_body": {"guided_regex": "a+"}}, "guided_regex"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
-            "image_url",
-        ),
+        ({"guided_regex": "a+"}, "guided_regex"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
     ],
 )
-async def test_what_the_engine_cannot_honour_is_refused(gateway_world: World, parameters: dict, says: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=says):
-        await gateway_world.client().chat.completions.create(
-            **{"model": "policy", "messages": user("hello"), "tools": [SEARCH_TOOL], **parameters}
-        )
+async def test_a_request_that_cannot_be_answered_is_refused_by_name(gateway_world: World, body: Any, says: str) -> None:
+    if isinstance(body, dict):
+        body = json.dumps({"model": "policy", "messages": user("x"), "tools": [SEARCH_TOOL], **body}).encode()
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{gateway_world.url}/v1/chat/completions", data=body) as response,
+    ):
+        error = (await response.json())["error"]
+    assert response.status == 400 and says in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
