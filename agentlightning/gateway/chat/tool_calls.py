@@ -94,8 +94,11 @@ class MarkedParser(ToolCallParser):
     def _inside(self, block: list[str], text: str, parts: list[Part]) -> str | None:
         """What comes behind the next `end`; None where more text is needed. Looks at each character once."""
         block.append(text)
-        if self._end is None or self._end not in (seen := self._tail + text):
-            self._tail = "" if self._end is None else seen[1 - len(self._end) :]
+        if self._end is None:
+            return None
+        seen = self._tail + text
+        if self._end not in seen:
+            self._tail = seen[1 - len(self._end) :]
             return None
         called, marker, after = "".join(block).partition(self._end)
         self._block, self._tail = None, ""
