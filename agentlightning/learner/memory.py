@@ -54,12 +54,13 @@ class MemoryEstimate:
         return dataclasses.replace(self, **{name: int(getattr(self, name) * factor) for name in parts})
 
     def check(self, available: int, *, loaded: bool = False) -> None:
-        """ConfigError where more is needed than is available; the weights may be there already."""
-        if self.total - (self.weights if loaded else 0) <= available:
+        """ConfigError if more is needed than is available; the weights may be loaded already. Memory may be full for a
+        moment, so a model that needs little is never refused."""
+        if self.total - (self.weights if loaded else 0) <= max(available, GIB):
             return
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in dataclasses.asdict(self).items() if size)
         raise ConfigError(
-            f"training needs about {self.total / GIB:.2f} GiB ({parts}), and {available / GIB:.2f} GiB are there. What "
+            f"training needs about {self.total / GIB:.2f} GiB ({parts}), and {available / GIB:.2f} GiB are free. What "
             "helps: for activations a smaller optimizer.micro_batch_tokens, or optimizer.gradient_checkpointing: true; "
             "for optimizer and reference lora: {} (an adapter is trained, the weights are not); for weights dtype: "
             "bfloat16, or a smaller model; for cache a smaller max_sequence_length, or fewer n_runners"

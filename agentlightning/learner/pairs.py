@@ -254,4 +254,4 @@ class PairSettings:
         if available is None:
             return estimate, f"{note})"
         estimate.check(available, loaded=isinstance(source, Policy) and self._processes is None)
-        return estimate, f"{note}, {available / GIB:.1f} are there)"
+        return estimate, f"{note}, {available / GIB:.1f} are free)"
