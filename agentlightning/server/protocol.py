@@ -114,18 +114,18 @@ class ServerProtocol(HttpToolsProtocol):
     def _parse(self, data: bytes) -> None:
         """Requests to upgrade to HTTP/2 or a websocket are answered as if they had not asked."""
         self._unset_keepalive_if_required()
-        rest = memoryview(data)
+        parser, rest = cast(httptools.HttpRequestParser, self.parser), memoryview(data)
         try:
             while rest:
                 try:
-                    self.parser.feed_data(rest)
+                    parser.feed_data(rest)
                     return
                 except httptools.HttpParserUpgrade as upgrade:
                     # The parser takes the body for another protocol's; here is the head again, without the wish.
                     rest = rest[upgrade.args[0] :]
                     lines = [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
-                    asked = self.parser.get_method(), self.url, self.parser.get_http_version().encode()
-                    self.parser.feed_data(b"\r\n".join([b"%b %b HTTP/%b" % asked, *lines, b"", b""]))
+                    asked = parser.get_method(), self.url, parser.get_http_version().encode()
+                    parser.feed_data(b"\r\n".join([b"%b %b HTTP/%b" % asked, *lines, b"", b""]))
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):  # the latter of a CONNECT
             self.send_400_response("Invalid HTTP request received.")
 
@@ -134,10 +134,10 @@ class ServerProtocol(HttpToolsProtocol):
         self._in_request, self._whole_head = True, self._alone
 
     def on_headers_complete(self) -> None:
-        if self._ends or self._target is not None or self.parser.should_upgrade():
+        parser: Any = self.parser
+        if self._ends or self._target is not None or parser.should_upgrade():
             return
         self._gathered = 0
-        parser: Any = self.parser
         method, path = parser.get_method().decode("ascii"), httptools.parse_url(self.url).path.decode("ascii")
         path = unquote(path) if "%" in path else path
         calls: LlmCalls | None = getattr(cast(Starlette, self.config.app).state, "calls", None)
@@ -201,7 +201,7 @@ class ServerProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self.parser.should_upgrade():
+        if cast(httptools.HttpRequestParser, self.parser).should_upgrade():
             return
         self._in_request = self._in_body = self._alone = False
         if self._target is None and not self._ends:
