@@ -34,7 +34,7 @@ _CLOSE = 1e-9  # a sum of tenths is a little less than 1
 
 @dataclass(frozen=True)
 class Measured:
-    """One rollout. Without a reward it counts 0 and passes nothing, so that failing cannot help. Cancelled and running
+    """One rollout. Without a reward it counts 0 and passes nothing, so failing cannot help. Cancelled and running
     rollouts are left out. `problem` is the exception that ended it."""
 
     rollout_id: str

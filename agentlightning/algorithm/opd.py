@@ -60,10 +60,10 @@ class OPD(GRPO):
         return super().fewest_rewarded if self.reward_coefficient else 1
 
     def try_advantages(self) -> None:
-        """`make_credit` has tried the credit, and the teacher is opened when training begins."""
+        """`make_credit` has tried the credit, and the teacher is opened when training starts."""
 
     def why_useless(self, group: RewardedGroup) -> str | None:
-        return None  # whatever was sampled, the teacher has something to say
+        return None  # the teacher scores whatever was sampled
 
     @asynccontextmanager
     async def groups(self, context: RunContext) -> AsyncGenerator[Groups]:

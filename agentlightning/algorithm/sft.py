@@ -23,7 +23,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.learner.losses import LossKind
 from agentlightning.store.base import LightningStore
 
-# Settings that are about rollouts that are run.
+# Settings for new rollouts.
 _OF_FRESH: Final = ("max_staleness", "dynamic_sampling", "difficulty", "curriculum", "target_reward")
 
 
@@ -123,7 +123,7 @@ class SFT(Reinforcement):
         """Which rollouts of a step are kept; `best` are the best of their groups."""
         count = len(rewards) if self.fraction is None else math.ceil(self.fraction * len(rewards))
         least = -math.inf if self.threshold is None else self.threshold
-        ranks = list(zip(rewards, best, strict=True))  # of equals, the best of groups come first
+        ranks = list(zip(rewards, best, strict=True))  # among equals, the best of groups come first
         highest = _highest(ranks, count)
         return [high and among and reward >= least for high, (reward, among) in zip(highest, ranks, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Why a run's held-out reward moved: by tag over its evaluations, with tools and lengths, and task by task."""
+"""Why a run's held-out reward changed: by tag over its evaluations, with tools and lengths, and task by task."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from agentlightning.data.transitions import trace_rollout
 from agentlightning.store.base import LightningStore
 from agentlightning.types import And, Condition, Rollout
 
-_MOST: Final = 300  # rollouts that are read of an evaluation
-_SHOWN: Final = 50  # tasks that are set side by side
+_MOST: Final = 300  # rollouts to read per evaluation
+_SHOWN: Final = 50  # tasks to compare side by side
 ALL: Final = "all tasks"
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """A mean over the rollouts of each evaluation; None where there is none."""
+    """A mean over the rollouts of each evaluation; None without rollouts."""
 
     name: str
     means: list[float | None]
 
 
 class TaskPair(msgspec.Struct, frozen=True, kw_only=True):
-    """What the first weights did on a task, and the newest."""
+    """The results of the first and the newest weights on a task."""
 
     task: str
     before: float
@@ -37,8 +37,8 @@ class TaskPair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """`steps` are those after which the run was evaluated. `rewards` are by tag, `behaviour` calls of each tool, answer
-    tokens and calls per rollout. `tasks` come with the largest change first."""
+    """`steps` are those of the run's evaluations. `rewards` are by tag; `behaviour` has the calls of each tool, answer
+    tokens and calls per rollout; `tasks` start with the largest change."""
 
     steps: list[int]
     rewards: list[Row]
@@ -47,7 +47,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Seen(msgspec.Struct, frozen=True):
-    """One rollout: its measure, and how often it did what."""
+    """One rollout: its measures, and counts of its behaviour."""
 
     one: Measured
     did: dict[str, float]

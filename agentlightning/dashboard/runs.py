@@ -1,6 +1,6 @@
-"""Runs side by side: what each is and has reached, its curves, the quality of its data, the prompts it tried.
+"""Runs side by side: settings, results, curves, data quality, and the prompts they tried.
 
-Knows runs, metrics and resources. The names of metrics are those of `algorithm.rl.batch` and of the loop.
+Knows runs, metrics and resources. Metric names are those of `algorithm.rl.batch` and of the loop.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from agentlightning.types import Condition, Metrics, Order, Run, RunStatus
 
 T = TypeVar("T")
 _SPARKLINE: Final = 40
-_QUIET: Final = 900.0  # seconds without a step or a new rollout, after which a running run may have died
-_UNSHARED: Final = ("time_limit", "threads", "n_runners", "device")  # of a config, what changes no result
+_QUIET: Final = 900.0  # seconds without a step or a new rollout after which a running run may have died
+_UNSHARED: Final = ("time_limit", "threads", "n_runners", "device")  # settings that do not change results
 
 
 class RunRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A run in a list, called `name` by its folder where that is known. Runs of one `family` differ in their seed
-    alone; `last` is the newest value of each metric, `models` what its policies are called at the gateway, `failed`
-    how many rollouts have failed, `settings` what it was started with, by dotted keys. `lost` says why a run
-    that has not ended may not be running any more, and how to go on."""
+    """A run in a list; `name` is its folder's, if known. Runs of one `family` differ only in their seed. `last` has the
+    newest value of each metric, `models` the names of its policies at the gateway, `failed` the number of failed
+    rollouts, `settings` its settings by dotted keys. `lost` is why a run that has not ended may not be running any
+    more, and how to resume it."""
 
     run_id: str
     name: str | None
@@ -55,7 +55,7 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunSeries(msgspec.Struct, frozen=True, kw_only=True):
-    """The curves of a run: `values` of each metric asked for, and what may be the x axis. `names` are all metrics."""
+    """The curves of a run: `values` of each requested metric, and the possible x axes. `names` are all metrics."""
 
     run_id: str
     family: str
@@ -70,7 +70,7 @@ class RunSeries(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured:
-    """What runs have measured, and how many of their rollouts failed; of those that have ended it is remembered."""
+    """The metrics and failure counts of runs; those of ended runs are cached."""
 
     def __init__(self) -> None:
         self._ended: dict[tuple[str, float], list[Metrics]] = {}
@@ -97,7 +97,7 @@ class Measured:
 
 
 async def find_run(store: LightningStore, run_id: str) -> Run:
-    """NotFoundError where there is none of this id."""
+    """NotFoundError if there is no run with this id."""
     run = next((run for run in await store.query_runs() if run.run_id == run_id), None)
     if run is None:
         raise NotFoundError(f"there is no run {run_id!r} here")
@@ -105,7 +105,7 @@ async def find_run(store: LightningStore, run_id: str) -> Run:
 
 
 async def last_sign(store: LightningStore, run: Run, measured: Sequence[Metrics]) -> float:
-    """When the run was heard of last: its start, its newest step or its newest rollout."""
+    """When the run last showed activity: its start, its newest step or its newest rollout."""
     newest = Order(field="number", descending=True)
     page = await store.page_rollouts(Condition("run_id", "eq", run.run_id), [newest], limit=1)
     times = [one.end_time or one.start_time for one in page.items]
@@ -160,14 +160,14 @@ def _dotted(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 def _family(run: Run) -> str:
     config = {name: value for name, value in mapping(run.manifest.get("config")).items() if name not in _UNSHARED}
-    # Not what the tasks are: a seed may make them, as the quickstart's does.
+    # Not the tasks: a seed may generate them, as in the quickstart.
     data = mapping(run.manifest.get("data"))
     told = (run.kind, config, {name: mapping(of).get("tasks") for name, of in data.items()}) if config else run.run_id
     return hashlib.sha256(msgspec.json.encode(told, order="sorted")).hexdigest()[:12]
 
 
 def _parts(values: np.ndarray[Any, Any], count: int) -> list[np.ndarray[Any, Any]]:
-    """At most `count` pieces of about one size; none of no values."""
+    """At most `count` parts of similar size; none if there are no values."""
     return np.array_split(values, min(count, len(values))) if len(values) else []
 
 
@@ -209,8 +209,8 @@ _COUNTED: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 class Quality(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a run's data is left out or drifts, by reason, over all its steps. `shares` are per step; `suggestions`
-    say what can be done about each kind of break."""
+    """What a run's data lost or drifted, by reason, over all its steps. `shares` are per step; `suggestions` are what
+    you can do about each kind of break."""
 
     run_id: str
     rollouts: int
@@ -222,7 +222,7 @@ class Quality(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def quality(run: Run, measured: Sequence[Metrics]) -> Quality:
-    """From what each step has counted; steps that counted no rollouts (evaluations) are left out."""
+    """Computed from each step's counts, without steps that counted no rollouts (evaluations)."""
     steps = [one for one in measured if "rollouts" in one.values]
     suggestions: dict[str, str] = {**SUGGESTIONS}
     total: dict[str, float] = {}
@@ -237,7 +237,7 @@ def quality(run: Run, measured: Sequence[Metrics]) -> Quality:
             for name, value in total.items()
             if name.startswith(prefix)
         }
-        # Of breaks there are also those by agent, and a share.
+        # Breaks are also counted by agent, and as a share.
         return {name: count for name, count in named.items() if prefixes != ("unmerged/",) or name in suggestions}
 
     def share(part: str, *whole: str) -> list[float | None]:
@@ -269,7 +269,7 @@ class PromptScore(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TriedPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A candidate of a prompt search, with its difference from its parent and its newest score."""
+    """A candidate of a prompt search, with the difference from its parent and its newest score."""
 
     name: str
     round: int
@@ -284,7 +284,7 @@ class TriedPrompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
-    """What a round of a prompt search came to."""
+    """The result of a round of a prompt search."""
 
     number: int
     beam: list[str]
@@ -299,7 +299,7 @@ class Prompts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def prompts(store: LightningStore, run: Run) -> Prompts:
-    """What the run has stored as versions of its resources (`algorithm.apo.lineage` says how)."""
+    """The candidates that the run stored as versions of its resources (`algorithm.apo.lineage`)."""
     updates = [one for one in await store.query_resources() if one.run_id == run.run_id]
     rounds = [told for one in updates if (told := _read(one.metadata.get("round"), Round))]
     scores = {name: score for one in rounds for name, score in one.scores.items()}
@@ -313,7 +313,7 @@ async def prompts(store: LightningStore, run: Run) -> Prompts:
 
 
 def _read(told: Any, kind: type[T]) -> T | None:
-    """None for what is none: an algorithm of a user's own may mean something else by the name."""
+    """None if it is not of this kind: a user's algorithm may use the name for something else."""
     try:
         return msgspec.convert(told, kind)
     except msgspec.ValidationError:

@@ -1,8 +1,8 @@
 """Aggregation: how much each token counts in the loss of a batch.
 
-An aggregation is a function `(tokens, **options) → weights`, float[N], of the tokens of a whole batch (`Tokens`). The
-loss of a batch is Σ weight · loss of each token: weights hold all denominators, so that micro-batches and processes add
-up to the batch. A function of the same signature may stand in for any of them.
+An aggregation is a function `(tokens, **options) → weights`, float[N], of all tokens of a batch (`Tokens`). The loss of
+a batch is Σ weight · loss over its tokens: weights contain all denominators, so micro-batches and processes add up to
+the batch. You can pass your own function with this signature.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Aggregation: TypeAlias = "str | Callable[..., npt.ArrayLike]"
 
 
 class Tokens:
-    """The tokens of these sequences that have a loss, in order: those sampled, or those `observed`."""
+    """The tokens of these sequences that have a loss, in order: the sampled ones, or the `observed` ones."""
 
     def __init__(self, sequences: Sequence[TrainingSequence], *, observed: bool = False) -> None:
         rows = ((one, one.observed if observed else one) for one in sequences)
@@ -36,7 +36,7 @@ class Tokens:
 
     @classmethod
     def trial(cls) -> Tokens:
-        """Five tokens in two calls, each a rollout, to try a function on."""
+        """Five tokens in two calls of different rollouts, to try a function on."""
         return cls([_trial_sequence(name, count, reward) for name, count, reward in (("a", 3, 0.0), ("b", 2, 1.0))])
 
     def __len__(self) -> int:
@@ -50,7 +50,7 @@ class Tokens:
         counts = [int(of.transitions[-1]) + 1 if len(of.transitions) else 0 for _, of in self._rows]
         found = np.concatenate([of.transitions for _, of in self._rows], dtype=np.int64)
         found += np.repeat(np.cumsum([0, *counts[:-1]]), self.lengths)
-        # Calls without such a token are not counted.
+        # Calls without tokens are not counted.
         return np.unique(found, return_inverse=True)[1] if self._observed else found
 
     @cached_property
@@ -61,7 +61,7 @@ class Tokens:
 
     @cached_property
     def origins(self) -> Sequence[Origin]:
-        """Where each rollout is from, by its number."""
+        """The origin of each rollout, by its number."""
         found = {one.rollout_id: one.origin or Origin() for one, _ in self._rows}
         return [found[name] for name in self._numbers]
 
@@ -99,7 +99,7 @@ def rollout_mean(tokens: Tokens) -> FloatArray64:
 
 
 def constant(tokens: Tokens, *, length: int) -> FloatArray64:
-    """1 / (calls · `length`), a length that favours no answer for being short (Dr. GRPO, arXiv:2503.20783)."""
+    """1 / (calls · `length`): a constant, so short answers are not favoured (Dr. GRPO, arXiv:2503.20783)."""
     return np.full(len(tokens), 1.0 / ((int(tokens.calls.max()) + 1) * length))
 
 
@@ -119,10 +119,10 @@ AGGREGATIONS: Final[dict[str, Callable[..., Any]]] = {
 def aggregation_weights(
     sequences: Sequence[TrainingSequence], aggregation: Aggregation, length: int | None = None
 ) -> list[FloatArray]:
-    """The weight of each sampled token in the loss of this batch, and after them that of each observed one: one
-    float32[N + M] per sequence. `length` is that of `constant`. ConfigError where a function gives no weights.
+    """The loss weight of each sampled token, then of each observed one: float32[N + M] per sequence. `length` is for
+    `constant`. ConfigError if a function returns invalid weights.
 
-    Observed tokens are aggregated by themselves, and weigh that times their own weight."""
+    Observed tokens are aggregated separately, and the result is multiplied by their own weights."""
     tokens = Tokens(sequences)
     made = _split(weights_of(tokens, aggregation, length), tokens.lengths)
     if all(one.observed is None for one in sequences):
@@ -140,7 +140,7 @@ def _split(values: FloatArray, lengths: Sequence[int]) -> list[FloatArray]:
 
 
 def weights_of(tokens: Tokens, aggregation: Aggregation, length: int | None = None) -> FloatArray:
-    """What the aggregation gives these tokens, float32[N]."""
+    """The weight of each token, float32[N]."""
     function = find_function("aggregation", aggregation, AGGREGATIONS)
     if not len(tokens):
         return np.zeros(0, np.float32)
@@ -154,12 +154,12 @@ def weights_of(tokens: Tokens, aggregation: Aggregation, length: int | None = No
 
 
 def try_aggregation(aggregation: Aggregation, length: int | None) -> None:
-    """ConfigError unless it gives five tokens weights."""
+    """ConfigError unless it returns weights for five tokens."""
     try:
         weights_of(Tokens.trial(), aggregation, length)
     except (ConfigError, LookupError, AttributeError) as error:
         if isinstance(error, ConfigError):
-            raise  # else it may look for what these made-up tasks do not have
+            raise  # a user's function may need fields that these tasks lack
     except Exception as error:
         raise ConfigError(
             f"aggregation {aggregation!r} fails on five tokens: {type(error).__name__}: {error}. It is given tokens "

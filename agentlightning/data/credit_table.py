@@ -1,15 +1,15 @@
-"""Which return, baseline and loss go together, and the whole way from the rewards of a batch to its advantages.
+"""Which return, baseline and loss go together, and how a batch's rewards become its advantages.
 
 | | a baseline of the group or none | reinforce++ or gae, an episode per call | reinforce++ or gae across calls |
 |---|---|---|---|
-| `identical`, `air`, `discounted` | yes | yes | no: they hold R in every call |
-| `air_dense` | yes | yes | yes: it holds each reward once |
+| `identical`, `air`, `discounted` | yes | yes | no: every call contains R |
+| `air_dense` | yes | yes | yes: it contains each reward once |
 | `tree` | `none` only: it is a baseline itself | no | no |
 
-`gdpo` goes with `identical` alone: it compares the terms of R, not returns.
+`gdpo` needs `identical`: it compares the terms of R, not returns.
 
-`gae` is for algorithms that have a critic. Every row goes with every loss; `policy_gradient` with one optimiser step
-per batch only. The table follows from what `@returns` and `@baseline` say of a function, your own included.
+`gae` is for algorithms with a critic. Every row goes with every loss; `policy_gradient` only with one optimiser step
+per batch. The table follows from what `@returns` and `@baseline` declare, also for your own functions.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ BASELINES: Final[dict[str, CreditFunction]] = {
 
 @dataclass(frozen=True)
 class RewardedGroup:
-    """The rollouts of one task that count: of each its transitions, in call order, its reward, the `terms` that add up
-    to that, by name, and the record of it, whose `input` is the task."""
+    """The rollouts of one task that count. For each: its transitions, in call order; its reward; the `terms` that add
+    up to the reward, by name; and its record, whose `input` is the task."""
 
     transitions: Sequence[Sequence[Transition]]
     rewards: Sequence[float]
@@ -64,17 +64,17 @@ class RewardedGroup:
 
     @property
     def task(self) -> Any:
-        """What the agent was given; None in a group that no agent made."""
+        """The agent's input; None in a group made up for a trial."""
         return self.rollouts[0].input if self.rollouts else None
 
     def of_model(self, model: str) -> RewardedGroup:
-        """The calls of one model alone."""
+        """The same with one model's calls only."""
         own = [[call for call in transitions if call.model == model] for transitions in self.transitions]
         return replace(self, transitions=own)
 
     @classmethod
     def trial(cls, *rewards: float) -> RewardedGroup:
-        """Rollouts of two calls each that no agent made, to try on what is to credit those that agents make."""
+        """Made-up rollouts of two calls each, to try functions on."""
         return cls([[_trial_call(f"trial-{index}", call) for call in (0, 1)] for index in range(len(rewards))], rewards)
 
 
@@ -89,8 +89,8 @@ def _trial_call(rollout: str, index: int) -> Transition:
 
 @dataclass(frozen=True)
 class Credit:
-    """A return and a baseline that go together, with their options. Where `equal_rewards` do not count, a group whose R
-    are all equal is not trained on, however its calls differ."""
+    """A return and a baseline that go together, with their options. Without `equal_rewards`, a group whose R are all
+    equal is not trained on, even if its calls differ."""
 
     returns: CreditFunction
     baseline: CreditFunction
@@ -101,7 +101,7 @@ class Credit:
 
     @property
     def compares_group(self) -> bool:
-        """Whether one rollout of a task by itself would have nothing to be compared with."""
+        """Whether a rollout needs others of its task to compare with."""
         return "group" in (property_of(self.returns, "compares"), property_of(self.baseline, "compares"))
 
     @property
@@ -110,16 +110,16 @@ class Credit:
 
     @property
     def needs_batch(self) -> bool:
-        """Whether the groups of a step must be together, as those that are whitened."""
+        """Whether all groups of a step are needed at once, as for whitening."""
         return bool(property_of(self.baseline, "whitens"))
 
     def advantages(
         self, groups: Sequence[RewardedGroup], values: Sequence[FloatArray] | None = None
     ) -> list[list[list[CreditedTransition]]]:
-        """For each group, for each of its rollouts, its transitions with an advantage for each sampled token.
+        """For each group and each of its rollouts, its transitions with an advantage per sampled token.
 
-        `values` float32[T] of each transition, in order, are a critic's; without them it says 0. ConfigError where a
-        user's function gives another shape than is asked of it, or numbers that are not finite."""
+        `values` are a critic's, float32[T] per transition, in order; default: 0. ConfigError if a user's function
+        returns a wrong shape or values that are not finite."""
         rollouts = [calls for group in groups for calls in group.transitions]
         transitions = [transition for calls in rollouts for transition in calls]
         if not transitions:
@@ -172,9 +172,9 @@ def make_credit(
     reward: RewardSpec = PLAIN,
     critic: bool = False,
 ) -> Credit:
-    """The credit that these names, references (`file.py:function`) or functions mean, where R is made as `reward` says
-    and groups of `equal_rewards` count or not, with or without a critic. ConfigError, with the reason, where one is
-    unknown, has no such option, or does not go with the others."""
+    """The credit described by these names, references (`file.py:function`) or functions, for this reward and with or
+    without a critic. ConfigError, with the reason, if one is unknown, lacks an option, or does not go with the others.
+    """
     first = find_function("returns", returns, RETURNS, returns_options)
     second = find_function("baseline", baseline, BASELINES, baseline_options)
     credit = Credit(first, second, dict(returns_options), dict(baseline_options), equal_rewards, reward)
@@ -208,7 +208,7 @@ def make_credit(
             f"equal_rewards trains on a group whose rewards are all equal and whose calls differ, which returns "
             f"{_name(first)!r} with baseline {_name(second)!r} does not ask: leave it out"
         )
-    try:  # show a mistake now rather than after the first rollouts
+    try:  # show mistakes before the first rollouts
         credit.advantages([RewardedGroup.trial(0.0, 1.0)])
     except (TypeError, ValueError) as error:
         options = f"returns_options {returns_options} or baseline_options {baseline_options}"
@@ -216,12 +216,12 @@ def make_credit(
     except (AssertionError, AttributeError, LookupError):
         if credit.built_in:
             raise
-        # Your own function may look for what these made-up calls do not have.
+        # A user's function may need fields that these made-up calls lack.
     return credit
 
 
 def _terms(groups: Sequence[RewardedGroup]) -> dict[str, Float64Array]:
-    """The terms of R of each rollout, float64[R] by name; 0 where it lacks one."""
+    """The terms of R of each rollout, float64[R] by name; 0 if missing."""
     terms = [one for of in groups for one in of.terms or [{"final": reward} for reward in of.rewards]]
     names = {name: None for one in terms for name in one}
     return {name: np.array([one.get(name, 0.0) for one in terms], np.float64) for name in names}

@@ -7,7 +7,6 @@ import json
 from typing import Any
 
 import aiohttp
-import openai
 import pytest
 import torch
 from opentelemetry import propagate
@@ -64,11 +63,6 @@ async def test_a_span_describes_the_call_in_gen_ai_attributes(gateway_world: Wor
     assert attributes[semconv.CALL_TRAINABLE] is True
     assert semconv.CALL_FLAG not in attributes
     assert span.end_time > span.start_time
-
-
-async def test_no_key_reaches_a_span(gateway_world: World) -> None:
-    attempted = await gateway_world.attempt()
-    _, span = await call(gateway_world, attempted)
     assert attempted.api_key is not None and attempted.api_key not in repr(span)
 
 
@@ -91,12 +85,6 @@ async def test_val_mode_has_its_own_sampling_and_ceiling(gateway_world: World) -
     assert len(span.tokens.choices[0].token_ids) == 4
 
 
-async def test_the_agent_decides_sampling_in_test_mode(gateway_world: World) -> None:
-    _, span = await call(gateway_world, await gateway_world.attempt(mode="test"), temperature=0.5)
-    assert json.loads(span.attributes[semconv.CALL_SAMPLING])["temperature"] == 0.5
-    assert semconv.CALL_OVERRIDDEN not in span.attributes
-
-
 async def test_sampling_noise_depends_on_names_and_not_on_timing(gateway_world: World) -> None:
     named = [await gateway_world.attempt(metadata={"seed": 3, "sample": sample}) for sample in ("a", "b")]
     await asyncio.gather(*(call(gateway_world, attempted) for attempted in named))
@@ -108,17 +96,13 @@ async def test_sampling_noise_depends_on_names_and_not_on_timing(gateway_world: 
 
 
 async def test_a_seed_of_the_agents_own_counts_where_the_agent_decides(gateway_world: World) -> None:
-    _, span = await call(gateway_world, await gateway_world.attempt(mode="test"), seed=11)
+    _, span = await call(gateway_world, await gateway_world.attempt(mode="test"), seed=11, temperature=0.5)
+    assert json.loads(span.attributes[semconv.CALL_SAMPLING])["temperature"] == 0.5
+    assert semconv.CALL_OVERRIDDEN not in span.attributes
     assert json.loads(span.attributes[semconv.CALL_SAMPLING])["seed"] == 11
     _, span = await call(gateway_world, await gateway_world.attempt(), seed=11)
     assert json.loads(span.attributes[semconv.CALL_SAMPLING])["seed"] != 11
     assert json.loads(span.attributes[semconv.CALL_OVERRIDDEN]) == {"seed": 11}
-
-
-async def test_every_choice_is_captured(gateway_world: World) -> None:
-    _, span = await call(gateway_world, await gateway_world.attempt(mode="test"), n=3, temperature=2.0)
-    assert len(span.tokens.choices) == 3
-    assert len({choice.token_ids for choice in span.tokens.choices}) > 1
 
 
 async def test_a_text_cut_by_a_stop_string_keeps_its_ids_and_is_flagged(gateway_world: World) -> None:
@@ -151,30 +135,6 @@ async def test_a_call_is_durable_before_its_end_is_sent(gateway_world: World) ->
     async for chunk in stream:
         if chunk.choices[0].finish_reason:
             assert len(await gateway_world.spans(attempted)) == 1
-
-
-async def test_the_next_prompt_repeats_an_answer_in_its_own_ids(gateway_world: World) -> None:
-    attempted = await gateway_world.attempt()
-    answer, first = await call(gateway_world, attempted, messages=user("weather"), tools=[SEARCH_TOOL])
-    message = answer.choices[0].message
-    turns = [
-        *user("weather"),
-        message.model_dump(),
-        {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny"},
-    ]
-    _, second = await call(gateway_world, attempted, messages=turns, tools=[SEARCH_TOOL])
-    before = (*first.tokens.prompt_token_ids, *first.tokens.choices[0].token_ids)
-    assert second.tokens.prompt_token_ids[: len(before)] == before
-    assert second.attributes[semconv.RECORDED_SPLICE] == len(first.tokens.choices[0].token_ids)
-
-
-async def test_a_refusal_by_the_backend_is_recorded_and_not_trained(gateway_world: World) -> None:
-    attempted = await gateway_world.attempt()
-    with pytest.raises(openai.BadRequestError):
-        await call(gateway_world, attempted, logprobs=True, top_logprobs=2)
-    (span,) = await gateway_world.spans(attempted)
-    assert span.status.status_code == "ERROR" and "top_logprobs" in (span.status.description or "")
-    assert span.attributes[semconv.CALL_FLAG] == "call failed"
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -196,17 +196,6 @@ async def test_a_call_that_no_attempt_made_is_recorded_behind_its_answer(tmp_pat
     assert span.tokens is not None and span.tokens.choices[0].token_ids == (4, 5, 6)
 
 
-async def test_a_store_that_refuses_costs_no_answer_and_is_counted(tmp_path: Path) -> None:
-    def broken(span: Span) -> Span:
-        raise OSError("no space left on device")
-
-    async with slow_world(tmp_path, redact=redaction(hook=broken)) as (built, store):
-        store.may_write.set()
-        answers = [await ask(built) for _ in range(3)]
-        await built.gateway.close()
-        assert answers == ["Hi!"] * 3 and built.gateway.shed == 3
-
-
 async def test_what_one_span_is_refused_for_costs_no_other(tmp_path: Path) -> None:
     def refusing(span: Span) -> Span:
         assert "poison" not in str(span.attributes[semconv.GEN_AI_INPUT_MESSAGES])

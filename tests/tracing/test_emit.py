@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from agentlightning import semconv
-from agentlightning.errors import ConfigError, InvalidError
+from agentlightning.errors import InvalidError
 from agentlightning.tracing.context import AttemptTracer, bind, recording
 from agentlightning.tracing.emit import (
     emit_annotation,
@@ -92,11 +92,6 @@ def test_what_cannot_be_stored_is_refused_at_the_call() -> None:
             emit_annotation({"when": {1, 2}})
         with pytest.raises(InvalidError, match="emit_object"):
             emit_message(5)  # type: ignore[arg-type]
-
-
-def test_outside_a_rollout_an_emitter_says_so() -> None:
-    with pytest.raises(ConfigError, match="outside a rollout"):
-        emit_reward(1.0)
 
 
 def test_an_exception_whose_text_fails_is_recorded_all_the_same() -> None:

@@ -54,12 +54,6 @@ def test_what_fits_is_kept_whole_also_where_its_middle_is_within_a_letter() -> N
     assert (excerpt.text(), excerpt.left_out) == ("aaéaa", 0)
 
 
-def test_what_is_not_utf8_is_shown_by_replacement_characters() -> None:
-    excerpt = Excerpt()
-    excerpt.write(b"caf\xe9")
-    assert excerpt.text() == "caf\ufffd"
-
-
 def test_a_log_is_a_span_whatever_it_holds() -> None:
     with recording() as tracer:
         record_log(tracer, "stdout", "half \ud83d of a pair")
@@ -83,13 +77,6 @@ def test_records_of_an_attempt_become_one_span_and_those_of_others_none() -> Non
     (text,) = logs(tracer)
     assert [line.partition("INFO ")[2] for line in text.splitlines()] == ["travel: looking for Köln", "travel: found"]
     assert handler not in root.handlers
-
-
-def test_an_attempt_that_logs_nothing_has_no_log() -> None:
-    handler = AttemptLogs()
-    with handler.installed(), recording() as tracer, handler.open(tracer):
-        pass
-    assert logs(tracer) == []
 
 
 def test_what_python_says_on_stderr_without_handlers_is_still_said_once(capsys: pytest.CaptureFixture[str]) -> None:

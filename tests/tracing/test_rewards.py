@@ -33,24 +33,11 @@ def test_an_intermediate_reward_never_displaces_the_final_one() -> None:
     assert [get_reward_value(span) for span in find_reward_spans(tracer.get_last_trace())] == [1.0, 0.25]
 
 
-def test_without_a_final_reward_there_is_none() -> None:
-    with recording() as tracer:
-        emit_reward(0.25, final=False)
-    assert find_final_reward(tracer.get_last_trace()) is None
-    assert find_final_reward([]) is None
-
-
 def test_the_order_is_that_of_time_not_of_the_list() -> None:
     with recording() as tracer:
         emit_reward(0.1)
         emit_reward(0.9)
     assert find_final_reward(reversed(tracer.get_last_trace())) == 0.9
-
-
-def test_the_primary_dimension_is_the_value() -> None:
-    with recording() as tracer:
-        emit_reward({"speed": 0.1, "correct": 1}, primary_key="correct")
-    assert find_final_reward(tracer.get_last_trace()) == 1.0
 
 
 def test_all_dimensions_are_read_back_with_the_primary_one_first() -> None:
