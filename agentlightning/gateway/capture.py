@@ -236,7 +236,7 @@ def _attributes(call: Call) -> Attributes:
         semconv.CALL_DISCARDS: call.discards or None,
         semconv.CALL_HELD_SECONDS: call.held_seconds or None,
         semconv.CALL_DROPPED: [*call.dropped, *started.dropped] or None,
-        semconv.CALL_FIRST_VERSION: min([one.versions[0][0] for one in sampled], default=None),
+        semconv.CALL_FIRST_VERSION: min([versioned.versions[0][0] for versioned in sampled], default=None),
         semconv.CALL_LAST_VERSION: max(last_versions, default=None),
         semconv.RECORDED_SPLICE: started.spliced_tokens or None,
     }

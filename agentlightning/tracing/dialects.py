@@ -77,8 +77,8 @@ def speaks_for_gateway(span: Span) -> bool:
 def kind_of(span: Span) -> Kind:
     if is_gateway_call(span):
         return "call"
-    told = (span.attributes.get(name) for name in _KIND_NAMES)
-    kinds: list[Kind] = [_KINDS[value] for value in told if isinstance(value, str) and value in _KINDS]
+    values = (span.attributes.get(name) for name in _KIND_NAMES)
+    kinds: list[Kind] = [_KINDS[value] for value in values if isinstance(value, str) and value in _KINDS]
     if scope_of(span) == _DSPY and span.name.endswith("forward"):
         return "other" if _DSPY_MODULES.match(span.name) else "agent"
     if kinds == ["call"] and _PRIVATE.search(span.name):

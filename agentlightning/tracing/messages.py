@@ -66,9 +66,9 @@ def _first_integer(attributes: Attributes, names: Sequence[str]) -> int | None:
 
 
 def _messages(attributes: Attributes, as_json: str, openinference: str, traceloop: str) -> list[dict[str, Any]]:
-    said = attributes.get(as_json)
-    if isinstance(said, str):
-        value = json_of(said)
+    text = attributes.get(as_json)
+    if isinstance(text, str):
+        value = json_of(text)
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else items(value)
         return [chat for message in messages if isinstance(message, dict) for chat in _of_parts(message)]
     entries = [mapping(entry.get("message")) for entry in _entries(nested(attributes, openinference))]

@@ -149,9 +149,9 @@ class Connection:
         return await self._health(timeout_seconds) in (UNREACHABLE, BROKE_OFF)
 
     async def _health(self, timeout_seconds: float, *, control: bool = False) -> str:
-        asked = self.posted(self.health_url, None, retries=False, control=control)
+        request = self.posted(self.health_url, None, retries=False, control=control)
         try:
-            async with asyncio.timeout(timeout_seconds), asked as response:
+            async with asyncio.timeout(timeout_seconds), request as response:
                 await response.read()
                 return "healthy" if response.status < 500 else "failing"
         except TimeoutError:

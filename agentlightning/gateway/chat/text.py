@@ -109,10 +109,10 @@ class Reasoning:
             return "", text
         held, self._held = self._held + text, ""
         if self._mark == BEGIN:
-            said = held.lstrip()
-            if said.startswith(BEGIN):
-                self._mark, held = END, said.removeprefix(BEGIN)
-            elif BEGIN.startswith(said) and not last:
+            begun = held.lstrip()
+            if begun.startswith(BEGIN):
+                self._mark, held = END, begun.removeprefix(BEGIN)
+            elif BEGIN.startswith(begun) and not last:
                 self._held = held
                 return "", ""
             else:
