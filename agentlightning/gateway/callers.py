@@ -91,6 +91,5 @@ def _agent(headers: Mapping[str, str], path: str, subagent: str | None, system: 
 
 
 def _texts(message: object, *roles: str) -> list[str]:
-    """The texts of a message by one of these."""
     fields = mapping(message)
     return texts(fields.get("content")) if fields.get("role") in roles else []

@@ -81,7 +81,6 @@ class Call:
     _recorded: bool = False
 
     def events(self) -> AsyncGenerator[BackendEvent, None]:
-        """The backend's events; closing the iterator cancels the generation."""
         events = self.entry.backend.answer(self.sent)
         if self.request.extra.get("parallel_tool_calls") is False and self.entry.backend.captures_tokens:
             return _with_one_tool_call(events)
@@ -121,7 +120,6 @@ class Call:
             self.caller.running -= 1
 
     async def _store(self, error: BaseException | None) -> None:
-        """Record the span of the call, which has ended."""
         if self.recorder is None:
             return
         attributes = _attributes(self)

@@ -79,7 +79,6 @@ class Gate:
         self.release(holder)
 
     async def passed(self) -> None:
-        """Return when calls are let through."""
         await self._open.wait()
 
     async def idle(self) -> None:

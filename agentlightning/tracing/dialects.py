@@ -65,7 +65,6 @@ _PREBUILT_NODES: Final = ("model", "agent", "tools")  # of every agent that Lang
 
 
 def is_gateway_call(span: Span) -> bool:
-    """Whether the gateway recorded it as a call."""
     return span.tokens is not None or semconv.CALL_ENDPOINT in span.attributes
 
 
@@ -220,7 +219,6 @@ def texts(content: object, *, others: bool = False) -> list[str]:
 
 
 def joined(content: object) -> str:
-    """The text of a message's content."""
     return "".join(texts(content))
 
 

@@ -31,7 +31,6 @@ class Excerpt:
 
     @property
     def left_out(self) -> int:
-        """How many bytes were dropped between the beginning and the end."""
         return self._written - len(self._head) - min(len(self._tail), self._half)
 
     def write(self, data: bytes) -> None:

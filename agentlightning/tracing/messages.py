@@ -48,7 +48,6 @@ def token_counts(attributes: Attributes) -> tuple[int, int] | None:
 
 
 def finish_reasons(attributes: Attributes) -> list[str]:
-    """Why each choice ended."""
     value = attributes.get(semconv.GEN_AI_FINISH_REASONS, ())
     if isinstance(value, str):  # some write the list as JSON
         return [str(reason) for reason in items(json_of(value))] or [value]
@@ -109,7 +108,6 @@ def _of_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _of_entries(message: dict[str, Any]) -> dict[str, Any]:
-    """A message of OpenInference or Traceloop."""
     parts = [mapping(entry.get("message_content")) for entry in _entries(message.get("contents"))]
     texts = [str(part["text"]) for part in parts if "text" in part]
     chat: dict[str, Any] = {

@@ -75,8 +75,6 @@ def tool_requests(call: Span) -> list[ToolRequest]:
 
 
 class _Attempt:
-    """The spans of an attempt and their relations."""
-
     def __init__(self, spans: Sequence[Span]) -> None:
         self.spans = sorted(spans, key=lambda span: (span.start_time, span.sequence_id))
         self.by_id = {span.span_id: span for span in self.spans}
@@ -317,7 +315,6 @@ class _Attempt:
         return self.named[working[0].span_id] if all(agent.span_id in around for agent in working) else None
 
     def _agent_around(self, span: Span) -> str | None:
-        """The nearest agent above this span."""
         own = self.named[span.span_id] if self.kinds[span.span_id] != "agent" else None
         return own or next((name for outer in self._ancestors(span) if (name := self.named[outer.span_id])), None)
 

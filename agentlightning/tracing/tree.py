@@ -41,7 +41,6 @@ class Totals:
 
 
 def totals(steps: Iterable[Step]) -> Totals:
-    """The calls and tokens of an attempt's steps."""
     counts = [token_counts(_reporting(step).attributes) or (0, 0) for step in steps if step.kind == "call"]
     return Totals(len(counts), sum(read for read, _ in counts), sum(written for _, written in counts))
 
@@ -74,13 +73,9 @@ def printable(text: str) -> str:
 
 def traceback_of(spans: Iterable[Span]) -> str | None:
     """The traceback of the last recorded exception, in a span or a span's event."""
-    recorded = (place.attributes for span in spans for place in (span, *span.events))
-    found = [
-        str(attributes[semconv.EXCEPTION_STACKTRACE])
-        for attributes in recorded
-        if semconv.EXCEPTION_STACKTRACE in attributes
-    ]
-    return found[-1] if found else None
+    places = (place.attributes for span in spans for place in (span, *span.events))
+    found = [text for attributes in places if (text := attributes.get(semconv.EXCEPTION_STACKTRACE)) is not None]
+    return str(found[-1]) if found else None
 
 
 def one_line(text: str, limit: int = _TEXT) -> str:
@@ -90,7 +85,6 @@ def one_line(text: str, limit: int = _TEXT) -> str:
 
 
 def _grow(tree: Tree, steps: Sequence[Step], spans: Sequence[Span], limit: int) -> None:
-    """Add each step to the branch of its parent."""
     shown = arranged(steps, spans)
     branches: list[Tree] = []
     for step, place in shown[:limit]:

@@ -144,7 +144,6 @@ def with_adapter(algorithm: Algorithm | None, adapter: Any) -> Algorithm:
 
 
 def _trained(source: Sequence[Span]) -> list[tuple[Span, Transition]]:
-    """The trainable calls of the final attempt."""
     from agentlightning.data.call_filter import HAS_IMAGES, CallFilter
     from agentlightning.data.transitions import trace_rollout  # here, as it needs numpy, which the agent side may lack
 

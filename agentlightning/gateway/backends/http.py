@@ -143,7 +143,6 @@ class HttpBackend:
 
     @asynccontextmanager
     async def relay(self, call: RelayedCall) -> AsyncGenerator[RelayedAnswer]:
-        """See `Backend.relay`."""
         headers = call.headers | ({SESSION_HEADER: call.session} if call.session else {})
         body = msgspec.json.encode({**call.body, "model": self.model or call.model}) if call.body else None
         async with self.connection.posted(self.connection.url(call.path), body, headers) as response:

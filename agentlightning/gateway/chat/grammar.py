@@ -158,8 +158,6 @@ class Grammars:
 
 
 class _Masks:
-    """See `Masks`."""
-
     def __init__(self, matcher: LLMatcher, field: str) -> None:
         self._matcher = matcher
         self._field = field

@@ -82,7 +82,6 @@ class StopStrings:
         return held[:certain]
 
     def finish(self) -> str:
-        """What was held back when the answer ended without a stop string."""
         held, self._held = self._held, ""
         return held
 

@@ -264,7 +264,6 @@ class _ChoiceWriter:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that was reached."""
         return self._stops.matched
 
     def finished(self) -> Finished:
