@@ -283,7 +283,7 @@ def make_tracker(spec: str | Mapping[str, Any] | Tracker) -> Tracker:
         except TypeError as error:
             raise ConfigError(f"trackers: {name}: {error}") from None
     if not isinstance(made, Tracker):
-        raise ConfigError(f"{made!r} is no tracker: it needs a name, and the methods start, log and close")
+        raise ConfigError(f"{made!r} is not a tracker: it needs a name, and the methods start, log and close")
     return made
 
 

@@ -162,8 +162,8 @@ def _family(run: Run) -> str:
     config = {name: value for name, value in mapping(run.manifest.get("config")).items() if name not in _UNSHARED}
     # Not the tasks: a seed may generate them, as in the quickstart.
     data = mapping(run.manifest.get("data"))
-    told = (run.kind, config, {name: mapping(of).get("tasks") for name, of in data.items()}) if config else run.run_id
-    return hashlib.sha256(msgspec.json.encode(told, order="sorted")).hexdigest()[:12]
+    key = (run.kind, config, {name: mapping(of).get("tasks") for name, of in data.items()}) if config else run.run_id
+    return hashlib.sha256(msgspec.json.encode(key, order="sorted")).hexdigest()[:12]
 
 
 def _parts(values: np.ndarray[Any, Any], count: int) -> list[np.ndarray[Any, Any]]:
@@ -301,20 +301,20 @@ class Prompts(msgspec.Struct, frozen=True, kw_only=True):
 async def prompts(store: LightningStore, run: Run) -> Prompts:
     """The candidates that the run stored as versions of its resources (`algorithm.apo.lineage`)."""
     updates = [one for one in await store.query_resources() if one.run_id == run.run_id]
-    rounds = [told for one in updates if (told := _read(one.metadata.get("round"), Round))]
+    rounds = [found for one in updates if (found := _read(one.metadata.get("round"), Round))]
     scores = {name: score for one in rounds for name, score in one.scores.items()}
     tried: dict[str, TriedPrompt] = {}
     for one in reversed(updates):
         made = mapping(one.metadata.get("candidate"))
         about = {"diff": one.metadata.get("diff", ""), "resources_id": one.resources_id, "time": one.create_time}
-        if told := _read({**made, **about, "score": scores.get(str(made.get("name")))}, TriedPrompt):
-            tried[told.name] = told
+        if found := _read({**made, **about, "score": scores.get(str(made.get("name")))}, TriedPrompt):
+            tried[found.name] = found
     return Prompts(candidates=list(reversed(tried.values())), rounds=rounds)
 
 
-def _read(told: Any, kind: type[T]) -> T | None:
+def _read(value: Any, kind: type[T]) -> T | None:
     """None if it is not of this kind: a user's algorithm may use the name for something else."""
     try:
-        return msgspec.convert(told, kind)
+        return msgspec.convert(value, kind)
     except msgspec.ValidationError:
         return None

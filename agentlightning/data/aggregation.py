@@ -147,8 +147,8 @@ def weights_of(tokens: Tokens, aggregation: Aggregation, length: int | None = No
     weights = np.asarray(function(tokens, length=length) if function is constant else function(tokens), np.float64)
     if weights.shape != (len(tokens),) or not np.isfinite(weights).all():
         raise ConfigError(
-            f"aggregation {function_name(function, AGGREGATIONS)} must give a finite weight for each of {len(tokens)} "
-            f"tokens, and gave {weights!r:.200}"
+            f"aggregation {function_name(function, AGGREGATIONS)} must return a finite weight for each of "
+            f"{len(tokens)} tokens, but returned {weights!r:.200}"
         )
     return weights.astype(np.float32)
 
@@ -162,6 +162,6 @@ def try_aggregation(aggregation: Aggregation, length: int | None) -> None:
             raise  # a user's function may need fields that these tasks lack
     except Exception as error:
         raise ConfigError(
-            f"aggregation {aggregation!r} fails on five tokens: {type(error).__name__}: {error}. It is given tokens "
-            "(calls, rollouts, each), and gives the weight of each"
+            f"aggregation {aggregation!r} fails on five tokens: {type(error).__name__}: {error}. It gets tokens "
+            "(calls, rollouts, each), and must return the weight of each"
         ) from error

@@ -86,14 +86,14 @@ def continuity(transitions: Sequence[Transition], spans: Sequence[Span]) -> Cont
     for place, transition in enumerate(transitions):
         call = _Call(transition, attributes.get(transition.span_id, {}), place)
         parent = continued = _continued(call, calls)
-        if calls and (continued is None or continued.goes_on):
+        if calls and (continued is None or continued.has_next):
             again = next((one for one in calls if np.array_equal(one.prompt, call.prompt)), None)
-            meant = None if again else _meant(call, calls, continued)
-            if meant is not None:
-                breaks.append(_break(call, *meant))
-            parent = continued or (meant[0] if meant else again)
+            intended = None if again else _intended(call, calls, continued)
+            if intended is not None:
+                breaks.append(_break(call, *intended))
+            parent = continued or (intended[0] if intended else again)
         if continued is not None:
-            call.continues, continued.goes_on = continued.place, True
+            call.continues, continued.has_next = continued.place, True
         if parent is None:
             call.conversation, call.root = conversations, call
             conversations += 1
@@ -117,7 +117,7 @@ class _Call:
         self.prompt, self.answer = transition.prompt_ids, transition.response_ids
         self.speaker = transition.agent, transition.model
         self.continues: int | None = None
-        self.goes_on = False  # whether another call continues it
+        self.has_next = False  # whether another call continues it
         self.tools = attributes.get(semconv.GEN_AI_TOOL_DEFINITIONS)
         text = attributes.get(semconv.CALL_PROMPT)
         self.text = text if isinstance(text, str) else None  # the prompt of a completion call, which has no messages
@@ -157,12 +157,12 @@ def _continued(call: _Call, earlier: Sequence[_Call]) -> _Call | None:
     return found
 
 
-# --- what was meant -----------------------------------------------------------------------------------------------
+# --- what was intended -------------------------------------------------------------------------------------------
 
-_Meant: TypeAlias = tuple[_Call, BreakKind]
+_Intended: TypeAlias = tuple[_Call, BreakKind]
 
 
-def _meant(call: _Call, earlier: Sequence[_Call], continued: _Call | None) -> _Meant | None:
+def _intended(call: _Call, earlier: Sequence[_Call], continued: _Call | None) -> _Intended | None:
     """The call that this call should continue but does not, and the reason."""
     own = [one for one in earlier if one.speaker == call.speaker and one is not continued]
     if call.text is not None:
@@ -176,8 +176,8 @@ def _meant(call: _Call, earlier: Sequence[_Call], continued: _Call | None) -> _M
         return (one, "retokenised" if whole else "edited history") if one is not None and count > least else None
     shared = [(shared_length(one.tokens, call.prompt), one.place, one) for one in own]
     length, _, one = max(shared, default=(0, 0, None))
-    begun = None if one is None else one.prompt if continued else one.root.prompt
-    if one is None or begun is None or not len(begun) <= length < len(call.prompt):
+    start = None if one is None else one.prompt if continued else one.root.prompt
+    if one is None or start is None or not len(start) <= length < len(call.prompt):
         return None
     return one, "unknown"
 
@@ -237,8 +237,8 @@ def words_of(message: Mapping[str, Any]) -> bytes:
     content = message.get("content") or ""
     functions = [mapping(mapping(call)["function"]) for call in calls]
     named = [(function.get("name"), _arguments(function.get("arguments"))) for function in functions]
-    said = canonical(joined(content)) if isinstance(content, str | list) else content
-    return msgspec.json.encode((said, named), order="sorted")
+    text = canonical(joined(content)) if isinstance(content, str | list) else content
+    return msgspec.json.encode((text, named), order="sorted")
 
 
 def canonical(text: str) -> str:

@@ -193,7 +193,7 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             try:
                 re.compile(getattr(self, name) or "")
             except re.error as error:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}, which is no pattern: {error}") from None
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, which is not a pattern: {error}") from None
 
     def given_terms(self, given: GivenRewards) -> dict[str, float]:
         """The starting terms of R, by name; empty if the rollout has no reward. ConfigError for a weight of a reward

@@ -236,7 +236,7 @@ def weighed(
     """A rollout's calls with the token weights that `weigh` returns for each. ConfigError if some are missing."""
     found = [np.asarray(one, np.float32) for one in weigh([item.transition for item in calls])]
     if len(found) != len(calls):
-        raise ConfigError(f"token_weights must give an array for each of {len(calls)} calls, and gave {len(found)}")
+        raise ConfigError(f"token_weights must return an array for each of {len(calls)} calls, not {len(found)}")
     return [replace(item, weights=one) for item, one in zip(calls, found, strict=True)]
 
 

@@ -221,12 +221,12 @@ def _sort_calls(
             reasons.append(HOUSEKEEPING if agent.housekeeping else OTHER_AGENT)
         transition = None
         if span.tokens is not None and all(map(calls.keeps, reasons)):
-            said, earned = tuple(tools.get(span.span_id, ())), given.of_calls.get(span.span_id)
-            transition = _transition(span, span.tokens, agent.name, said, earned, states.get(span.span_id))
+            statuses, earned = tuple(tools.get(span.span_id, ())), given.of_calls.get(span.span_id)
+            transition = _transition(span, span.tokens, agent.name, statuses, earned, states.get(span.span_id))
             reasons += _token_reasons(transition, calls)
             messages = dialects.text_of(span, semconv.GEN_AI_INPUT_MESSAGES) or ""
-            goes_on = messages.startswith(before.removesuffix("]"))
-            images = (goes_on and images) or has_images(messages, len(before) if goes_on else 0)
+            continues = messages.startswith(before.removesuffix("]"))
+            images = (continues and images) or has_images(messages, len(before) if continues else 0)
             before = messages
             if images:
                 reasons.append(HAS_IMAGES)

@@ -224,10 +224,10 @@ def _problem(message: Message) -> str | None:
     named = [call["function"]["name"] for call in message.get("tool_calls", ()) if call["id"]]
     if len(named) < len(message.get("tool_calls", ())) or not message.get("tool_call_id", True):
         return "tool calls without an id"
-    return None if all(map(_NAME.match, named)) else "tool calls by another name than hosts take"
+    return None if all(map(_NAME.match, named)) else "tool calls whose names hosts refuse"
 
 
 def _tools_problem(tools: Sequence[dict[str, Any]]) -> str | None:
     if any(tool.get("type") != "function" or not _NAME.match(str(tool["function"].get("name"))) for tool in tools):
-        return "tools that are no functions, or of another name than hosts take"
+        return "tools that are not functions, or whose names hosts refuse"
     return f"more than {_MOST_TOOLS} tools" if len(tools) > _MOST_TOOLS else None

@@ -146,8 +146,8 @@ class Corrections:
         for name, function in found:
             if mark_of(function, "weighs", True) and old == "behaviour":
                 raise ConfigError(
-                    f"correction {name!r} weighs tokens, and with old='behaviour' the importance ratio corrects for "
-                    "what sampled already: give old='proximal', or a correction that only leaves tokens out, as bound"
+                    f"correction {name!r} weighs tokens, but with old='behaviour' the importance ratio corrects "
+                    "for older weights already: give old='proximal', or one that only drops tokens, such as bound"
                 )
             if given != "truncate":  # the default is known to be right, and trying it imports torch
                 _try(name, function)
@@ -186,13 +186,13 @@ def _try(name: str, function: CorrectionFunction) -> None:
         raise
     except Exception as error:
         raise ConfigError(
-            f"correction {name} fails on five tokens: {type(error).__name__}: {error}. It is given behaviour, proximal "
-            "and present log-probabilities and transitions, and gives the weight of each token and whether it is kept"
+            f"correction {name} fails on five tokens: {type(error).__name__}: {error}. It gets behaviour, proximal "
+            "and present log-probabilities and transitions, and must return each token's weight and whether to keep it"
         ) from error
     if not fits:
         raise ConfigError(
-            f"correction {name} must give, for five tokens, a finite weight of each that is not negative, and a bool "
-            f"that says whether it is kept; it gave {weights!r:.100}, {kept!r:.100}"
+            f"correction {name} must return, for five tokens, a finite weight of each that is not negative, and a bool "
+            f"that says whether it is kept; it returned {weights!r:.100}, {kept!r:.100}"
         )
 
 

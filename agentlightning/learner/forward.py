@@ -104,7 +104,7 @@ class ValueModel(torch.nn.Module):
         """Load what `save` wrote. OSError or SafetensorError if it cannot be read, ValueError if it does not fit."""
         own, saved = self._trained(), load_file(directory / CRITIC_FILE)
         if {name: one.shape for name, one in own.items()} != {name: one.shape for name, one in saved.items()}:
-            raise ValueError(f"{CRITIC_FILE} is of another critic")
+            raise ValueError(f"{CRITIC_FILE} belongs to another critic")
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(saved[name])

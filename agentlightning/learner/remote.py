@@ -282,20 +282,20 @@ class RemoteSampler:
                 yield event
 
     async def _answered(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
-        begun, repeated = False, False
+        started, repeated = False, False
         while True:
             await self._usable.wait()
             try:
                 with self._activity:
                     async with aclosing(self._replicas.answer(call)) as events:
                         async for event in events:
-                            begun = True
+                            started = True
                             if isinstance(event, Delta):
                                 self.generated_tokens += len(event.token_ids)
                             yield event
                 return
             except BackendError:
-                if begun or repeated or self._usable.is_set():  # this call may be what crashes its servers
+                if started or repeated or self._usable.is_set():  # this call may be what crashes its servers
                     raise
                 repeated = True
 

@@ -119,7 +119,7 @@ async def _probed(server: TeacherServer, student: TokenBytes | None) -> TeacherS
                     "teacher of the same family"
                 )
         if not np.isfinite((await _score(server, connection, ids))[1:]).all():
-            raise ValueError("it gives log-probabilities that are no numbers")
+            raise ValueError("it gives log-probabilities that are not numbers")
         return server
     finally:
         await connection.close()

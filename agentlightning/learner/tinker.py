@@ -209,8 +209,8 @@ class TinkerLearner:
         nothing = self._datum(np.zeros(2, np.int64), *np.zeros((3, 1), np.float32))
         if not any("loss" in name for name in self._ask("forward_backward", [nothing], "importance_sampling").metrics):
             raise ConfigError(
-                "learner: this server does not tell the sum of its losses: it may average them, as SkyRL's JAX backend "
-                "does. Say which: reduction: mean, or reduction: sum"
+                "learner: this server does not report the sum of its losses: it may average them, like SkyRL's JAX "
+                "backend. Say which: reduction: mean, or reduction: sum"
             )
         self._sums = True
 

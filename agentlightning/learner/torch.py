@@ -357,7 +357,7 @@ class TorchLearner:
             if not (directory / OPTIMIZER_FILE).is_file():
                 raise ValueError(f"it has no {OPTIMIZER_FILE}; its weights can be the model of a new run")
             if strangers := self._load_weights(directory):
-                raise ValueError(f"it is of another architecture: {strangers[:3]} …")
+                raise ValueError(f"it has another architecture: {strangers[:3]} …")
             if self.critic is not None:
                 self.critic.load(directory)
             copied = self.model.device.type != "cpu"  # to the weights' device, so that the file can be closed

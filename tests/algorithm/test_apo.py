@@ -319,7 +319,7 @@ async def test_an_edit_that_is_fixed_when_sent_back_counts(tmp_path: Path) -> No
 async def test_an_optimiser_that_fails_ends_the_run_and_loses_nothing(tmp_path: Path) -> None:
     async with optimizer() as (script, url):
         script.status = 503
-        with pytest.raises(TrainingError, match=r"answered none of 4 times in round 1.*503.*resume"):
+        with pytest.raises(TrainingError, match=r"failed all 4 times in round 1.*503.*resume"):
             await trainer(tmp_path, apo(url)).fit_async(counts_good, TASKS, TASKS)
         assert len(script.asked) == 4 * 3  # each was tried three times
         script.status = 200

@@ -314,9 +314,9 @@ def test_a_function_of_your_own_is_a_return_or_a_baseline() -> None:
 
 
 def test_a_function_that_gives_something_else_is_named() -> None:
-    with pytest.raises(ConfigError, match="<lambda> must give a finite number for each of 2 transitions"):
+    with pytest.raises(ConfigError, match="<lambda> must return a finite number for each of 2 transitions"):
         run([TWO], returns=lambda reward, transitions: [reward])
-    with pytest.raises(ConfigError, match="4 transitions or each of their tokens, and gave"):
+    with pytest.raises(ConfigError, match="4 transitions or each of their tokens, not"):
         run([TWO], baseline=lambda returns: returns.values * np.nan)
 
 

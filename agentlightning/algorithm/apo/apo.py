@@ -84,7 +84,7 @@ class BeamSearch:
         failures = {f"r{number}-{slot}": one for slot, one in enumerate(made) if isinstance(one, Exception)}
         if not candidates and all(isinstance(one, BackendError) for one in failures.values()):
             raise TrainingError(
-                f"the optimiser's model answered none of {len(failures)} times in round {number}: "
+                f"the optimiser's model failed all {len(failures)} times in round {number}: "
                 f"{next(iter(failures.values()))}. What was measured is kept: fix it, and resume the run"
             )
         ranking = await self._race([*beam, *candidates], number, 0, self._batch, width)
@@ -102,14 +102,14 @@ class BeamSearch:
         changed = [*templates][(number - 1 + slot) % len(templates)]
         try:
             shown = await self._shown_rollouts(name, parent)
-            said = await critique(self.model, self.settings.gradient_model, templates, changed, shown, slot)
-            edited = await edit(self.model, self.settings.apply_edit_model, templates[changed], said)
+            advice = await critique(self.model, self.settings.gradient_model, templates, changed, shown, slot)
+            edited = await edit(self.model, self.settings.apply_edit_model, templates[changed], advice)
         except (OutOfBudget, Rejected, BackendError) as error:
             return error
         texts = {**parent.texts, changed: edited.template}
         if self.lineage.of_texts(texts) is not None:
             return Rejected("the edit is the same as another")
-        made = {"parent": parent.name, "changed": changed, "critique": said}
+        made = {"parent": parent.name, "changed": changed, "critique": advice}
         return await self.add(name=name, round=number, texts=texts, **made)
 
     async def add(self, **fields: Any) -> Candidate:
@@ -168,7 +168,7 @@ class BeamSearch:
             self.context.progress.step(number, values)
         for reason in dict.fromkeys(rejected.values()):
             count = sum(one == reason for one in rejected.values())
-            self.context.progress.note(f"round {number}: {count} of the edits came to nothing: {reason}")
+            self.context.progress.note(f"round {number}: {count} of the edits gave no candidate: {reason}")
 
     def _gradient_measures(self, parent: Candidate) -> list[tuple[Candidate, Mode, int]]:
         """Training tasks to run with a parent: those of its own round, so a parent in several rounds reuses them."""

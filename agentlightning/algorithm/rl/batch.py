@@ -135,6 +135,6 @@ def values_of(groups: Sequence[RewardedGroup], level: Level, values: Values) -> 
         )
     ]
     found = np.zeros(ends[-1], np.float32)
-    for sequence, said in zip(sequences, values(sequences), strict=True):
-        found[sequence.advantages.astype(np.int64)] = said
+    for sequence, estimates in zip(sequences, values(sequences), strict=True):
+        found[sequence.advantages.astype(np.int64)] = estimates
     return np.split(found, ends[:-1])

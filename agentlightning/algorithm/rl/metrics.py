@@ -76,10 +76,10 @@ def credit_metrics(groups: Sequence[Sequence[Sequence[CreditedTransition]]]) -> 
     }
     pairs = [(i.values, i.value_targets) for i in items if i.values is not None and i.value_targets is not None]
     if pairs:
-        said, targets = (np.concatenate(side).astype(np.float64) for side in zip(*pairs, strict=True))
-        metrics |= {"value_mean": float(said.mean()), "value_target_mean": float(targets.mean())}
+        estimates, targets = (np.concatenate(side).astype(np.float64) for side in zip(*pairs, strict=True))
+        metrics |= {"value_mean": float(estimates.mean()), "value_target_mean": float(targets.mean())}
         if variance := float(targets.var()):
-            metrics["explained_variance"] = 1 - float((targets - said).var()) / variance
+            metrics["explained_variance"] = 1 - float((targets - estimates).var()) / variance
     return metrics
 
 
