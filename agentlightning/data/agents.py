@@ -103,4 +103,4 @@ def _system_prompt(call: Span) -> str:
     messages = text_of(call, semconv.GEN_AI_INPUT_MESSAGES) or ""
     first = mapping(first_item(messages))
     several = [first] if first.get("role") in _INSTRUCTING else map(mapping, items(json_of(messages)))
-    return next((joined(one.get("content")) for one in several if one.get("role") in _INSTRUCTING), "")
+    return next((joined(message.get("content")) for message in several if message.get("role") in _INSTRUCTING), "")

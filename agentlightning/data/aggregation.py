@@ -28,7 +28,7 @@ class Tokens:
     """The tokens of these sequences that have a loss, in order: the sampled ones, or the `observed` ones."""
 
     def __init__(self, sequences: Sequence[TrainingSequence], *, observed: bool = False) -> None:
-        rows = ((one, one.observed if observed else one) for one in sequences)
+        rows = ((sequence, sequence.observed if observed else sequence) for sequence in sequences)
         self._rows = [(one, of) for one, of in rows if of is not None]
         self._observed = observed
         self.lengths = [len(of.positions) for _, of in self._rows]
@@ -72,7 +72,7 @@ class Tokens:
 
     def each(self, value: Callable[[Origin], float]) -> npt.NDArray[np.float64]:
         """The `value` of each token's rollout, float64[N]."""
-        return np.array([value(one) for one in self.origins], np.float64)[self.rollouts]
+        return np.array([value(origin) for origin in self.origins], np.float64)[self.rollouts]
 
 
 def _trial_sequence(name: str, count: int, reward: float) -> TrainingSequence:
@@ -125,7 +125,7 @@ def aggregation_weights(
     Observed tokens are aggregated separately, and the result is multiplied by their own weights."""
     tokens = Tokens(sequences)
     made = _split(weights_of(tokens, aggregation, length), tokens.lengths)
-    if all(one.observed is None for one in sequences):
+    if all(sequence.observed is None for sequence in sequences):
         return made
     tokens = Tokens(sequences, observed=True)
     observed = iter(_split(weights_of(tokens, aggregation, length), tokens.lengths))

@@ -72,7 +72,7 @@ def _between(tool: Span, call_id: str, calls: Sequence[Span], outputs: Sequence[
     if len(callers) != 1:  # some servers number tool calls from 0 in each answer
         return -math.inf, math.inf
     later = calls[callers[0] + 1 :]
-    sent = ((one, text_of(one, semconv.GEN_AI_INPUT_MESSAGES) or "") for one in later)
+    sent = ((call, text_of(call, semconv.GEN_AI_INPUT_MESSAGES) or "") for call in later)
     receiver = next((one for one, messages in sent if messages.rfind(call_id) >= 0), None)  # usually near the end
     low = -math.inf if receiver is None else tool.end_time - receiver.start_time
     return low, tool.start_time - calls[callers[0]].end_time

@@ -141,7 +141,7 @@ class Corrections:
         if given is None:
             given = "truncate" if old == "proximal" else []
         several = cast("list[Any]", list(given) if isinstance(given, list | tuple) else [given])
-        functions = [read_function("correction", one, CORRECTIONS) for one in several]
+        functions = [read_function("correction", item, CORRECTIONS) for item in several]
         found = [(function_name(one, CORRECTIONS), one) for one in functions]
         for name, function in found:
             if mark_of(function, "weighs", True) and old == "behaviour":
@@ -231,11 +231,11 @@ def corrected(
     A weight can be a factor of the advantage because every loss allowed with `Old` proximal is proportional to it."""
     from torch import from_numpy
 
-    sequences = [one.sequence for one in part]
+    sequences = [item.sequence for item in part]
     transitions = Tokens(sequences).calls
-    proximal = [one.proximal for one in part]
+    proximal = [item.proximal for item in part]
     logprobs = ([one.logprobs for one in sequences], proximal, present or proximal)
-    behaviour_to_present = (from_numpy(np.concatenate(one)) for one in logprobs)
+    behaviour_to_present = (from_numpy(np.concatenate(logprob)) for logprob in logprobs)
     weights, kept, masked = corrections.of(*behaviour_to_present, transitions=from_numpy(transitions))
     calls, left = len(np.unique(transitions)), len(np.unique(transitions[kept.numpy()]))
     metrics: dict[str, float] = {}

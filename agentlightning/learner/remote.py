@@ -129,11 +129,11 @@ class RemoteSampler:
             of_ids: Any = server
             if isinstance(server, VllmBackend):
                 if server.model is None and len(served) != 1:
-                    names = ", ".join(one.id for one in served) or "nothing"
+                    names = ", ".join(model.id for model in served) or "nothing"
                     raise ConfigError(f"the sampler at {server.name} serves {names}: choose one as `model`")
                 server.model, of_ids = server.model or served[0].id, server.of_ids
-            lengths = {one.max_model_len for one in served if one.max_model_len} | {self._max_sequence_length}
-            of_ids.max_sequence_length = min((one for one in lengths if one is not None), default=None)
+            lengths = {model.max_model_len for model in served if model.max_model_len} | {self._max_sequence_length}
+            of_ids.max_sequence_length = min((length for length in lengths if length is not None), default=None)
             await probe(server, "policy", train)
 
     def exclusive(self) -> AbstractAsyncContextManager[Any]:
@@ -355,7 +355,7 @@ async def _served(server: RemoteBackend) -> list[_Served]:
             served = msgspec.json.decode(await response.read(), type=_ServedModels)
     except (BackendError, msgspec.DecodeError) as error:
         raise ConfigError(f"the sampler at {server.name} does not list its models: {error}") from None
-    return [one for one in served.data if one.parent is None]
+    return [model for model in served.data if model.parent is None]
 
 
 async def short_answer(backend: Backend) -> TrainingSequence:

@@ -86,7 +86,7 @@ def _local_teacher(source: Any, student: TokenBytes | None) -> Teacher:
                 "a teacher reads the student's own token ids, so take one of the same family"
             )
     learner = TorchLearner(policy)
-    return lambda sequences: [one.numpy() for one in learner.logprobs(sequences)]
+    return lambda sequences: [logprob.numpy() for logprob in learner.logprobs(sequences)]
 
 
 def _connected(server: TeacherServer) -> Connection:

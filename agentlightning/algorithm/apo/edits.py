@@ -70,7 +70,7 @@ class OptimizerModel:
         async with self._turns:
             answer = await self._complete(model, messages)
         # Without a count, assume four characters per token.
-        read = answer.read if answer.read is not None else sum(len(one["content"]) for one in messages) // 4
+        read = answer.read if answer.read is not None else sum(len(message["content"]) for message in messages) // 4
         written = answer.written if answer.written is not None else len(answer.text) // 4
         self._budget.spend_calls({model: (read, written)})
         return answer.text.strip()

@@ -92,7 +92,7 @@ class Measuring:
             for rollout in await self._context.unless_stopped(awaited):
                 await self._take(waiting.pop(rollout.rollout_id), rollout)
             self._context.progress.advance(len(requests) - len(waiting))
-        if not self._recorded and any(one.rollout.status == "succeeded" for one in self.outcomes.values()):
+        if not self._recorded and any(outcome.rollout.status == "succeeded" for outcome in self.outcomes.values()):
             raise TrainingError(_NOT_RECORDED)
 
     def rewards(self, name: str, numbers: Iterable[int]) -> list[float]:
@@ -106,7 +106,7 @@ class Measuring:
     def score(self, name: str) -> Score:
         """Over all held-out tasks on which the candidate has run, at least one."""
         made = [self.outcomes[name, "val", number] for number in self.measured(name)]
-        return Score(statistics.fmean(one.reward for one in made), len(made), sum(one.failed for one in made))
+        return Score(statistics.fmean(each.reward for each in made), len(made), sum(each.failed for each in made))
 
     async def evaluation(self, name: str, step: int) -> Evaluation:
         """All held-out results of a candidate."""

@@ -35,7 +35,7 @@ def rollout_metrics(groups: Sequence[CompleteGroup], dropped: Dropped | None = N
     worked = tool_success(rollouts)
     return {
         "reward": _mean(rewards),
-        **{f"reward/{name}": _mean([one[name] for one in terms]) for name in (terms[0] if terms else ())},
+        **{f"reward/{name}": _mean([term[name] for term in terms]) for name in (terms[0] if terms else ())},
         "rollouts": float(len(rollouts)),
         "unrewarded": float(sum(traced.reward is None for traced in rollouts)),
         "calls": float(len(calls)),
@@ -86,8 +86,8 @@ def credit_metrics(groups: Sequence[Sequence[Sequence[CreditedTransition]]]) -> 
 def over_steps(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Each metric over the optimiser steps of a batch: the sum for tokens, the extreme for extremes, else the mean."""
     totals: dict[str, float] = {}
-    for name in {name: None for one in history for name in one}:
-        values = [one[name] for one in history if name in one]
+    for name in {name: None for step in history for name in step}:
+        values = [step[name] for step in history if name in step]
         if name.startswith("tokens"):
             totals[name] = sum(values)
         else:

@@ -354,7 +354,7 @@ def _try_weights(function: Callable[..., Any]) -> None:
     """ConfigError unless it returns weights for the tokens of two made-up calls."""
     calls = RewardedGroup.trial(0.0).transitions[0]
     try:
-        weighed([CreditedTransition(one, np.zeros(len(one.response_ids), np.float32)) for one in calls], function)
+        weighed([CreditedTransition(call, np.zeros(len(call.response_ids), np.float32)) for call in calls], function)
     except ConfigError:
         raise
     except Exception as error:

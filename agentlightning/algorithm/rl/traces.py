@@ -130,7 +130,7 @@ async def read_groups(
         context.progress.advance(outcomes.total())
         rewarded = rewarded_group(traced, algorithm.unrewarded)
         if algorithm.why_useless(rewarded) is None and algorithm.trains_on(rewarded):
-            groups.append(tuple(one.rollout.rollout_id for one in traced))
+            groups.append(tuple(rollout.rollout.rollout_id for rollout in traced))
     if False in spelled and True not in spelled:
         raise ConfigError(
             f"the prompts in {place} do not contain what was asked, as the tokenizer of "
