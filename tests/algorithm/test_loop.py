@@ -165,7 +165,7 @@ def constant(value: Any) -> type[GRPO]:
         (lambda: SFT(old="proximal"), "leave it out"),
         (constant(lambda credited: credited[:1]), r"lists for groups of \[8, 8\] rollouts"),
         (constant(lambda credited: None), "a list for each rollout of each group"),
-        (constant(lambda credited: [[[1.0] for _ in group] for group in credited]), "give a CreditedTransition"),
+        (constant(lambda credited: [[[1.0] for _ in group] for group in credited]), "return a CreditedTransition"),
         (constant(lambda credited: [[[worth(item, int)] for item, *_ in group] for group in credited]), "finite float"),
         (constant(lambda credited: [[[worth(item, 9)] for item, *_ in group] for group in credited]), "finite float"),
         (constant(lambda credited: 1 / 0), "made to try it: ZeroDivisionError"),

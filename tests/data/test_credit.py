@@ -332,7 +332,7 @@ def test_what_the_page_marks_is_refused_as_built_in_functions_are(tmp_path: Path
     assert found == [pytest.approx([value - middle] * 2) for value in (0.25, 0.5, 1.0, 0.0, 0.0)]
     with pytest.raises(ConfigError, match="needs at least 2"):
         GRPO(baseline=median, group_size=1)
-    with pytest.raises(ConfigError, match="'later' holds R in each"):
+    with pytest.raises(ConfigError, match="'later' puts R in each"):
         run([TWO], returns=later, baseline="reinforce++", baseline_options={"across_calls": True})
 
 

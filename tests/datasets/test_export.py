@@ -107,7 +107,7 @@ def test_what_gives_no_line_is_counted() -> None:
     [
         ([says("narrator", "once")], TOOL, "messages of role narrator"),
         ([says("user", None) | {"content": [{"type": "input_audio"}]}], TOOL, "content of type input_audio"),
-        ([USER], {"type": "web_search"}, "tools that are no functions"),
+        ([USER], {"type": "web_search"}, "tools that are not functions"),
         ([USER], {"type": "function", "function": {"name": "two words"}}, "whose names hosts refuse"),
     ],
 )

@@ -61,7 +61,7 @@ def test_what_is_no_learner_is_refused(given: Any, why: str) -> None:
         ({"vllm": "http://a/v1", "sglang": "http://b"}, "write embedded"),
         ({"url": "http://a/v1"}, "unknown key 'url'"),
         ({"vllm": "start", "flag": ["--x"]}, "did you mean 'flags'"),
-        ({"vllm": "http://a", "flags": ["--x"]}, "of a server that is started"),
+        ({"vllm": "http://a", "flags": ["--x"]}, "for a started server"),
         ({"sglang": "start"}, "not a server's URL"),
         ({"vllm": "start", "model": "m"}, "leave `model` out"),
         ({"vllm": "start", "api_key": "k"}, "api_key belongs to a server given by URL"),
