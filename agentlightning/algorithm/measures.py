@@ -145,7 +145,7 @@ def summarise(rollouts: Sequence[Measured], measures: Measures) -> Summary:
         tasks=len(attempts),
         attempts=(min(counts), max(counts)),
         ended=dict(Counter(rollout.ended for rollout in rollouts)),
-        problem=next((f"{one.rollout_id}: {one.problem}" for one in rollouts if one.problem), ""),
+        problem=next((f"{rollout.rollout_id}: {rollout.problem}" for rollout in rollouts if rollout.problem), ""),
         estimates=_estimates(values, measures.confidence),
         tags={tag: _estimates(_only(values, own), measures.confidence) for tag, own in _by_tag(attempts).items()},
     )
@@ -209,7 +209,7 @@ def _by_tag(attempts: _Attempts) -> dict[str, set[str]]:
     """The tasks of each tag."""
     tagged: defaultdict[str, set[str]] = defaultdict(set)
     for task, of_task in attempts.items():
-        for tag in frozenset[str]().union(*(one.tags for one in of_task)):
+        for tag in frozenset[str]().union(*(rollout.tags for rollout in of_task)):
             tagged[tag].add(task)
     return dict(sorted(tagged.items()))
 

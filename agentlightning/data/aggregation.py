@@ -145,8 +145,8 @@ def weights_of(tokens: Tokens, aggregation: Aggregation, length: int | None = No
     weights = np.asarray(function(tokens, length=length) if function is constant else function(tokens), np.float64)
     if weights.shape != (len(tokens),) or not np.isfinite(weights).all():
         raise ConfigError(
-            f"aggregation {function_name(function, AGGREGATIONS)} must give a finite weight for each of {len(tokens)} "
-            f"tokens, and gave {weights!r:.200}"
+            f"aggregation {function_name(function, AGGREGATIONS)} must return a finite weight for each of "
+            f"{len(tokens)} tokens, but returned {weights!r:.200}"
         )
     return weights.astype(np.float32)
 

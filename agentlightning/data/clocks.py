@@ -67,15 +67,15 @@ def _around(outer: Span, call: Span) -> tuple[float, float]:
 
 
 def _between(tool: Span, call_id: str, calls: Sequence[Span], outputs: Sequence[str]) -> tuple[float, float]:
-    """`outputs` are the messages that the calls returned, as JSON."""
-    asked = [index for index, answer in enumerate(outputs) if call_id in answer]
-    if len(asked) != 1:  # some servers number tool calls from 0 in each answer
+    """`outputs` are the answers of the calls."""
+    callers = [index for index, answer in enumerate(outputs) if call_id in answer]
+    if len(callers) != 1:  # some servers number tool calls from 0 in each answer
         return -math.inf, math.inf
-    later = calls[asked[0] + 1 :]
-    sent = ((one, text_of(one, semconv.GEN_AI_INPUT_MESSAGES) or "") for one in later)
-    answered = next((one for one, messages in sent if messages.rfind(call_id) >= 0), None)  # usually near the end
-    low = -math.inf if answered is None else tool.end_time - answered.start_time
-    return low, tool.start_time - calls[asked[0]].end_time
+    later = calls[callers[0] + 1 :]
+    sent = ((call, text_of(call, semconv.GEN_AI_INPUT_MESSAGES) or "") for call in later)
+    receiver = next((one for one, messages in sent if messages.rfind(call_id) >= 0), None)  # usually near the end
+    low = -math.inf if receiver is None else tool.end_time - receiver.start_time
+    return low, tool.start_time - calls[callers[0]].end_time
 
 
 def _earlier(span: Span, seconds: float) -> Span:

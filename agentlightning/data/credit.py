@@ -231,7 +231,7 @@ class Returns:
         float64[R]."""
         out = np.empty(len(self.groups))
         for group in np.unique(self.groups):
-            out[self.groups == group] = statistic(*(one[self.groups == group] for one in of or (self.means,)))
+            out[self.groups == group] = statistic(*(array[self.groups == group] for array in of or (self.means,)))
         return out
 
     @cached_property

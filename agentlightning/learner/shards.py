@@ -97,7 +97,7 @@ class ShardedLearner(TorchLearner):
 
     def logprobs_as_arrays(self, batch: Sequence[TrainingSequence], temperature: float) -> list[FloatArray]:
         """The log-probabilities as arrays: pickled tensors would include the whole storage that they are views of."""
-        return [one.numpy() for one in self.logprobs(batch, temperature)]
+        return [logprob.numpy() for logprob in self.logprobs(batch, temperature)]
 
     def export(self, directory: Path, form: WeightsForm) -> None:
         self._write(directory, self._gathered(self.model.state_dict(keep_vars=True)))

@@ -144,7 +144,7 @@ class TinkerLearner:
         check_loss(loss)
         rows = self._rows(batch)
         slopes, totals = gradient(batch, rows, loss, version)
-        if not np.isfinite([totals.sums["loss"], *(float(np.abs(one).sum()) for one in slopes)]).all():
+        if not np.isfinite([totals.sums["loss"], *(float(np.abs(slope).sum()) for slope in slopes)]).all():
             raise not_finite(totals.sums["loss"])
         rate = self.config.rate(self.steps + 1)
         settings = {"learning_rate": rate, "beta1": self.config.betas[0], "beta2": self.config.betas[1], "eps": 1e-8}
@@ -210,8 +210,8 @@ class TinkerLearner:
         nothing = self._datum(np.zeros(2, np.int64), *np.zeros((3, 1), np.float32))
         if not any("loss" in name for name in self._ask("forward_backward", [nothing], "importance_sampling").metrics):
             raise ConfigError(
-                "learner: this server does not tell the sum of its losses: it may average them, as SkyRL's JAX backend "
-                "does. Say which: reduction: mean, or reduction: sum"
+                "learner: this server does not report the sum of its losses: it may average them, like SkyRL's JAX "
+                "backend. Say which: reduction: mean, or reduction: sum"
             )
         self._sums = True
 

@@ -114,7 +114,7 @@ def warm_start(
         step += 1
         share = min(1.0, step / options.warm_up, (last_step - step + 1) / options.cool_down)
         learner.config = replace(config, learning_rate=options.learning_rate * share)
-        metrics = learner.step([one.sequence for one in next(batches)], Loss("policy_gradient"))
+        metrics = learner.step([example.sequence for example in next(batches)], Loss("policy_gradient"))
         if step % options.check_every == 0 and last_step == options.max_steps:
             copying = measure_copying(learner, checked)
             if step >= options.min_steps and min(copying.values(), default=1.0) >= options.copying:

@@ -139,7 +139,7 @@ def test_every_reason_of_the_gateway_that_leaves_the_tokens_whole_can_be_kept() 
         ({"keep": "has images"}, "a list of reasons"),
         ({"max_prompt_length": 0}, "max_prompt_length"),
         ({"max_response_length": -1}, "max_response_length"),
-        ({"agents": "writer|("}, "no pattern"),
+        ({"agents": "writer|("}, "not a pattern"),
     ],
 )
 def test_a_filter_that_cannot_be_meant_is_refused_by_the_algorithm(wrong: dict[str, Any], match: str) -> None:

@@ -98,7 +98,7 @@ class Lineage:
 
     def calls(self) -> dict[str, tuple[int, int]]:
         """Tokens that the optimiser has read and written, by model, as far as stored."""
-        stored = [one.calls for one in (*self.candidates.values(), *self.rounds)]
+        stored = [item.calls for item in (*self.candidates.values(), *self.rounds)]
         return max(stored, key=lambda calls: sum(map(sum, calls.values())), default={})
 
     def models(self) -> list[str]:

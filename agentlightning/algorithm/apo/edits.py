@@ -175,7 +175,7 @@ def placeholders(template: PromptTemplate) -> frozenset[str]:
             return frozenset(re.findall(r"\{\{\s*([A-Za-z_]\w*)", text))
         fields = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]
     except (ValueError, jinja2.TemplateError) as error:
-        raise ConfigError(f"it is no {template.engine} template: {error}") from None
+        raise ConfigError(f"it is not a valid {template.engine} template: {error}") from None
     return frozenset(re.split(r"[.\[]", field, maxsplit=1)[0] for field in fields)
 
 

@@ -86,8 +86,8 @@ def credit_metrics(groups: Sequence[Sequence[Sequence[CreditedTransition]]]) -> 
 def over_steps(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Each metric over the optimiser steps of a batch: the sum for tokens, the extreme for extremes, else the mean."""
     totals: dict[str, float] = {}
-    for name in {name: None for one in history for name in one}:
-        values = [one[name] for one in history if name in one]
+    for name in {name: None for step in history for name in step}:
+        values = [step[name] for step in history if name in step]
         if name.startswith("tokens"):
             totals[name] = sum(values)
         else:

@@ -263,9 +263,9 @@ class RLSettings(metaclass=_Tried):
         if shape != asked or wrong is not None:
             given = f"{wrong!r:.200}" if wrong is not None else f"lists for {shape}" if shape else f"{answer!r:.200}"
             raise ConfigError(
-                f"{type(self).__name__}.advantages must give a list for each rollout of each group, of groups of "
+                f"{type(self).__name__}.advantages must return a list for each rollout of each group, of groups of "
                 f"{asked} rollouts, and in it a CreditedTransition for each call that trains, with NumPy arrays of a "
-                f"finite float for each sampled token; it gave {given}"
+                f"finite float for each sampled token, but returned {given}"
             )
         return answer
 
@@ -308,7 +308,7 @@ class RLSettings(metaclass=_Tried):
             same = False
         if not same:
             raise ConfigError(
-                f"{own.__name__}.state gave {state!r:.200}, which JSON does not give back unchanged; give dicts with "
+                f"{own.__name__}.state returned {state!r:.200}, which JSON does not preserve; return dicts with "
                 "names of text, lists, text, finite numbers, booleans and None"
             )
         return state
