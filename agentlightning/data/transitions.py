@@ -50,7 +50,7 @@ from agentlightning.data.states import named_states
 from agentlightning.data.tool_calls import ToolStatus, tool_statuses
 from agentlightning.errors import ConfigError
 from agentlightning.tracing import dialects
-from agentlightning.tracing.messages import model_name, output_messages, text_of
+from agentlightning.tracing.messages import output_messages, text_of
 from agentlightning.tracing.steps import Step, read_steps
 from agentlightning.types import Rollout, SampledChoice, Span, TokenCapture
 
@@ -285,7 +285,7 @@ def _call_reasons(span: Span, calls: CallFilter, *, incomplete: bool, discarded:
     """Reasons against training a call, apart from its tokens."""
     if span.attributes.get(semconv.CALL_TRAINABLE) is False:
         yield FROZEN
-    if calls.models is not None and model_name(span.attributes) not in calls.models:
+    if calls.models is not None and _model(span) not in calls.models:
         yield OTHER_MODEL
     if incomplete:
         yield CALL_MISSING
@@ -325,6 +325,10 @@ def has_images(messages: str, after: int = 0) -> bool:
     return False
 
 
+def _model(span: Span) -> str:
+    return str(span.attributes.get(semconv.GEN_AI_RESPONSE_MODEL) or span.attributes.get(semconv.GEN_AI_REQUEST_MODEL))
+
+
 def _transition(
     span: Span,
     tokens: TokenCapture,
@@ -341,7 +345,7 @@ def _transition(
         span_id=span.span_id,
         call_index=call_index(span) or 0,
         choice=0,
-        model=model_name(span.attributes) or "",
+        model=_model(span),
         prompt_ids=np.asarray(tokens.prompt_token_ids, np.int32),
         response_ids=np.asarray(choice.token_ids, np.int32),
         logprobs=np.asarray(choice.logprobs, np.float32),
