@@ -114,7 +114,7 @@ def _lines(plan: dict[str, Any], at_once: float) -> Iterator[str]:
 
 async def _frozen_tokens(store: Path, frozen: set[str]) -> dict[str, tuple[int, int]]:
     """Prompt and answer tokens of the group's calls to models that are not trained."""
-    from agentlightning.store.reading import StoreReader
+    from agentlightning.store.reader import StoreReader
     from agentlightning.tracing.messages import model_name, token_counts
 
     read, written = Counter[str](), Counter[str]()
