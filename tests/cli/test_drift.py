@@ -49,38 +49,26 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "store.db"
-
-
-@pytest.fixture
 def agl(capsys: pytest.CaptureFixture[str]):
     return shown_by(run, capsys)
 
 
-def test_a_table_by_check_and_kind_and_an_example_of_each(path: Path, tokenizer: Path, agl) -> None:
-    fill(path, [SPLIT, CLEAN, CLEAN])
-    code, out, err = agl(path, "--tokenizer", tokenizer)
+def test_drift_is_counted_by_check_and_kind_with_examples(tmp_path: Path, tokenizer: Path, agl) -> None:
+    """Conversations go on across the pages of a store."""
+    fill(tmp_path / "few.db", [SPLIT, CLEAN, CLEAN])
+    code, out, err = agl(tmp_path / "few.db", "--tokenizer", tokenizer)
     assert (code, err) == (0, "")
     lines = [line.split() for line in out.splitlines()]
-    assert out.startswith("compared 3 answers (")
+    assert out.startswith("compared 3 answers (") and ", call 0\n" in out
     assert ["answer", "split", "1", "33.33%", "5"] in [line[:5] for line in lines]
     assert ["history", "split", "1", "50.00%", "6"] in [line[:5] for line in lines]
-    assert "    recorded  <|user|>·hello·<|end|>·<|assistant|> » t·h·e·r·e·<|end|>" not in out  # three tokens before
     assert " » t·h·e·r·e·<|end|>\n" in out
     assert f" » {'·'.join(CHAT.tokenizer.encode('there<|end|>').tokens)}\n" in out
-    assert ", call 0\n" in out
 
-
-def test_a_store_is_read_page_by_page_and_conversations_go_on_across_pages(path: Path, tokenizer: Path, agl) -> None:
-    fill(path, [SPLIT] * 70)
-    code, out, _ = agl(path, "--tokenizer", tokenizer, "--json", "--examples", 2)
-    found = json.loads(out)
-    assert code == 0
-    assert [(row["check"], row["kind"], row["calls"]) for row in found["drift"]] == [
-        ("answer", "split", 70),
-        ("history", "split", 69),
-    ]
+    fill(tmp_path / "many.db", [SPLIT] * 70)
+    found = json.loads(agl(tmp_path / "many.db", "--tokenizer", tokenizer, "--json", "--examples", 2)[1])
+    drift = [(row["check"], row["kind"], row["calls"]) for row in found["drift"]]
+    assert drift == [("answer", "split", 70), ("history", "split", 69)]
     assert found["compared"]["history"]["calls"] == 69
     assert [example["call_index"] for example in found["examples"]] == [0, 1, 0, 1]
     assert found["examples"][0]["drift"]["recorded"] == [*"there", END]

@@ -177,25 +177,13 @@ def test_serve_answers_openai_and_anthropic_clients_that_have_the_key(project: P
         assert json.loads(process.stdout.readline()) == {"url": url, "model": "mine"}
         with OpenAI(base_url=f"{url}/v1", api_key="secret-key", max_retries=0) as client:
             assert [model.id for model in client.models.list()] == ["mine"]
-            answer = client.chat.completions.create(
-                model="mine", messages=[{"role": "user", "content": "one"}], max_tokens=4
-            )
-            assert answer.usage is not None
-            assert 0 < answer.usage.completion_tokens <= 4
             response = client.responses.create(model="mine", input="one", max_output_tokens=4)
             assert response.usage is not None and 0 < response.usage.output_tokens <= 4
-            completion = client.completions.create(model="mine", prompt="one", max_tokens=4)
-            assert completion.usage is not None and 0 < completion.usage.completion_tokens <= 4
         with anthropic.Anthropic(base_url=url, api_key="secret-key", max_retries=0) as claude:
             message = claude.messages.create(model="mine", messages=[{"role": "user", "content": "one"}], max_tokens=4)
             assert 0 < message.usage.output_tokens <= 4
-        elsewhere = {"host": "models.example", "x-forwarded-for": "203.0.113.7"}
-        with OpenAI(base_url=f"{url}/v1", api_key="secret-key", default_headers=elsewhere, max_retries=0) as client:
-            assert [model.id for model in client.models.list()] == ["mine"]
         with OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0) as client, pytest.raises(AuthenticationError):
             client.models.list()
-        with anthropic.Anthropic(base_url=url, api_key="wrong") as claude, pytest.raises(anthropic.AuthenticationError):
-            claude.models.list()
 
 
 @pytest.mark.slow

@@ -103,7 +103,6 @@ def test_answers_worked_by_hand(text: str, answers: list[str], reward: float) ->
     "text",
     [
         "",
-        "Graz",
         "The answer: Graz",  # the line does not begin with the mark
         "answer:",
         "answer: ?!",
@@ -173,21 +172,12 @@ def test_retriever_server_and_agent_hold_in_their_own_environment() -> None:
 
 @pytest.mark.slow
 def test_a_model_from_a_folder_is_trained_on_musique(tmp_path: Path) -> None:
-    done = train("multi_hop_rag", "--out", tmp_path, "--musique", musique(tmp_path), *llama(tmp_path))
+    for split in ("train", "dev"):
+        (tmp_path / f"musique_ans_v1.0_{split}.jsonl").write_text(musique_line() + musique_line(id="2hop__3_4"))
+    model = save_llama(tmp_path / "llama", ["Where does the maker of Steel Rain live?", "answer (town): Graz"])
+    options = ("--musique", tmp_path, "--model", model, "--set", "dtype=float32")
+    done = train("multi_hop_rag", "--out", tmp_path, *options)
     assert done.returncode == 0, done.stderr
     (step,) = steps_of(tmp_path / "run")
     assert (step["rollouts"], step["unrewarded"]) == (4, 0)
     assert list((tmp_path / "run" / "checkpoints").glob("*/adapter_config.json"))
-
-
-def musique(folder: Path) -> Path:
-    """MuSiQue's two files in a folder, with two questions each."""
-    for split in ("train", "dev"):
-        (folder / f"musique_ans_v1.0_{split}.jsonl").write_text(musique_line() + musique_line(id="2hop__3_4"))
-    return folder
-
-
-def llama(folder: Path) -> tuple[str | Path, ...]:
-    """The options that name a small random model in a folder."""
-    model = save_llama(folder / "llama", ["Where does the maker of Steel Rain live?", "answer (town): Graz"])
-    return "--model", model, "--set", "dtype=float32"

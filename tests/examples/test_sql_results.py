@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,30 +91,23 @@ def test_a_prediction_that_fails_or_is_no_query_is_worth_nothing(database: Path,
     assert list(database.parent.iterdir()) == [database]
 
 
-def test_an_endless_prediction_is_stopped(database: Path) -> None:
-    endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT COUNT(*) FROM n"
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT {} FROM n"
+LONG = "SELECT {}(hex(zeroblob(4900000)), hex(zeroblob(2450000)) || '1'{})"  # cannot be interrupted
+
+
+@pytest.mark.parametrize(
+    ("prediction", "options"),
+    [
+        (ENDLESS.format("COUNT(*)"), {"timeout": 0.1}),
+        (ENDLESS.format("zeroblob(90000)"), {"timeout": 60}),  # would not fit into memory
+        (LONG.format("instr", ""), {"timeout": 0.1}),
+        (LONG.format("replace", ", ''"), {"timeout": 0.1}),
+        (f"{GOLD} UNION ALL {GOLD}", {"row_limit": 3}),
+    ],
+)
+def test_a_prediction_without_end_is_stopped(database: Path, prediction: str, options: Any) -> None:
     started = time.monotonic()
-    assert rewards.sql_result_equal(endless, GOLD, database, timeout=0.1) == 0.0
-    assert time.monotonic() - started < 5
-
-
-@pytest.mark.parametrize("function", ["instr", "replace", "trim"])
-def test_a_function_that_cannot_be_interrupted_has_little_to_work_on(database: Path, function: str) -> None:
-    last = ", ''" if function == "replace" else ""
-    long = f"SELECT {function}(hex(zeroblob(4900000)), hex(zeroblob(2450000)) || '1'{last})"
-    started = time.monotonic()
-    assert rewards.sql_result_equal(long, GOLD, database, timeout=0.1) == 0.0
-    assert time.monotonic() - started < 5
-
-
-def test_too_many_rows_are_not_compared(database: Path) -> None:
-    assert rewards.sql_result_equal(f"{GOLD} UNION ALL {GOLD}", GOLD, database, row_limit=3) == 0.0
-
-
-def test_rows_are_not_gathered_beyond_what_fits_into_memory(database: Path) -> None:
-    endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT zeroblob(90000) FROM n"
-    started = time.monotonic()
-    assert rewards.sql_result_equal(endless, GOLD, database, timeout=60) == 0.0
+    assert rewards.sql_result_equal(prediction, GOLD, database, **options) == 0.0
     assert time.monotonic() - started < 20
 
 
