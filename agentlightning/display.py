@@ -51,8 +51,6 @@ def resume_command(directory: Path | None, manifest: Mapping[str, Any]) -> str:
     """The command that continues the interrupted run in this directory, or in an unknown one."""
     command = [str(word) for word in manifest.get("command", ())]
     where = "" if directory is None else shlex.quote(os.path.relpath(directory))
-    if command[1:2] == ["quickstart"]:
-        return runnable(f"agl quickstart --resume {where and f'--out {where}'}".strip())
     if directory is not None and not (directory / "run.yaml").is_file():
         return f"{shlex.join(command) or 'the program that started it'}, with resume=True and run_dir={where}"
     return runnable(f"agl train --resume {where and f'--run-dir {where}'}".strip())
