@@ -69,7 +69,7 @@ def stored() -> list[Record]:
     async def work() -> list[Record]:
         store = await SqlStore.open("agentlightning.sqlite")
         found = [
-            Record(rollout, await store.query_attempts(one), await store.query_spans(one))
+            Record(rollout=rollout, attempts=await store.query_attempts(one), spans=await store.query_spans(one))
             for one, rollout in [(each.rollout_id, each) for each in await store.query_rollouts()]
         ]
         await store.close()
