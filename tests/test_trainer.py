@@ -350,7 +350,7 @@ async def test_an_endpoint_is_measured_as_it_was_given_but_not_trained(tmp_path:
         assert measured.evaluations[0].reward == 0.4 and hosted.calls.total() == 4  # of "hello"
     assert [one.sampling_parameters for one in seen] == [{"temperature": 0}] * 2
     assert hosted.url not in seen[0].endpoint and seen[0].api_key != "theirs"  # the gateway's
-    with pytest.raises(ConfigError, match="address of an endpoint"):
+    with pytest.raises(ConfigError, match="URL of an endpoint"):
         await trainer(tmp_path, run_dir=tmp_path / "b", model="https://api.openai.com/v1").fit_async(asks, TASKS)
 
 

@@ -192,13 +192,13 @@ async def show(
 @with_place(ANY_RUN)
 async def annotate(place: Place, rollout_id: str, as_json: bool, **parts: str | None) -> None:
     """Give a rollout a label, a note or a corrected answer, for reading and `agl export`."""
-    from agentlightning.datasets.annotations import annotated, annotation_of
+    from agentlightning.datasets.annotations import annotation_of, changed_annotation
 
     if all(text is None for text in parts.values()):
         raise click.UsageError("give --label, --note or --answer")
-    place, rollout = await _find(place, rollout_id)
+    place, _ = await _find(place, rollout_id)
     async with place.open() as store:
-        rollout = await store.update_rollout(rollout_id, metadata=annotated(rollout, **parts))
+        rollout = await store.update_rollout(rollout_id, merge=changed_annotation(**parts))
     tell(as_json, annotation_of(rollout), f"annotated {rollout_id}")
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from agentlightning.data.agents import role_in
 from agentlightning.semconv import CALL_HOUSEKEEPING, CALL_PARENT_AGENT, GEN_AI_AGENT_ID, GEN_AI_AGENT_NAME
-from agentlightning.tracing.dialects import items, json_of, mapping
+from agentlightning.tracing.dialects import json_of, mapping, texts
 from agentlightning.types import Attributes
 
 _CLAUDE: Final = "x-claude-code-"
@@ -64,9 +64,9 @@ def caller_attributes(headers: Mapping[str, str], messages: Sequence[Any]) -> At
     system = _texts(messages[0], *_SYSTEM)[:_PARTS] if messages else []
     latest = next((one for one in reversed(messages) if mapping(one).get("role") not in _SYSTEM), None)
     found = _agent(headers, str(turn.get("agent_name") or ""), subagent, system)
-    texts = [text.lstrip() for text in (*system, *_texts(latest, "user")[-1:])]
+    begun = [text.lstrip() for text in (*system, *_texts(latest, "user")[-1:])]
     prompts = next((prompts for begins, prompts in _PROMPTS.items() if client.startswith(begins)), {})
-    kind = next((kind for begins, kind in prompts.items() if any(text.startswith(begins) for text in texts)), None)
+    kind = next((kind for begins, kind in prompts.items() if any(text.startswith(begins) for text in begun)), None)
     if client.startswith("codex") and str(turn.get("request_kind")) in _CODEX_KINDS:
         kind = turn["request_kind"]
     if kind:
@@ -93,6 +93,4 @@ def _agent(headers: Mapping[str, str], path: str, subagent: str | None, system: 
 def _texts(message: object, *roles: str) -> list[str]:
     """The texts of a message by one of these."""
     said = mapping(message)
-    content = said.get("content") if said.get("role") in roles else None
-    texts = [content] if isinstance(content, str) else [mapping(part).get("text") for part in items(content)]
-    return [text for text in texts if isinstance(text, str)]
+    return texts(said.get("content")) if said.get("role") in roles else []

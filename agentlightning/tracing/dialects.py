@@ -210,10 +210,18 @@ def items(value: object) -> list[Any]:
     return cast(list[Any], value) if isinstance(value, list) else []
 
 
+def texts(content: object, *, others: bool = False) -> list[str]:
+    """The texts in a message's content, which is one text or parts; with `others`, `[image_url]` and the like too."""
+    if isinstance(content, str):
+        return [content]
+    parts = [mapping(part) for part in items(content)]
+    found = [part.get("text") or (others and f"[{part.get('type', 'part')}]") for part in parts]
+    return [text for text in found if isinstance(text, str)]
+
+
 def joined(content: object) -> str:
-    """The text of a message's content: a text, or the texts of its parts."""
-    texts = [mapping(part).get("text") for part in items(content)]
-    return content if isinstance(content, str) else "".join(text for text in texts if isinstance(text, str))
+    """The text of a message's content."""
+    return "".join(texts(content))
 
 
 def _plain_name(span: Span) -> str:

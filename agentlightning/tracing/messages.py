@@ -19,7 +19,7 @@ import msgspec
 
 from agentlightning import semconv
 from agentlightning.tracing.attributes import nested
-from agentlightning.tracing.dialects import MODEL_NAMES, items, json_of, mapping
+from agentlightning.tracing.dialects import MODEL_NAMES, items, json_of, mapping, texts
 from agentlightning.types import Attributes
 
 _INPUT_TOKENS: Final = (semconv.GEN_AI_INPUT_TOKENS, "gen_ai.usage.prompt_tokens", "llm.token_count.prompt")
@@ -58,10 +58,7 @@ def finish_reasons(attributes: Attributes) -> list[str]:
 def text_of(message: dict[str, Any]) -> str:
     """The text of a message, with the type of each part that has none (images)."""
     content = message.get("content")
-    if isinstance(content, list):
-        parts = [part for part in content if isinstance(part, dict)]
-        return " ".join(str(part.get("text") or f"[{part.get('type', 'part')}]") for part in parts)
-    return content if isinstance(content, str) else "" if content is None else msgspec.json.encode(content).decode()
+    return " ".join(texts(content, others=True)) if isinstance(content, str | list) else _text(content)
 
 
 def _first_integer(attributes: Attributes, names: Sequence[str]) -> int | None:
