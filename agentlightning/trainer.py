@@ -156,7 +156,7 @@ class Trainer:
         run_file: Mapping[str, Any] | None = None,
     ) -> None:
         trained = model if isinstance(model, Mapping) else {} if model is None else {model_name: model}
-        self.models = {name: fetched_model(one) for name, one in trained.items()}
+        self.models = {name: fetched_model(model) for name, model in trained.items()}
         self.frozen = read_frozen(models or {}, self.models)
         n_runners = n_workers if n_runners is None else n_runners
         if adapter is not None:
@@ -171,7 +171,7 @@ class Trainer:
         self.isolation: Isolation = isolation
         self.run_dir, self.store, self.seed, self.time_limit = run_dir, store, seed, time_limit
         self.server, self.api_key, self.port = server, api_key, port
-        named = {"llm" if name == "main_llm" else name: one for name, one in (initial_resources or {}).items()}
+        named = {"llm" if name == "main_llm" else name: model for name, model in (initial_resources or {}).items()}
         self.initial_resources: NamedResources = named
         self.hooks = tuple(hooks)
         choose_tracer(tracer)  # refused here rather than after the model was loaded
@@ -434,13 +434,13 @@ class Trainer:
         if isinstance(llm, LLM) and not backends:
             upstream = FrozenModel(endpoint=llm.endpoint, frozen=True, api_key=llm.api_key)
             entries.append(frozen_entry(llm.model, upstream, ANY))
-        return entries + [frozen_entry(name, one) for name, one in self.frozen.items()]
+        return entries + [frozen_entry(name, model) for name, model in self.frozen.items()]
 
     async def _run_beside_runner(self, agent: LitAgent[Any], context: RunContext) -> None:
         """Run the algorithm and this process's runner; the first to fail ends both."""
         job = asyncio.ensure_future(self.algorithm.run(context))
         samplers = [policy.sampler for policy in context.policies.values()]
-        tasks = {job, *(asyncio.ensure_future(one.watch(context.calls_held)) for one in samplers)}
+        tasks = {job, *(asyncio.ensure_future(sampler.watch(context.calls_held)) for sampler in samplers)}
         if self._concurrency:
             settings: dict[str, Any] = {"hooks": self.hooks, "tracer": self.tracer, "isolation": self._place}
             runner = Runner(context.store, agent, concurrency=self._concurrency, **settings)
@@ -469,8 +469,10 @@ class Trainer:
         models = self.models.items()
         as_given = ("dtype", "max_sequence_length", "device", "threads", "deterministic", "time_limit")
         return {
-            "models": {name: str(one) if isinstance(one, str | Path) else type(one).__name__ for name, one in models},
-            "frozen": {name: one.model or name for name, one in self.frozen.items()},
+            "models": {
+                name: str(model) if isinstance(model, str | Path) else type(model).__name__ for name, model in models
+            },
+            "frozen": {name: model.model or name for name, model in self.frozen.items()},
             "algorithm": {**settings, "name": algorithm.name},
             "credit_by_settings": getattr(algorithm, "credit_by_settings", False),
             "optimizer": dataclasses.asdict(self._optimizer()),

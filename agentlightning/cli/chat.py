@@ -63,10 +63,10 @@ def _talk(url: str, *, model_name: str, key: str, system: str | None, as_json: b
             answer = ""
             try:
                 for piece in client.chat.completions.create(model=model_name, messages=messages, stream=True, **asked):
-                    said = (piece.choices[0].delta.content or "") if piece.choices else ""
-                    answer += said
+                    delta = (piece.choices[0].delta.content or "") if piece.choices else ""
+                    answer += delta
                     if not as_json:
-                        click.echo(printable(said), nl=False)
+                        click.echo(printable(delta), nl=False)
             except OpenAIError as error:
                 messages.pop()
                 failed += 1

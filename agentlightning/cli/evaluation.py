@@ -115,7 +115,7 @@ def eval(
     if agent is None:
         place = Place(running["store"], running["server"], running["api_key"])
         sides = [(name,) for name in compare] if compare else [rollouts]
-        groups = [[one for name in side for one in asyncio.run(_stored(name, mode, place, fields))] for side in sides]
+        groups = [sum((asyncio.run(_stored(name, mode, place, fields)) for name in side), []) for side in sides]
         names = [", ".join(side) for side in sides]
     else:
         names = list(compare or (agent,))
@@ -137,8 +137,8 @@ def _check(ctx: click.Context, agent: str | None, rollouts: tuple[str, ...], com
     idle = given - _READING - _PLACE if agent is None else given & {"rollouts"}
     if idle:
         flags = {parameter.name: parameter.opts[0] for parameter in ctx.command.params}
-        said = "runs an agent, and none is named" if agent is None else "reads what is stored, and here an agent is run"
-        raise click.UsageError(f"{flags[min(idle)]} is for what {said}")
+        purpose = "runs an agent, and none is named" if agent is None else "reads what is stored, and an agent is named"
+        raise click.UsageError(f"{flags[min(idle)]} is for what {purpose}")
 
 
 # --- running -----------------------------------------------------------------------------------------------------
@@ -197,18 +197,18 @@ def _run(
             )
             for name, side in zip(compare, ("a", "b"), strict=True)
         ]
-    for one in configs:
-        if one.model is None and not isinstance(one.initial_resources.get("llm"), LLM):
+    for run in configs:
+        if run.model is None and not isinstance(run.initial_resources.get("llm"), LLM):
             raise click.UsageError("choose the model: --model, or --endpoint and --model")
-        if compare is not None and isinstance(one.model, str):
+        if compare is not None and isinstance(run.model, str):
             from agentlightning.learner.policy import check_model
 
-            check_model(one.model)  # before the first of them is measured, which may take hours
+            check_model(run.model)  # before the first of them is measured, which may take hours
     if compare is not None:
         asyncio.run(_check_names(configs))
     groups: list[list[Measured]] = []
-    for one in configs:
-        result = fit(one, console, limit)
+    for run in configs:
+        result = fit(run, console, limit)
         tasks = result.evaluations[0].tasks
         if show:
             _show_tasks(console, tasks)
@@ -219,18 +219,12 @@ def _run(
 
 async def _check_names(configs: Sequence[TrainConfig]) -> None:
     """ConfigError if the endpoint of these runs lists its models and has none of a run's name."""
-    from agentlightning.gateway.backends.connection import Connection
-
-    for llm in [one.initial_resources["llm"] for one in configs if one.model is None]:
+    for llm in [run.initial_resources["llm"] for run in configs if run.model is None]:
         assert isinstance(llm, LLM)
-        connection = Connection(llm.endpoint, api_key=llm.api_key)
-        connection.retries = False
         try:
-            names = await listed_models(connection)
+            names = await listed_models(llm.endpoint, llm.api_key)
         except (BackendError, msgspec.DecodeError, LookupError, TypeError):  # it lists none
             return
-        finally:
-            await connection.close()
         if llm.model not in names:
             raise ConfigError(f"the server at {llm.endpoint} has no model {llm.model!r}; {nearest(llm.model, names)}")
 
@@ -284,16 +278,16 @@ async def _stored(name: str, mode: Mode | None, place: Place, fields: Sequence[s
             which = f"rollouts of mode {mode}" if mode else "held-out rollouts; --mode train takes those of training"
             raise ConfigError(f"{run_name} has no {which}")
         parts = await _parts(store, rollouts)
-        chosen = parts.get(wanted) or [one for one in rollouts if wanted and one.resources_id == wanted]
+        chosen = parts.get(wanted) or [rollout for rollout in rollouts if wanted and rollout.resources_id == wanted]
         if not chosen and not wanted:
             chosen = _last(run_name, parts)
         if not chosen:
             raise NotFoundError(f"{run_name} has measured no {wanted!r}; it has {', '.join(parts)}")
         found: list[Measured] = []
         with counting("rollouts", len(chosen)) as advance:
-            for one in chosen:
-                spans = await store.query_spans(one.rollout_id, "latest")
-                found.append(measured(trace_rollout(one, spans), spans, fields))
+            for rollout in chosen:
+                spans = await store.query_spans(rollout.rollout_id, "latest")
+                found.append(measured(trace_rollout(rollout, spans), spans, fields))
                 advance(len(found))
     return found
 
@@ -330,18 +324,18 @@ def _tell(
     """Print the result. The exit code: 1 if no rollout was rewarded."""
     from agentlightning.algorithm.measures import compare, summarise
 
-    told: Summary | Comparison
+    result: Summary | Comparison
     if len(groups) == 2:
-        told = compare(groups[0], groups[1], measures)
-        _show_comparison(console, names, told, measures.confidence)
-        summaries = [told.first, told.second]
+        result = compare(groups[0], groups[1], measures)
+        _show_comparison(console, names, result, measures.confidence)
+        summaries = [result.first, result.second]
     else:
-        told = summarise(groups[0], measures)
-        _show_summary(console, told, measures.confidence)
-        summaries = [told]
+        result = summarise(groups[0], measures)
+        _show_summary(console, result, measures.confidence)
+        summaries = [result]
     if as_json:
         asked = {"names": names, "threshold": measures.threshold, "confidence": measures.confidence}
-        print_json(asked | msgspec.to_builtins(told))
+        print_json(asked | msgspec.to_builtins(result))
     return 0 if all(summary.ended.get("rewarded") for summary in summaries) else 1
 
 
@@ -371,10 +365,11 @@ def _show_comparison(console: Console, sides: Sequence[str], comparison: Compari
     }
     lines: list[tuple[object, ...]] = []
     for tag, (ours, theirs, differences) in rows.items():
-        for name, one in differences.items():
+        for name, difference in differences.items():
             values = [f"{side[name].value:.3f}" if name in side else "" for side in (ours, theirs)]
-            values += [f"{one.value:+.3f}", _interval(one, "+"), "<0.001" if one.p < 0.001 else f"{one.p:.3f}"]
-            lines.append((tag, name, str(one.tasks), *values))
+            p = "<0.001" if difference.p < 0.001 else f"{difference.p:.3f}"
+            values += [f"{difference.value:+.3f}", _interval(difference, "+"), p]
+            lines.append((tag, name, str(difference.tasks), *values))
             tag = ""
     names = ("", "", "tasks", "A", "B", "B − A", f"{confidence:.0%} interval", "p")
     print_table(make_table(names, lines), console)

@@ -47,15 +47,15 @@ def together(*options: Option) -> Option:
     return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
 
 
-def instrument_agents(told: str | None, *, here: bool) -> None:
+def instrument_agents(names: str | None, *, here: bool) -> None:
     """Instrument the agents of child processes and, with `here`, of this one, before they are imported."""
-    if told is None:
+    if names is None:
         return
-    os.environ[INSTRUMENT] = told
+    os.environ[INSTRUMENT] = names
     click.get_current_context().call_on_close(lambda: os.environ.pop(INSTRUMENT, None))
     if here:
-        names = instrument_from_environment()
-        click.echo(f"instrumented: {', '.join(names) or 'nothing, no instrumentation is installed'}", err=True)
+        found = instrument_from_environment()
+        click.echo(f"instrumented: {', '.join(found) or 'nothing, no instrumentation is installed'}", err=True)
 
 
 class Numbers(click.ParamType[tuple[int, ...]]):

@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from agentlightning.cli.options import STATUSES, make_table, print_json, print_table, tell
-from agentlightning.cli.place import ANY_RUN, NEWEST, Place, stores_here, with_place
+from agentlightning.cli.place import ANY_RUN, NEWEST, Place, stores_below, with_place
 from agentlightning.cli.runs import ListingGroup, repeated, watch_option
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.store.codec import plain
@@ -67,12 +67,12 @@ async def ls(
     async def show() -> None:
         async with place.open(reading=True) as store:
             page = await store.page_rollouts(And(where) if where else None, [newest], limit=limit, with_total=True)
-            outcomes = await store.query_outcomes([one.rollout_id for one in page.items])
-        rewards = {one.rollout_id: one.reward for one in outcomes}
-        listed = [ListedRollout(one, rewards.get(one.rollout_id)) for one in page.items]
+            outcomes = await store.query_outcomes([rollout.rollout_id for rollout in page.items])
+        rewards = {rollout.rollout_id: rollout.reward for rollout in outcomes}
+        listed = [ListedRollout(rollout, rewards.get(rollout.rollout_id)) for rollout in page.items]
         if as_json:
-            for one in listed:
-                print_json(one)
+            for rollout in listed:
+                print_json(rollout)
         else:
             _print_list(listed, str(place), (page.total or 0) - len(listed))
 
@@ -218,12 +218,13 @@ async def _explain(place: Place, rollout_id: str, token_of: tuple[int | None, in
     text = f" {tokenizer[1].text([path.token_id])!r}" if tokenizer else ""
     token = f"token {path.token}:{text} id {path.token_id}, log p {path.logprob:.4f}"
     click.echo(f"step {path.step}, call {path.call}, {token}")
-    print_table(make_table(("", "value", "how"), [(one.name, f"{one.value:.6g}", one.how) for one in path.stages]))
+    rows = [(stage.name, f"{stage.value:.6g}", stage.how) for stage in path.stages]
+    print_table(make_table(("", "value", "how"), rows))
 
 
 async def _find(named: Place, rollout_id: str) -> tuple[Place, Rollout]:
     """The rollout and its store: the named one, or whichever below runs/ has it."""
-    places = [named] if named.named else [Place(store) for store in stores_here()]
+    places = [named] if named.named else [Place(store) for store in stores_below()]
     for place in places:
         async with place.open(reading=True) as store:
             rollout = await store.get_rollout_by_id(rollout_id)

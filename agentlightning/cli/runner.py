@@ -112,8 +112,8 @@ async def _run(
         assert task is not None
         click.echo(f"{working.worker_id} runs {name} for {url}, up to {working.concurrency} at once", err=True)
         if as_json:
-            told = {"worker_id": working.worker_id, "agent": name, "server": url, "concurrency": working.concurrency}
-            print_json(told)
+            details = {"worker_id": working.worker_id, "agent": name, "server": url, "concurrency": working.concurrency}
+            print_json(details)
         async with asyncio.timeout(None) as limit:
 
             def drain() -> None:

@@ -199,7 +199,7 @@ async def _server(upstream: Upstream | None, as_json: bool, options: dict[str, A
     from agentlightning.server.service import ServerSettings, running_server
     from agentlightning.store.redaction import text_without_secrets
 
-    told = {"store": text_without_secrets(options["store"])}
+    details = {"store": text_without_secrets(options["store"])}
     greeting = "store {store} at {url}\ndashboard: {url}/"
     if upstream is not None:
         found = await upstream.resolved()
@@ -216,15 +216,15 @@ async def _server(upstream: Upstream | None, as_json: bool, options: dict[str, A
             check=False,
         )
         options["registrations"] = (answering,)
-        told |= {"backend": found.url, "kind": found.kind}
+        details |= {"backend": found.url, "kind": found.kind}
         greeting = (
             "calls to {backend} ({kind}) are recorded in {store}\n"
             "    OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY=any python your_agent.py\n"
             "    ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY=any python your_agent.py"
         )
     async with running_server(ServerSettings(**options)) as running:
-        told["url"] = running.url
-        await until_stopped(greeting.format_map(told), told if as_json else None)
+        details["url"] = running.url
+        await until_stopped(greeting.format_map(details), details if as_json else None)
         calls = sum(running.gateway.statistics.calls.values())
     if upstream is not None:
         shed = running.gateway.shed
@@ -233,12 +233,12 @@ async def _server(upstream: Upstream | None, as_json: bool, options: dict[str, A
             print_json({"calls": calls, "recorded": calls - shed})
 
 
-async def until_stopped(greeting: str, told: object = None) -> None:
+async def until_stopped(greeting: str, details: object = None) -> None:
     """Print that the server is up, with `told` for JSON, and return at Ctrl-C or SIGTERM."""
     stopping = asyncio.Event()
     with on_signal(stopping.set):
         click.echo(greeting, err=True)
-        if told is not None:
-            print_json(told)
+        if details is not None:
+            print_json(details)
         await stopping.wait()
     click.echo("stopping", err=True)

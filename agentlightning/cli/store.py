@@ -140,11 +140,11 @@ async def list_(store: LightningStore, as_json: bool) -> None:
     """List all keys, without their secrets."""
     found = await store.query_keys()
     if as_json:
-        for one in found:
-            print_json(one)
+        for key in found:
+            print_json(key)
         return
     now = time.time()
-    rows = [(one.key_id, one.name, " ".join(one.scopes), _date(one.create_time), _state(one, now)) for one in found]
+    rows = [(key.key_id, key.name, " ".join(key.scopes), _date(key.create_time), _state(key, now)) for key in found]
     print_table(make_table(("key", "name", "scopes", "issued", "state"), rows))
 
 

@@ -84,7 +84,7 @@ async def _import_traces(store: LightningStore, records: Sequence[Record], rewar
     new: list[Record] = []
     for first in range(0, len(records), _AT_ONCE):
         batch = records[first : first + _AT_ONCE]
-        imports = [store.import_rollout(one.rollout, one.attempts, one.spans) for one in batch]
+        imports = [store.import_rollout(record.rollout, record.attempts, record.spans) for record in batch]
         new += itertools.compress(batch, await asyncio.gather(*imports))
     spans, stored_already = sum(len(record.spans) for record in new), len(records) - len(new)
     words = [f"stored {_number(len(new), 'rollout')} with {_number(spans, 'span')}" if new else "stored nothing"]
@@ -265,8 +265,8 @@ def _tell(kind: str, done: _Exported, out: str, as_json: bool) -> None:
     from agentlightning.datasets.export import FEWEST_LINES
 
     if as_json:
-        told = {"file": out, _UNITS[kind]: done.written, "rollouts": done.rollouts}
-        print_json(told | {"left_out": dict(done.left_out)})
+        report = {"file": out, _UNITS[kind]: done.written, "rollouts": done.rollouts}
+        print_json(report | {"left_out": dict(done.left_out)})
         return
     print(f"wrote {done.written:,} {_UNITS[kind]} of {done.rollouts:,} rollouts to {out}")
     for reason, count in done.left_out.most_common():

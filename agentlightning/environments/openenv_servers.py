@@ -59,9 +59,9 @@ class OpenEnvServer(Environment):
                     break
                 messages.append({"role": "user", "content": self._seen(result.observation)})
                 answer = await chat.create(model=llm.model, messages=messages, extra_body=llm.sampling_parameters)
-                said = answer.choices[0].message.content or ""
-                messages.append({"role": "assistant", "content": said})
-                result = await session.step({self.action: said})
+                text = answer.choices[0].message.content or ""
+                messages.append({"role": "assistant", "content": text})
+                result = await session.step({self.action: text})
                 if result.reward is not None:
                     total += float(result.reward)
                     emit_reward(float(result.reward), final=False)

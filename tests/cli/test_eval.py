@@ -154,7 +154,7 @@ def test_an_interrupted_evaluation_goes_on(
         (("run.yaml", "--compare", "promt=never.txt", "prompt=never.txt"), 1, "no prompt 'promt' to replace; did you"),
         ((*HOPELESS, "--compare", "prompt=never.txt", "prompt=always.txt"), 1, "the agent takes no prompt"),
         (("run.yaml", "--compare", "a", "b", "--resume"), 2, "--resume needs --run-dir"),
-        (("--rollouts", "nowhere"), 1, "there are no runs here"),
+        (("--rollouts", "nowhere"), 1, "and no run in"),
     ],
 )
 def test_what_cannot_be_measured_says_why(
