@@ -22,7 +22,7 @@ from rich.console import Console
 from agentlightning.cli.backends import listed_models
 from agentlightning.cli.config import TrainConfig, key_flags, load_config
 from agentlightning.cli.fit import fit
-from agentlightning.cli.options import Numbers, json_option, make_table, print_json, print_table
+from agentlightning.cli.options import COUNT, MODE, json_option, make_table, numbers, print_json, print_table
 from agentlightning.cli.place import Place
 from agentlightning.cli.training import INTERRUPTED, RUN_FILE
 from agentlightning.errors import BackendError, ConfigError, NotFoundError, nearest
@@ -45,36 +45,19 @@ _ALL: Final = "all tasks"
 @click.argument("agent", metavar="[FILE.py:NAME|RUN.yaml]", required=False)
 @click.argument("dataset", metavar="[DATA]", required=False)
 @click.option("--dataset", "named", hidden=True, help="Another way to name DATA.")
-@click.option(
-    "--model", metavar="ID|DIR|FILE.py:NAME", help="The model to use: an id, a directory, or a function that makes one."
-)
+@click.option("--model", metavar="ID|DIR|FILE.py:NAME", help="Model to use: an id, a directory, or its maker.")
 @click.option("--endpoint", metavar="URL", help="Use the model called --model at this OpenAI-compatible URL.")
 @click.option("--endpoint-model", hidden=True, help="Another way to name the --model of an --endpoint.")
 @click.option("--endpoint-key", metavar="KEY", envvar="OPENAI_API_KEY", show_envvar=True, help="Its key.")
 @click.option("--show", is_flag=True, help="Print what the agent did on each task, call by call.")
-@click.option(
-    "--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N tasks; default with --show: 5."
-)
-@click.option(
-    "--samples", type=click.IntRange(min=1), default=1, show_default=True, help="Number of attempts per task."
-)
-@click.option(
-    "--rollouts", multiple=True, metavar="RUN[@N]", help="Measure the stored rollouts of this run. Repeatable."
-)
-@click.option(
-    "--mode",
-    type=click.Choice(["train", "val", "test"]),
-    help="Mode of the rollouts; default: test, or what is stored.",
-)
+@click.option("--limit", type=COUNT, metavar="N", help="Only the first N tasks; default with --show: 5.")
+@click.option("--samples", type=COUNT, default=1, help="Number of attempts per task.")
+@click.option("--rollouts", multiple=True, metavar="RUN[@N]", help="Measure the stored rollouts of a run. Repeatable.")
+@click.option("--mode", type=MODE, help="Mode of the rollouts; default: test, or what is stored.")
 @click.option("--compare", nargs=2, metavar="A B", help="Two models or prompts (NAME=FILE); or stored runs, RUN@N.")
-@click.option("-k", "ks", type=Numbers(), metavar="1,4,8", help="Values of k for pass@k; default: 1 and --samples.")
-@click.option("--threshold", type=float, default=1.0, show_default=True, help="Reward at which an attempt passes.")
-@click.option(
-    "--by",
-    multiple=True,
-    metavar="FIELD",
-    help="Break the results down by this field of the tasks; default: tags and kind.",
-)
+@click.option("-k", "ks", type=numbers, metavar="1,4,8", help="Values of k for pass@k; default: 1 and --samples.")
+@click.option("--threshold", type=float, default=1.0, help="Reward at which an attempt passes.")
+@click.option("--by", multiple=True, metavar="FIELD", help="Results by a field of tasks; default: tags and kind.")
 @json_option
 @key_flags("agent", "environment", "model", "model_name", "train_dataset", "val_dataset", "algorithm", "time_limit")
 @click.pass_context
@@ -115,7 +98,7 @@ def eval(
     if agent is None:
         place = Place(running["store"], running["server"], running["api_key"])
         sides = [(name,) for name in compare] if compare else [rollouts]
-        groups = [sum((asyncio.run(_stored(name, mode, place, fields)) for name in side), []) for side in sides]
+        groups = [[each for name in side for each in asyncio.run(_stored(name, mode, place, fields))] for side in sides]
         names = [", ".join(side) for side in sides]
     else:
         names = list(compare or (agent,))

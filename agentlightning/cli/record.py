@@ -8,7 +8,6 @@ import dataclasses
 import os
 import secrets
 import shlex
-import shutil
 import signal
 import sys
 import tempfile
@@ -30,7 +29,6 @@ from agentlightning.runner.agent import LitAgent
 from agentlightning.runner.signals import handling_signals
 from agentlightning.semconv import CALL_ENDPOINT, CALL_REFUSED, HTTP_STATUS
 from agentlightning.store.redaction import text_without_secrets
-from agentlightning.tracing.instrument import instruments
 from agentlightning.types import LLM, AttemptedRollout, NamedResources, Rollout, Span
 
 if TYPE_CHECKING:
@@ -46,22 +44,7 @@ _NO_CALLS: Final = (
 _ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "GEMINI_MODEL", "AGL_MODEL")
 
 
-class _RecordCommand(click.Command):
-    """In `--instrument python agent.py`, takes `python agent.py` as the program, not as a name."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        options = [param for param in self.params if isinstance(param, click.Option) and not param.is_flag]
-        with_value = {name for option in options for name in option.opts}
-        at = 0
-        while at < len(args) and args[at].startswith("-") and args[at] not in ("--", "--instrument"):
-            at += 2 if args[at] in with_value else 1
-        given = args[at + 1] if args[at : at + 1] == ["--instrument"] and len(args) > at + 1 else None
-        if given is not None and shutil.which(given) and not instruments(given):
-            args = [*args[: at + 1], "--", *args[at + 1 :]]
-        return super().parse_args(ctx, args)
-
-
-@click.command(cls=_RecordCommand, context_settings={"allow_interspersed_args": False})
+@click.command(context_settings={"allow_interspersed_args": False})
 @click.argument("command", metavar="COMMAND…", nargs=-1, required=True, type=click.UNPROCESSED)
 @with_backend()
 @click.option("--harness", metavar="NAME",

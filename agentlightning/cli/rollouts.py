@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import msgspec
 
-from agentlightning.cli.options import STATUSES, make_table, print_json, print_table, tell
+from agentlightning.cli.options import COUNT, MODE, STATUSES, make_table, print_json, print_table, tell
 from agentlightning.cli.place import ANY_RUN, NEWEST, Place, stores_below, with_place
 from agentlightning.cli.runs import ListingGroup, repeated, watch_option
 from agentlightning.errors import ConfigError, NotFoundError
@@ -44,11 +44,9 @@ class ListedRollout(msgspec.Struct, frozen=True):
 @rollouts.command()
 @with_place(NEWEST)
 @click.option("--status", multiple=True, type=click.Choice(STATUSES), help="Only of this status. Repeatable.")
-@click.option("--mode", type=click.Choice(["train", "val", "test"]), help="Only of this mode.")
+@click.option("--mode", type=MODE, help="Only of this mode.")
 @click.option("--run", "run_id", metavar="ID", help="Only of this run.")
-@click.option(
-    "--limit", type=click.IntRange(min=1), default=20, show_default=True, help="How many to list, newest first."
-)
+@click.option("--limit", type=COUNT, default=20, help="How many to list, newest first.")
 @watch_option
 async def ls(
     place: Place,
@@ -122,12 +120,8 @@ class _TokenOfCall(click.ParamType):
 
 @rollouts.command()
 @click.argument("rollout_id", metavar="ID")
-@click.option(
-    "--attempt", "number", type=click.IntRange(min=1), metavar="N", help="Show the Nth attempt; default: the last."
-)
-@click.option(
-    "--timeline", "timed", is_flag=True, help="Show when everything happened, on one axis of time, not as a tree."
-)
+@click.option("--attempt", "number", type=COUNT, metavar="N", help="Show the Nth attempt; default: the last.")
+@click.option("--timeline", "timed", is_flag=True, help="Show when everything happened, instead of a tree.")
 @click.option("--logs", is_flag=True, help="Show logs and tracebacks whole, not only their ends.")
 @click.option(
     "--explain",

@@ -120,9 +120,7 @@ def keys() -> None:
 @click.argument("name")
 @click.option("--scope", "scopes", multiple=True, required=True, type=click.Choice(_SCOPES),
               help="What the key allows. Repeatable.")  # fmt: skip
-@click.option(
-    "--lifetime", type=Duration(), help="How long the key is valid, such as 30d or 12h; default: until it is revoked."
-)
+@click.option("--lifetime", type=Duration(), help="How long the key is valid: 30d, 12h; default: until revoked.")
 @on_store()
 async def issue(
     store: LightningStore, name: str, as_json: bool, scopes: tuple[Any, ...], lifetime: float | None

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from agentlightning.cli.config import load_config, read_value
 from agentlightning.cli.fit import make_algorithm
-from agentlightning.cli.options import json_option, make_table, print_json, print_table
+from agentlightning.cli.options import COUNT, json_option, make_table, print_json, print_table
 from agentlightning.errors import ConfigError
 
 _RESULT: Final = "result.json"  # of a run that ended, in its directory
@@ -33,7 +33,7 @@ _MOST_RUNS: Final = 1000
 @click.option("--over", multiple=True, required=True, metavar="KEY=A,B,…",
               help="Values to try: optimizer.learning_rate=1e-4,1e-3. Repeatable: all combinations.")  # fmt: skip
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Change one key in all runs.")
-@click.option("--seeds", type=click.IntRange(min=1), default=1, show_default=True, help="Runs of each: seeds 0, 1, ….")
+@click.option("--seeds", type=COUNT, default=1, help="Runs of each: seeds 0, 1, ….")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
               help="Directory of the runs; default: below runs/. Finished runs are not repeated.")  # fmt: skip
 @json_option

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import msgspec
 
-from agentlightning.cli.options import print_json, tell
+from agentlightning.cli.options import MODE, print_json, tell
 from agentlightning.cli.place import ANY_RUN, NEW, Place, newest_store, with_place
 from agentlightning.cli.runs import StoredRun, choose_run
 from agentlightning.datasets.hub import is_hub_name, push, read_hub_name
@@ -40,14 +40,9 @@ _UNITS: Final = {"parquet": "rows", "sft": "conversations", "dpo": "pairs"}
 
 @click.command("import")
 @click.argument("files", metavar="FILE…", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option(
-    "--by",
-    metavar="ATTRIBUTE",
-    help="Make one rollout per value of this attribute, such as session.id; default: per trace.",
-)
+@click.option("--by", metavar="ATTRIBUTE", help="One rollout per value, such as session.id; default: per trace.")
 @click.option("--reward", metavar="NAME", help="The attribute or evaluation that holds the reward.")
-@click.option("--mode", type=click.Choice(["train", "val", "test"]), default="train", show_default=True,
-              help="Mode of the rollouts.")  # fmt: skip
+@click.option("--mode", type=MODE, default="train", help="Mode of the rollouts.")
 @with_place(NEW)
 async def import_(
     place: Place, files: tuple[Path, ...], by: str | None, reward: str | None, mode: Mode, as_json: bool
@@ -109,19 +104,17 @@ def _number(count: int, what: str) -> str:
               help="parquet: transitions; sft: conversations to imitate; dpo: pairs to prefer; rollouts: all there is, "
                    "as .jsonl or .jsonl.gz for `agl import`; model: the best weights of --run.")  # fmt: skip
 @click.option("--run", "run_name", metavar="RUN", help="Only of this run: an id, or its directory, found below runs/.")
-@click.option("--mode", "modes", multiple=True, type=click.Choice(["train", "val", "test"]),
+@click.option("--mode", "modes", multiple=True, type=MODE,
               help="Only of this mode. Repeatable; default: all, for sft and dpo all but val.")  # fmt: skip
 @click.option("--status", "statuses", multiple=True, type=click.Choice(["succeeded", "failed", "cancelled"]),
               help="Only of this status. Repeatable; default: all, for sft and dpo succeeded.")  # fmt: skip
-@click.option(
-    "--model", "models", multiple=True, metavar="NAME", help="Only calls of this model, frozen or not. Repeatable."
-)
+@click.option("--model", "models", multiple=True, metavar="NAME", help="Only calls of this model. Repeatable.")
 @click.option("--agents", metavar="PATTERN", help="Only calls of these agents: 'writer|rewriter'.")
 @click.option("--label", "labels", multiple=True, metavar="LABEL",
               help="Only rollouts that `agl rollouts annotate` gave this label. Repeatable.")  # fmt: skip
 @click.option("--min-reward", type=float, metavar="X", help="Only rollouts with at least this reward.")
 @click.option("--best-of-group", is_flag=True, help="sft: only the best rollout of each group.")
-@click.option("--pairs", type=click.Choice(["best", "all"]), default="best", show_default=True,
+@click.option("--pairs", type=click.Choice(["best", "all"]), default="best",
               help="dpo: for each prompt, the pair that differs most in reward, or all pairs.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 @with_place(ANY_RUN)
