@@ -30,7 +30,7 @@ from agentlightning.algorithm.rl.checkpoints import Checkpoints
 from agentlightning.algorithm.tracking import Tracker, make_tracker
 from agentlightning.datasets.hub import fetched_model
 from agentlightning.datasets.tasks import load_dataset
-from agentlightning.display import LiveProgress, hide_library_progress
+from agentlightning.display import LiveProgress, hide_library_progress, show_tasks
 from agentlightning.environments.base import tasks_of
 from agentlightning.errors import ConfigError, UnavailableError, check_settings
 from agentlightning.garbage import garbage_sought_seldom
@@ -53,7 +53,6 @@ from agentlightning.store.base import LightningStore
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.choice import TracerKind, choose_tracer
-from agentlightning.tracing.tree import rollout_tree
 from agentlightning.types import LLM, FrozenModel, Metrics, NamedResources
 
 if TYPE_CHECKING:
@@ -223,10 +222,7 @@ class Trainer:
         result = await trial._run(as_agent(agent), [], load_dataset(train_dataset), resume=False)
         tasks = [task for evaluation in result.evaluations for task in evaluation.tasks]
         console = Console(highlight=False)
-        for task in tasks:
-            console.print(rollout_tree(task.rollout, task.spans))
-            if task.traced.excluded:
-                console.print(f"calls not trainable: {dict(task.traced.excluded)}", markup=False)
+        show_tasks(console, tasks)
         summary = summarise([measured(task.traced, task.spans) for task in tasks], Measures())
         console.print(f"{summary}; mean reward {summary.estimates['reward'].value:.3f}", markup=False)
         return tasks

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import re
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Final, Literal, cast
@@ -172,9 +172,10 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
 FIELDS = {field.name: field for field in msgspec.structs.fields(TrainConfig)}
 
 
-def key_flags(*left_out: str) -> Option:
-    """The flags of all keys that have one, except `left_out`; None if not given."""
-    return together(*(_option(name, hint) for name, hint in _HINTS.items() if name not in left_out))
+def key_flags(*left_out: str, only: Collection[str] = ()) -> Option:
+    """The flags of all keys that have one, or `only` of these, except `left_out`; None if not given."""
+    names = [name for name in _HINTS if name not in left_out and (name in only or not only)]
+    return together(*(_option(name, _HINTS[name]) for name in names))
 
 
 def _option(name: str, hint: Any) -> Option:

@@ -27,11 +27,10 @@ from agentlightning.cli.place import Place
 from agentlightning.cli.training import INTERRUPTED, RUN_FILE
 from agentlightning.errors import BackendError, ConfigError, NotFoundError, nearest
 from agentlightning.runner.agent import as_agent
-from agentlightning.tracing.tree import printable, rollout_tree
+from agentlightning.tracing.tree import printable
 from agentlightning.types import LLM, Mode, PromptTemplate, Rollout
 
 if TYPE_CHECKING:
-    from agentlightning.algorithm.evaluation import EvaluatedTask
     from agentlightning.algorithm.measures import Comparison, Difference, Estimate, Measured, Measures, Summary
     from agentlightning.store.base import LightningStore
 
@@ -166,6 +165,7 @@ def _run(
     """The rollouts of one evaluation, or of two, whose runs are beside each other in one directory."""
     from agentlightning.algorithm.directory import MARK
     from agentlightning.algorithm.measures import measured
+    from agentlightning.display import show_tasks
 
     configs = [config]
     if compare is not None:
@@ -194,7 +194,7 @@ def _run(
         result = fit(run, console, limit)
         tasks = result.evaluations[0].tasks
         if show:
-            _show_tasks(console, tasks)
+            show_tasks(console, tasks)
         console.print(f"Run: {result.directory}", markup=False, soft_wrap=True)
         groups.append([measured(task.traced, task.spans, fields) for task in tasks])
     return groups
@@ -210,13 +210,6 @@ async def _check_names(configs: Sequence[TrainConfig]) -> None:
             return
         if llm.model not in names:
             raise ConfigError(f"the server at {llm.endpoint} has no model {llm.model!r}; {nearest(llm.model, names)}")
-
-
-def _show_tasks(console: Console, tasks: Sequence[EvaluatedTask]) -> None:
-    for task in tasks:
-        console.print(rollout_tree(task.rollout, task.spans))
-        if task.traced.excluded:
-            console.print(f"calls not trainable: {dict(task.traced.excluded)}", markup=False)
 
 
 def _variant(config: TrainConfig, name: str) -> TrainConfig:

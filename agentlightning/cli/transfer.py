@@ -126,14 +126,9 @@ async def export(
     run_name: str | None,
     modes: tuple[str, ...],
     statuses: tuple[str, ...],
-    models: tuple[str, ...],
-    agents: str | None,
-    labels: tuple[str, ...],
-    min_reward: float | None,
-    best_of_group: bool,
-    pairs: str,
     force: bool,
     as_json: bool,
+    **chosen: Any,
 ) -> None:
     """Write finished rollouts to FILE, as a dataset or as they are.
 
@@ -143,17 +138,9 @@ async def export(
         file = out
     if file is None:
         raise click.UsageError("Missing argument 'FILE', where to write to")
-    for given, flag, kinds in (
-        (best_of_group, "--best-of-group", ("sft",)),
-        (labels, "--label", tuple(_UNITS)),
-        (pairs == "all", "--pairs", ("dpo",)),
-    ):
-        if given and kind not in kinds:
-            raise click.UsageError(f"{flag} goes with --format {' or '.join(kinds)}")
     from agentlightning.data.recordings import ENDED, LEARNED_FROM, finished_rollouts
 
-    chosen = {"min_reward": min_reward, "best_of_group": best_of_group, "all_pairs": pairs == "all"}
-    wanted = _wanted(models, agents, labels, **chosen)
+    wanted = _wanted(kind, **chosen)
     run = None if run_name is None else await choose_run(run_name, place)
     if kind == "model":
         _push_model(run, file, as_json)
@@ -178,14 +165,21 @@ async def export(
     tell(as_json, copied, f"wrote {copied.rollouts} rollouts, {copied.attempts} attempts, {copied.spans} spans")
 
 
-def _wanted(models: tuple[str, ...], agents: str | None, labels: tuple[str, ...], **others: Any) -> Wanted:
-    """What to export. ConfigError for a wrong pattern of agents."""
+def _wanted(kind: str, models: tuple[str, ...], labels: tuple[str, ...], pairs: str, **others: Any) -> Wanted:
+    """What to export. UsageError for what this format has not, ConfigError for a wrong pattern of agents."""
     from agentlightning.data.agents import agent_pattern
     from agentlightning.datasets.export import Wanted
 
-    if agents is not None:
-        agent_pattern(agents)
-    return Wanted(frozenset(models) or None, agents, frozenset(labels) or None, **others)
+    for given, flag, kinds in (
+        (others["best_of_group"], "--best-of-group", ("sft",)),
+        (labels, "--label", tuple(_UNITS)),
+        (pairs == "all", "--pairs", ("dpo",)),
+    ):
+        if given and kind not in kinds:
+            raise click.UsageError(f"{flag} goes with --format {' or '.join(kinds)}")
+    if others["agents"] is not None:
+        agent_pattern(others["agents"])
+    return Wanted(frozenset(models) or None, labels=frozenset(labels) or None, all_pairs=pairs == "all", **others)
 
 
 @contextlib.contextmanager
