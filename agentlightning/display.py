@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from agentlightning.tracing.tree import printable
+from agentlightning.tracing.tree import printable, rollout_tree
 
 RECENT_STEPS = 5  # the time left is judged by the pace of these
 PLAIN_INTERVAL = 5.0  # seconds between two lines about steps where there is no terminal
@@ -220,6 +220,14 @@ class LiveProgress:
             lines.append(Text(f"{self._headline()}  {sparkline(self._rewards)}  {' · '.join(self._figures())}"))
         lines.append(Text(" · ".join([f"{duration(self._elapsed())} elapsed", *self._left()]), style="dim"))
         return Group(*lines)
+
+
+def show_tasks(console: Console, tasks: Sequence[Any]) -> None:
+    """Print what the agent did on each `EvaluatedTask`, call by call."""
+    for task in tasks:
+        console.print(rollout_tree(task.rollout, task.spans))
+        if task.traced.excluded:
+            console.print(f"calls not trainable: {dict(task.traced.excluded)}", markup=False)
 
 
 def hide_library_progress() -> None:

@@ -93,12 +93,13 @@ def _measure(
 def _lines(plan: dict[str, Any], at_once: float) -> Iterator[str]:
     from agentlightning.display import duration
 
-    told = {key: number(value) for key, value in plan.items() if isinstance(value, int | float)}
-    yield "Tasks:       {train_tasks} to learn from, {val_tasks} held out".format_map(told)
-    yield "Training:    {steps} steps × {groups} tasks × {group_size} = {training_rollouts} rollouts".format_map(told)
-    yield "Evaluations: {evaluations} × {val_tasks} rollouts".format_map(told)
-    yield f"Measured:    {told['measured_rollouts']} rollouts, side by side, mean reward {told.get('measured_reward')}"
-    yield "All:         about {calls} calls, {prompt_tokens} prompt and {answer_tokens} answer tokens".format_map(told)
+    shown = {key: number(value) for key, value in plan.items() if isinstance(value, int | float)}
+    yield "Tasks:       {train_tasks} to learn from, {val_tasks} held out".format_map(shown)
+    yield "Training:    {steps} steps × {groups} tasks × {group_size} = {training_rollouts} rollouts".format_map(shown)
+    yield "Evaluations: {evaluations} × {val_tasks} rollouts".format_map(shown)
+    reward = shown.get("measured_reward")
+    yield f"Measured:    {shown['measured_rollouts']} rollouts, side by side, mean reward {reward}"
+    yield "All:         about {calls} calls, {prompt_tokens} prompt and {answer_tokens} answer tokens".format_map(shown)
     for name, (read, written) in plan["hosted_tokens"].items():
         yield f"Hosted:      {name}: about {number(read)} prompt and {number(written)} answer tokens, at its prices"
     learning, rolling = plan["learn_seconds"], plan["rollout_seconds"]

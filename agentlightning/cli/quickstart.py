@@ -7,16 +7,16 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import click
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agentlightning.cli.config import load_config
+from agentlightning.cli.config import key_flags, load_config
 from agentlightning.cli.fit import fit
-from agentlightning.cli.options import Duration, json_option, print_json
+from agentlightning.cli.options import COUNT, json_option, print_json
 from agentlightning.cli.place import RUNS
 from agentlightning.cli.training import RUN_FILE, exit_code, run_to_resume, show_fit, summary
 from agentlightning.data.conversations import first_tool
@@ -32,23 +32,18 @@ _PACKAGE: Final = Path(__file__).parents[1]
 
 
 @click.command()
-@click.option("--seed", type=int, help="Random seed; default 1, or that of the resumed run.")
-@click.option("--steps", type=click.IntRange(min=1), help="Number of training steps.")
-@click.option("--time-limit", type=Duration(bare=True), metavar="90s|5m|2h",
-              help="Stop training after this time, then evaluate and save.")  # fmt: skip
-@click.option("--resume", is_flag=True, help="Continue the newest quickstart, or the one in --out.")
-@click.option("--out", metavar="DIR", help="Directory of the run; default: a new one below runs/.")
+@click.option("--steps", type=COUNT, help="Number of training steps.")
 @json_option
-def quickstart(
-    seed: int | None, steps: int | None, time_limit: float | None, resume: bool, out: str | None, as_json: bool
-) -> int:
+@key_flags(only=("seed", "time_limit", "run_dir", "resume"))
+def quickstart(steps: int | None, as_json: bool, **flags: Any) -> int:
     """Train a small tool-using agent from scratch and show what it learned."""
     console, flight = Console(stderr=as_json), _flight()
-    directory, run_file = out or str(RUNS / f"quickstart-{time.strftime('%Y%m%d-%H%M%S')}"), flight / RUN_FILE
-    if resume:
-        directory, run_file = run_to_resume(out, "quickstart-*")
+    run_file = flight / RUN_FILE
+    if flags["resume"]:
+        flags["run_dir"], run_file = run_to_resume(flags["run_dir"], "quickstart-*")
+    elif flags["run_dir"] is None:
+        flags["run_dir"] = str(RUNS / f"quickstart-{time.strftime('%Y%m%d-%H%M%S')}")
     sys.path.insert(0, str(flight))  # before an `agent.py` of the current folder
-    flags = {"seed": seed, "time_limit": time_limit, "run_dir": directory, "resume": resume}
     config = load_config(run_file, () if steps is None else (f"algorithm.steps={steps}",), flags)
     result = fit(config, console)
     report = summary(result, config)

@@ -96,7 +96,7 @@ def show_fit(console: Console, result: FitResult) -> None:
     rewards = [f"{evaluation.reward:.3f}" for evaluation in result.evaluations]
     if rewards:
         lines.append(f"Held-out reward: {rewards[0]}" + (f" before, {rewards[-1]} after." if rewards[1:] else "."))
-    steps = [one.values for one in result.metrics if "groups_without_variance" in one.values]
+    steps = [metrics.values for metrics in result.metrics if "groups_without_variance" in metrics.values]
     if steps and not any(step.get("sequences") for step in steps):
         lines.append(
             f"Nothing was learned: in none of {len(steps)} steps did a group have two different rewards. Give tasks "
@@ -125,7 +125,7 @@ def summary(result: FitResult, config: TrainConfig) -> dict[str, Any]:
         "best_checkpoint": None if result.best_checkpoint is None else str(result.best_checkpoint),
         "stopped_because": result.stopped_because,
         "reward": {"before": rewards[0], "after": rewards[-1]} if rewards else None,
-        "steps": max((one.step for one in result.metrics), default=0),
+        "steps": max((metrics.step for metrics in result.metrics), default=0),
         "seconds": round(result.seconds, 3),
         "seed": config.seed,
     }

