@@ -78,22 +78,19 @@ async def ls(
 
 
 def _print_list(listed: Sequence[ListedRollout], place: str, more: int) -> None:
+    from agentlightning.display import duration
+
     rows: list[tuple[object, ...]] = []
     for rollout, reward in [(one.rollout, one.reward) for one in listed]:
         started = time.strftime("%m-%d %H:%M:%S", time.localtime(rollout.start_time))
+        took = "" if rollout.end_time is None else duration(rollout.end_time - rollout.start_time)
         ids = (rollout.rollout_id, rollout.status, rollout.mode, started)
-        rows.append((*ids, _took(rollout), reward, _input(rollout)))
+        rows.append((*ids, took, reward, _input(rollout)))
     if rows:
         print_table(make_table(("rollout", "status", "mode", "started", "took", "reward", "input"), rows))
     else:
         click.echo("no rollout matches")
     click.echo(f"{text_without_secrets(place)}{f'; {more} more, see --limit' if more > 0 else ''}", err=True)
-
-
-def _took(rollout: Rollout) -> str:
-    from agentlightning.display import duration
-
-    return "" if rollout.end_time is None else duration(rollout.end_time - rollout.start_time)
 
 
 def _input(rollout: Rollout) -> str:

@@ -29,13 +29,6 @@ def ui(places: tuple[str, ...], key: str | None, port: int, as_json: bool) -> No
     run_on_fastest_loop(_ui(places or (".",), key, port, as_json))
 
 
-def _existing(place: str) -> Path:
-    """ConfigError for neither a folder nor a file."""
-    if not Path(place).is_dir():
-        require_file(place)
-    return Path(place)
-
-
 async def _ui(places: tuple[str, ...], key: str | None, port: int, as_json: bool) -> None:
     from agentlightning.server.app import create_app
     from agentlightning.server.local_keys import local_key
@@ -55,7 +48,9 @@ async def _ui(places: tuple[str, ...], key: str | None, port: int, as_json: bool
             elif url.scheme in ("http", "https"):
                 others[url.netloc] = LightningStoreClient(place, key or local_key(place), patience=2.0)
             else:
-                folders.append(_existing(place))
+                folders.append(Path(place))
+                if not folders[-1].is_dir():
+                    require_file(place)
         stores = await ManyStores.open(folders, others)
         stack.push_async_callback(stores.close)
         http = await stack.enter_async_context(HttpServer(create_app(stores, admin_key=own), port=port))

@@ -81,8 +81,7 @@ class Pool:
         self._stopping.set()
 
     async def run(self) -> bool:
-        """AgentLightningError if runners keep failing. At the end, runners are told to finish; False if they could not
-        be told."""
+        """At the end, runners drain; False if that failed. AgentLightningError if runners keep failing."""
         drained = True
         try:
             await self._keep()
@@ -91,7 +90,7 @@ class Pool:
                 if self._ended is not None:  # else nothing was reached, and nothing started
                     await patiently(self.machines.drain, CLEAN_UP_SECONDS)
             except AgentLightningError as error:  # which must not hide why the pool ends
-                self.tell(f"runners could not be told to drain; they leave when they are idle: {error}")
+                self.tell(f"runners could not be drained; they leave when they are idle: {error}")
                 drained = False
             finally:
                 await self.machines.close()
@@ -253,7 +252,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def job_of(manifest: dict[str, Any], name: str, arguments: Sequence[str], drain: float) -> Any:
-    """The Job of one runner."""
+    """The Job of a runner."""
     job = copy.deepcopy(manifest)
     metadata, spec, pod = job["metadata"], job["spec"], job["spec"]["template"]["spec"]
     metadata |= {"name": name, "labels": metadata.get("labels", {}) | {POOL_LABEL: metadata["name"]}}

@@ -248,7 +248,7 @@ async def test_clean_up_outlasts_an_api_that_fails_or_says_that_it_failed(
             monkeypatch.setattr(fleet, "PERIOD_SECONDS", 5)
             await asyncio.sleep(0.1)
             cluster.faults = [fault(code, "Reason") for _ in range(99)]
-        assert "could not be told to drain" in said[-1] and str(code) in said[-1]
+        assert "could not be drained" in said[-1] and str(code) in said[-1]
         cluster.faults, cluster.asked = [], []
 
 
