@@ -71,7 +71,7 @@ async def test_calls_are_recorded_and_each_sides_key_stays_on_its_side(tmp_path:
     store = await SqlStore.open(tmp_path / "store.sqlite")
     spans = await store.query_spans(UNATTRIBUTED)
     await store.close()
-    assert [span.attributes.get(semconv.CALL_TRAINABLE) for span in spans] == [kind == "vllm", False]
+    assert [span.attributes.get(semconv.CALL_TRAINABLE) for span in spans] == [kind == "vllm"] * 2
     assert [headers["authorization"] for headers in server.headers] == [f"Bearer {BACKEND_KEY}"] * 2
     shown = caught.value.response.text + greeting + repr(spans) + (out + err).decode()
     assert KEY not in repr(server.headers) + repr(server.asked) and BACKEND_KEY not in shown and KEY not in shown
