@@ -46,21 +46,17 @@ def test_numbers_of_hops_take_turns_and_no_heldout_question_begins_with_a_traine
 # --- MuSiQue ---
 
 
+QUESTION = "Where does the maker of Steel Rain live?"
+
+
 def musique_line(**changes: object) -> str:
     paragraphs = [
         {"idx": 0, "title": "Steel Rain", "paragraph_text": "It was made by Ana Wirth.", "is_supporting": True},
         {"idx": 1, "title": "Ana Wirth", "paragraph_text": "She lives in Graz.", "is_supporting": True},
         {"idx": 2, "title": "Graz", "paragraph_text": "A town.", "is_supporting": False},
     ]
-    entry = {
-        "id": "2hop__1_2",
-        "paragraphs": paragraphs,
-        "question": "Where does the maker of Steel Rain live?",
-        "question_decomposition": [],
-        "answer": "Graz",
-        "answer_aliases": ["City of Graz"],
-        "answerable": True,
-    }
+    entry = {"id": "2hop__1_2", "paragraphs": paragraphs, "question_decomposition": [], "answerable": True}
+    entry |= {"question": QUESTION, "answer": "Graz", "answer_aliases": ["City of Graz"]}
     return json.dumps({**entry, **changes}) + "\n"
 
 
@@ -68,12 +64,8 @@ def test_musique_is_read_as_it_ships(tmp_path: Path) -> None:
     lines = musique_line() + musique_line(id="2hop__3_4") + musique_line(id="unanswerable", answerable=False)
     (tmp_path / "musique_ans_v1.0_dev.jsonl").write_text(lines)
     tasks, passages = hop.tasks.load_musique(tmp_path, "dev")
-    assert tasks[0] == {
-        "id": "2hop__1_2",
-        "kind": "2 hops",
-        "question": "Where does the maker of Steel Rain live?",
-        "answers": ["Graz", "City of Graz"],
-    }
+    answers = ["Graz", "City of Graz"]
+    assert tasks[0] == {"id": "2hop__1_2", "kind": "2 hops", "question": QUESTION, "answers": answers}
     assert [task["id"] for task in tasks] == ["2hop__1_2", "2hop__3_4"]
     assert passages == ["Steel Rain: It was made by Ana Wirth.", "Ana Wirth: She lives in Graz.", "Graz: A town."]
 
@@ -168,7 +160,7 @@ def test_retriever_server_and_agent_hold_in_their_own_environment() -> None:
 def test_a_model_from_a_folder_is_trained_on_musique(tmp_path: Path) -> None:
     for split in ("train", "dev"):
         (tmp_path / f"musique_ans_v1.0_{split}.jsonl").write_text(musique_line() + musique_line(id="2hop__3_4"))
-    model = save_llama(tmp_path / "llama", ["Where does the maker of Steel Rain live?", "answer (town): Graz"])
+    model = save_llama(tmp_path / "llama", [QUESTION, "answer (town): Graz"])
     options = ("--musique", tmp_path, "--model", model, "--set", "dtype=float32")
     done = train("multi_hop_rag", "--out", tmp_path, *options)
     assert done.returncode == 0, done.stderr
