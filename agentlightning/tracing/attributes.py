@@ -54,7 +54,7 @@ def laid_out(
             if found is None:
                 below = part.items() if isinstance(part, Mapping) else enumerate(part)
                 prefix = f"{path}." if path else ""
-                waiting += reversed([(f"{prefix}{word(key)}", one, level + 1) for key, one in below])
+                waiting += reversed([(f"{prefix}{word(key)}", item, level + 1) for key, item in below])
         if found is not None:
             attributes[path] = found
     return attributes
@@ -115,7 +115,7 @@ def _of_one_type(path: str, values: Sequence[Any], scalar: Callable[[str, Any], 
     if not all(isinstance(value, str | int | float) for value in values):
         return None
     scalars = [scalar(path, value) for value in values]
-    return cast(AttributeValue, scalars) if len({type(one) for one in scalars}) == 1 else None
+    return cast(AttributeValue, scalars) if len({type(item) for item in scalars}) == 1 else None
 
 
 def _word(key: Any) -> str:

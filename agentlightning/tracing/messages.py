@@ -48,7 +48,6 @@ def token_counts(attributes: Attributes) -> tuple[int, int] | None:
 
 
 def finish_reasons(attributes: Attributes) -> list[str]:
-    """Why each choice ended."""
     value = attributes.get(semconv.GEN_AI_FINISH_REASONS, ())
     if isinstance(value, str):  # some write the list as JSON
         return [str(reason) for reason in items(json_of(value))] or [value]
@@ -66,9 +65,9 @@ def _first_integer(attributes: Attributes, names: Sequence[str]) -> int | None:
 
 
 def _messages(attributes: Attributes, as_json: str, openinference: str, traceloop: str) -> list[dict[str, Any]]:
-    said = attributes.get(as_json)
-    if isinstance(said, str):
-        value = json_of(said)
+    text = attributes.get(as_json)
+    if isinstance(text, str):
+        value = json_of(text)
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else items(value)
         return [chat for message in messages if isinstance(message, dict) for chat in _of_parts(message)]
     entries = [mapping(entry.get("message")) for entry in _entries(nested(attributes, openinference))]
@@ -109,7 +108,6 @@ def _of_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _of_entries(message: dict[str, Any]) -> dict[str, Any]:
-    """A message of OpenInference or Traceloop."""
     parts = [mapping(entry.get("message_content")) for entry in _entries(message.get("contents"))]
     texts = [str(part["text"]) for part in parts if "text" in part]
     chat: dict[str, Any] = {

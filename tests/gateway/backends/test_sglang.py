@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-import aiohttp
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -18,17 +17,13 @@ from starlette.routing import Route
 from agentlightning import semconv
 from agentlightning.engine.service import EngineService
 from agentlightning.errors import BackendError, ConfigError
-from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import STOPPED_BY_STRING, Delta, Sampling
 from agentlightning.gateway.backends.factory import make_backend
 from agentlightning.gateway.backends.tokens import TRUNCATED, SglangBackend
 from agentlightning.gateway.chat.token_backend import TokenBackend
 from agentlightning.gateway.generation import SampledToken
-from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.gateway.models import ModelEntry
 from agentlightning.gateway.probe import probe
-from agentlightning.server.app import create_app
-from agentlightning.server.serve import HttpServer
-from agentlightning.store.sql import SqlStore
 from tests.gateway.backends.engines import answered, chat_call, check_parity, named, sampled
 from tests.gateway.talker import SEARCH_TOOL, make_talker, user
 from tests.gateway.world import GREEDY, fronting, serving, talking
@@ -150,6 +145,7 @@ async def test_answers_are_those_of_the_same_engine_embedded(
     backend, server, embedded = world
     server.incremental = incremental
     await check_parity(backend, embedded, text, stream)
+    assert server.aborted == []
 
 
 async def test_every_choice_is_a_request_with_a_seed_of_its_own(world: Setting) -> None:
@@ -258,12 +254,6 @@ async def test_leaving_a_call_that_is_not_streamed_aborts_it(world: Setting) -> 
     assert server.aborted == [server.asked[0]["rid"]]
 
 
-async def test_a_finished_request_is_not_aborted(world: Setting) -> None:
-    for stream in (False, True):
-        await answered(world[0], chat_call(stream=stream))
-    assert world[1].aborted == []
-
-
 TOO_LONG = "The input (600 tokens) is longer than the model's context length (512 tokens)."
 IN_STREAM = {"error": {"message": TOO_LONG, "type": "invalid_request_error", "code": 400, "retryable": False}}
 
@@ -325,23 +315,6 @@ async def test_calls_through_the_gateway_are_captured_and_trained(world: Setting
     assert len(choice.token_ids) == len(choice.logprobs) > 0 and len(prompt) == counted
     assert second.tokens.prompt_token_ids[: counted + len(choice.token_ids)] == (*prompt, *choice.token_ids)
     assert second.attributes[semconv.RECORDED_SPLICE] == len(choice.token_ids)
-
-
-async def test_a_server_is_registered_with_its_tokenizer(world: Setting, tokenizer: str) -> None:
-    store = await SqlStore.open(":memory:")
-    models = ModelTable()
-    key = "a key of the admin"
-    app = create_app(store, gateway=Gateway(models, store, admin_key=key), admin_key=key, body_limit=10_000)
-    async with HttpServer(app) as http, aiohttp.ClientSession(headers={"authorization": f"Bearer {key}"}) as session:
-        asked = {"base_url": world[0].name, "kind": "sglang", "tokenizer": tokenizer}
-        async with session.put(f"{http.url}/api/v1/models/policy", json=asked) as answer:
-            assert answer.status == 200, await answer.text()
-        async with session.put(f"{http.url}/api/v1/models/other", json={**asked, "tokenizer": None}) as answer:
-            assert "name the tokenizer" in await answer.text()
-        entry = models.resolve("policy")
-        assert isinstance(entry.backend, SglangBackend)
-        await entry.backend.close()
-    await store.close()
 
 
 @pytest.mark.parametrize(
