@@ -154,8 +154,7 @@ async def listed_models(connection: Connection) -> list[str]:
 
 
 async def _read(connection: Connection, url: str) -> Any:
-    """What a server answers to a GET. BackendError where it does not answer or refuses, DecodeError if that is no
-    JSON."""
+    """What a server answers to a GET. BackendError if it does not answer or refuses, DecodeError if it is no JSON."""
     async with connection.posted(url, None, accepted=True) as answer:
         return msgspec.json.decode(await answer.read())
 
@@ -176,12 +175,10 @@ async def _kind_by_asking(url: str) -> Kind:
     try:
         async with connected(url) as connection:
             answer = await _read(connection, f"{connection.root}/version")
-    except BackendError as error:
-        if error.code in (UNREACHABLE, BROKE_OFF, "timeout"):
+    except (BackendError, msgspec.DecodeError) as error:
+        if getattr(error, "code", None) in (UNREACHABLE, BROKE_OFF, "timeout"):
             raise ConfigError(
                 f"nothing answers at {url} ({error}); start that server first, or say what it will be with --kind"
             ) from None
-        return "openai"
-    except msgspec.DecodeError:
         return "openai"
     return "vllm" if isinstance(answer, dict) and "version" in answer else "openai"
