@@ -97,13 +97,12 @@ async def _backend(upstream: Upstream, model: str | None) -> AsyncGenerator[Chec
 
     fix = "see that the server runs, that the URL is right (it usually ends in /v1), and --backend-key and --model"
     try:
-        upstream = await upstream.resolved()
         backend = await upstream.open()
     except ConfigError as error:
         yield Check("backend", "failed", str(error), fix)
         return
     try:
-        served = await listed_models(backend.connection.base_url, upstream.key)
+        served = await listed_models(backend.connection)
         yield Check("backend", "ok", f"{backend.name}, {backend.kind}, serves {', '.join(served[:5]) or 'no model'}")
         model = model or next(iter(served), None)
         if model is None:

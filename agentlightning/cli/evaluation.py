@@ -19,7 +19,7 @@ import click
 import msgspec
 from rich.console import Console
 
-from agentlightning.cli.backends import listed_models
+from agentlightning.cli.backends import connected, listed_models
 from agentlightning.cli.config import TrainConfig, key_flags, load_config
 from agentlightning.cli.fit import fit
 from agentlightning.cli.options import COUNT, MODE, json_option, make_table, numbers, print_json, print_table
@@ -205,7 +205,8 @@ async def _check_names(configs: Sequence[TrainConfig]) -> None:
     for llm in [run.initial_resources["llm"] for run in configs if run.model is None]:
         assert isinstance(llm, LLM)
         try:
-            names = await listed_models(llm.endpoint, llm.api_key)
+            async with connected(llm.endpoint, llm.api_key) as connection:
+                names = await listed_models(connection)
         except (BackendError, msgspec.DecodeError, LookupError, TypeError):  # it lists none
             return
         if llm.model not in names:
