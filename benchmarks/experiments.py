@@ -1,13 +1,15 @@
-"""The three experiments and what is claimed of the method, over several seeds.
+"""The three experiments, a game, and what is claimed of the method, over several seeds.
 
     make .venv-experiments/.setup
-    python benchmarks/experiments.py [--part tasks,claims] [--seeds 1-3] [--out runs/experiments]
+    python benchmarks/experiments.py [--part tasks,claims,game] [--seeds 1-3] [--out runs/experiments]
 
 `tasks`: examples/text_to_sql, multi_hop_rag and math_tools, each trained as its `train.py` does.
 `claims`: short runs of the quickstart's flight task, each with one thing changed (`_flight_variants.py`).
+`game`: examples/guess_number, trained as its `run.yaml` says.
 
 Every run has a process and a core of its own, and one that was finished before in --out is read, not run again. Prints
-Markdown tables, writes `benchmarks/results/experiments.json` and the curves, `docs/images/experiments.png`.
+Markdown tables, writes `benchmarks/results/experiments.json` and the curves, `docs/images/experiments.png` and
+`guess-number.png`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import json
 import multiprocessing
 import os
 import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -33,7 +36,7 @@ from quickstart_seeds import seeds_of
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "experiments.json"
-PICTURE = ROOT / "docs" / "images" / "experiments.png"
+PICTURES = ROOT / "docs" / "images"
 PYTHON = ROOT / ".venv-experiments" / "bin" / "python"
 CORES: Final = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 FORKING: Final = multiprocessing.get_context("forkserver")  # each run from a process that has imported everything
@@ -45,8 +48,11 @@ TASKS: Final[dict[str, list[str]]] = {
     "math": ["math_tools"],
     "math with AIR": ["math_tools", "--air"],
 }
+GAME: Final = "guess a number"
 GOAL: Final = 0.5  # a mean training reward that is counted towards
 WINDOW: Final = 3  # steps
+
+PARTS: Final[dict[str, list[str]]] = {"tasks": [*TASKS], "claims": [*VARIANTS], "game": [GAME]}
 
 Run = dict[str, Any]
 Columns = dict[str, Callable[[list[Run]], str]]
@@ -54,39 +60,39 @@ Columns = dict[str, Callable[[list[Run]], str]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", default="tasks,claims")
+    parser.add_argument("--part", default="tasks,claims,game")
     parser.add_argument("--seeds", type=seeds_of, default=seeds_of("1-3"))
     parser.add_argument("--only", help="names with commas: of all tasks and variants these, shown and not written")
     parser.add_argument("--out", type=Path, default=Path("runs/experiments"))
     arguments = parser.parse_args()
     parts = arguments.part.split(",")
-    if unknown := set(parts) - {"tasks", "claims"}:
-        parser.error(f"--part is {', '.join(unknown)}; known: tasks, claims")
+    if unknown := set(parts) - {"tasks", "claims", "game"}:
+        parser.error(f"--part is {', '.join(unknown)}; known: tasks, claims, game")
     if "tasks" in parts and not PYTHON.exists():
         sys.exit("there is no .venv-experiments; `make .venv-experiments/.setup` makes it")
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     # A run has one core, where threads would only get in each other's way.
     os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    known = [*(TASKS if "tasks" in parts else ()), *(VARIANTS if "claims" in parts else ())]
+    known = [name for part, names in PARTS.items() if part in parts for name in names]
     chosen = arguments.only.split(",") if arguments.only else known
     if unknown := set(chosen) - set(known):
         parser.error(f"--only has {', '.join(unknown)}; known: {', '.join(known)}")
-    tasks, claims = ([name for name in part if name in chosen] for part in (TASKS, VARIANTS))
+    tasks, claims, game = ([name for name in names if name in chosen] for names in PARTS.values())
     if not tasks:
         run_all(claims[:1], arguments.seeds, out)  # makes what all others start from
-    found = run_all([*claims[:1], *tasks, *claims[1:]], arguments.seeds, out)
+    found = run_all([*claims[:1], *tasks, *claims[1:], *game], arguments.seeds, out)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    if tasks:
-        results["tasks"] = {name: found[name] for name in tasks if name in found}
-        show_tasks(results["tasks"])
-    if claims:
-        results["claims"] = {name: found[name] for name in claims if name in found}
-        show_claims(results["claims"])
+    shown = {part: {name: found[name] for name in names if name in found} for part, names in PARTS.items()}
+    for part, runs in shown.items():
+        if runs:
+            SHOWS[part](runs)
+            results[part] = runs
     if arguments.only is None:  # some rows do not take the place of all
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-        if tasks:
-            draw(results["tasks"], PICTURE)
+        for part, picture in (("tasks", "experiments.png"), ("game", "guess-number.png")):
+            if shown[part]:
+                draw(shown[part], PICTURES / picture)
 
 
 # --- the runs ---
@@ -122,12 +128,24 @@ def train(name: str, seed: int, directory: Path, log: Path, core: int) -> None:
     with log.open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    if name in VARIANTS:
+    if name == GAME:
+        play(seed, directory)
+    elif name in VARIANTS:
         run_variant(name, seed, directory.parent / f"flight-start-{seed}", directory)
     else:
         example, *options = TASKS[name]
         command = [PYTHON, ROOT / "examples" / example / "train.py", *options, "--seed", str(seed), "--out", directory]
         os.execv(PYTHON, [os.fspath(word) for word in command])
+
+
+def play(seed: int, directory: Path) -> None:
+    """Train the game, and report what it took."""
+    began = time.monotonic()
+    command = [sys.executable, "-m", "agentlightning.cli.main", "train", "run.yaml", "--seed", str(seed)]
+    subprocess.run([*command, "--run-dir", directory / "run"], cwd=ROOT / "examples" / "guess_number", check=True)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    took = {"seed": seed, "seconds": time.monotonic() - began, "cpu_seconds": used.ru_utime + used.ru_stime}
+    (directory / "result.json").write_text(json.dumps(measured(directory / "run") | took))
 
 
 def run(name: str, seed: int, out: Path, cores: SimpleQueue[int]) -> Run | None:
@@ -150,7 +168,7 @@ def run(name: str, seed: int, out: Path, cores: SimpleQueue[int]) -> Run | None:
             report.write_text(json.dumps(measured(directory / "run") | {"seed": seed, "seconds": seconds}))
     found = json.loads(report.read_text())
     print(f"{name}, seed {seed}: {found['before']:.3f} → {found['after']:.3f}", file=sys.stderr, flush=True)
-    kept = ("seed", "before", "after", "seconds", "tool_success", "changed", "settings")
+    kept = ("seed", "before", "after", "seconds", "cpu_seconds", "tool_success", "changed", "settings")
     curve = [
         {key: step[key] for key in ("reward", "rollouts", "learn_seconds", "tokens_computed") if key in step}
         for step in found["curve"]
@@ -178,6 +196,20 @@ def show_claims(found: dict[str, list[Run]]) -> None:
         "tokens learned from": lambda runs: f"{statistics.mean(map(tokens, runs)) / 1000:,.0f}k",
     }
     show(found, columns | COLUMNS)
+
+
+def show_game(found: dict[str, list[Run]]) -> None:
+    """A row for each seed."""
+    columns: Columns = {
+        "reward, first three steps": lambda runs: f"{reward(runs[0]['curve'][:WINDOW]):.3f}",
+        "last three": lambda runs: f"{reward(runs[0]['curve'][-WINDOW:]):.3f}",
+        "held-out before": lambda runs: f"{runs[0]['before']:.3f}",
+        "after": lambda runs: f"{runs[0]['after']:.3f}",
+        "games": lambda runs: f"{sum(step['rollouts'] for step in runs[0]['curve']):,.0f}",
+        "CPU s": lambda runs: f"{runs[0]['cpu_seconds']:.0f}",
+        "minutes": COLUMNS["minutes"],
+    }
+    show({f"seed {one['seed']}": [one] for runs in found.values() for one in runs}, columns)
 
 
 def show(found: dict[str, list[Run]], columns: Columns) -> None:
@@ -209,8 +241,13 @@ def tools(runs: list[Run]) -> str:
 
 
 def training(one: Run) -> float:
-    """The mean reward of the steps."""
-    return statistics.mean(step["reward"] for step in one["curve"])
+    """The mean reward of all steps."""
+    return reward(one["curve"])
+
+
+def reward(steps: list[dict[str, float]]) -> float:
+    """The mean reward of these steps."""
+    return statistics.mean(step["reward"] for step in steps)
 
 
 def tokens(one: Run) -> float:
@@ -229,6 +266,9 @@ COLUMNS: Final[Columns] = {
     "tool calls that succeed": tools,
     "minutes": lambda runs: spread((one["seconds"] / 60 for one in runs), ".1f"),
 }
+
+
+SHOWS: Final = {"tasks": show_tasks, "claims": show_claims, "game": show_game}
 
 
 def draw(found: dict[str, list[Run]], path: Path) -> None:
