@@ -20,6 +20,7 @@ from agentlightning.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentlightning.gateway.backend import Backend
+    from agentlightning.gateway.backends.connection import Connection
     from agentlightning.gateway.backends.factory import BackendKind
     from agentlightning.gateway.backends.http import HttpBackend, Kind
     from agentlightning.gateway.backends.tokens import SglangBackend
@@ -131,6 +132,12 @@ def _kind_by_host(url: str) -> Kind | None:
     if not host:
         raise ConfigError(f"the server is {url!r}; it must be a URL such as http://localhost:8000/v1")
     return next((kind for name, kind in _HOSTS.items() if host == name or host.endswith(f".{name}")), None)
+
+
+async def listed_models(connection: Connection) -> list[str]:
+    """The ids at `/models`. BackendError, DecodeError, LookupError or TypeError if the server does not list them."""
+    async with connection.posted(connection.url("models"), None, accepted=True) as response:
+        return [str(model["id"]) for model in msgspec.json.decode(await response.read())["data"]]
 
 
 async def _tokenizer(url: str, key: str | None) -> str:

@@ -279,7 +279,7 @@ def build(kind: type[Any], fields: Mapping[str, Any], where: str, *name: str) ->
     checked: dict[str, Any] = {}
     for key, value in fields.items():
         if key not in known:
-            raise ConfigError(f"{where}: unknown key {key!r}; {nearest(key, known)}")
+            raise ConfigError(f"{where}: unknown key {key!r}; {_REPLACED.get(key) or nearest(key, known)}")
         checked[key] = _convert(value, known[key], f"{where}.{key}")
     return kind(*name, **checked)
 
@@ -376,6 +376,7 @@ def _beside(run_file: Path, value: Any, must_exist: bool = False) -> Any:
     return f"{path}:{attribute}" if attribute else str(path)
 
 
+_REPLACED: Final = {"truncation": "write correction: {name: truncate, cap: 2}, with old: proximal"}
 _ENGINES: Final = ("vllm", "sglang", "fsdp", "tinker", "verl")
 
 

@@ -19,12 +19,13 @@ import click
 import msgspec
 from rich.console import Console
 
+from agentlightning.cli.backends import listed_models
 from agentlightning.cli.config import TrainConfig, key_flags, load_config
 from agentlightning.cli.fit import fit
 from agentlightning.cli.options import Numbers, json_option, make_table, print_json, print_table
 from agentlightning.cli.place import Place
 from agentlightning.cli.training import INTERRUPTED, RUN_FILE
-from agentlightning.errors import ConfigError, NotFoundError, nearest
+from agentlightning.errors import BackendError, ConfigError, NotFoundError, nearest
 from agentlightning.runner.agent import as_agent
 from agentlightning.tracing.tree import printable, rollout_tree
 from agentlightning.types import LLM, Mode, PromptTemplate, Rollout
@@ -203,6 +204,8 @@ def _run(
             from agentlightning.learner.policy import check_model
 
             check_model(one.model)  # before the first of them is measured, which may take hours
+    if compare is not None:
+        asyncio.run(_check_names(configs))
     groups: list[list[Measured]] = []
     for one in configs:
         result = fit(one, console, limit)
@@ -212,6 +215,24 @@ def _run(
         console.print(f"Run: {result.directory}", markup=False, soft_wrap=True)
         groups.append([measured(task.traced, task.spans, fields) for task in tasks])
     return groups
+
+
+async def _check_names(configs: Sequence[TrainConfig]) -> None:
+    """ConfigError if the endpoint of these runs lists its models and has none of a run's name."""
+    from agentlightning.gateway.backends.connection import Connection
+
+    for llm in [one.initial_resources["llm"] for one in configs if one.model is None]:
+        assert isinstance(llm, LLM)
+        connection = Connection(llm.endpoint, api_key=llm.api_key)
+        connection.retries = False
+        try:
+            names = await listed_models(connection)
+        except (BackendError, msgspec.DecodeError, LookupError, TypeError):  # it lists none
+            return
+        finally:
+            await connection.close()
+        if llm.model not in names:
+            raise ConfigError(f"the server at {llm.endpoint} has no model {llm.model!r}; {nearest(llm.model, names)}")
 
 
 def _show_tasks(console: Console, tasks: Sequence[EvaluatedTask]) -> None:

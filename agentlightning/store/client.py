@@ -98,7 +98,7 @@ class LightningStoreClient(LightningStore):
                 ) from None
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 reason = str(error) or type(error).__name__
-                fault = UnavailableError(f"the server at {self.url} cannot be reached ({reason}); is it running?")
+                fault = UnavailableError(f"the server at {self.url} cannot be reached ({reason}); see that it runs")
                 harmless = may_repeat or isinstance(error, _UNSENT)
             pause = backoff * random.uniform(0.5, 1.0)
             if isinstance(fault, RetryLaterError):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from agentlightning.cli.main import run
 from tests.cli.world import HOSTILE
+from tests.gateway.world import serving
 from tests.test_trainer import TASKS, policy
 
 AGENT = """
@@ -158,13 +164,20 @@ def test_what_cannot_be_measured_says_why(
     assert told in " ".join(capsys.readouterr().err.split())
 
 
-def test_both_models_are_looked_up_before_the_first_is_measured(
+@pytest.mark.anyio
+async def test_both_models_are_looked_up_before_the_first_is_measured(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     policy().save(project / "model")
-    assert run(["eval", "measured_agent.py:spelling", "tasks.jsonl", "--compare", "model", "./modle"]) == 1
-    assert "model path ./modle does not exist" in capsys.readouterr().err
-    assert not Path("runs").exists()
+    names = JSONResponse({"data": [{"id": "small"}, {"id": "large"}]})
+    async with serving(Starlette(routes=[Route("/v1/models", lambda _: names)])) as url:
+        for compared, said in (
+            (["--compare", "model", "./modle"], "model path ./modle does not exist"),
+            (["--compare", "small", "lage", "--endpoint", f"{url}/v1", "--model", "small"], "did you mean 'large'"),
+        ):
+            assert await asyncio.to_thread(run, ["eval", "measured_agent.py:spelling", "tasks.jsonl", *compared]) == 1
+            assert said in capsys.readouterr().err
+    assert "runs" not in os.listdir(project)
 
 
 def test_the_run_file_here_is_shown(

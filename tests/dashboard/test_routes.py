@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -418,10 +419,12 @@ async def test_a_person_annotates_a_rollout_part_by_part_and_finds_it_by_its_lab
     one, other = await record(place.store, [1.0, 0.0])
     browser = await place.logged_in()
     await browser.post(f"/rollouts/{one.rollout_id}/annotation", {"label": "good", "note": HOSTILE})
-    changed = await browser.post(f"/rollouts/{one.rollout_id}/annotation", {"answer": "yes", "note": ""})
-    assert changed["metadata"]["annotation"] == {"label": "good", "answer": "yes"}
+    path = f"/rollouts/{one.rollout_id}/annotation"
+    await asyncio.gather(*(browser.post(path, part) for part in ({"answer": "yes"}, {"note": ""}, {"label": "best"})))
+    changed = await place.store.get_rollout_by_id(one.rollout_id)
+    assert changed.metadata["annotation"] == {"label": "best", "answer": "yes"}
     assert annotation_of(await place.store.get_rollout_by_id(one.rollout_id)).answer == "yes"
-    labelled = {"where": {"op": "eq", "field": "metadata.annotation.label", "value": "good"}}
+    labelled = {"where": {"op": "eq", "field": "metadata.annotation.label", "value": "best"}}
     found = await browser.post("/rollouts", labelled)
     assert [each["rollout"]["rollout_id"] for each in found["items"]] == [one.rollout_id]
     await browser.post("/rollouts/nobody/annotation", {"label": "x"}, status=404)

@@ -18,6 +18,7 @@ from tests.examples.training import steps_of
 from tests.transitions import transition
 
 GUESS = EXAMPLES / "guess_number"
+SMALL = ("steps=2", "tasks_per_step=8", "group_size=2")
 game = load_example("guess_number", "agent", "credit", "demonstrations", "tasks")
 
 
@@ -70,14 +71,26 @@ def test_a_guess_is_credited_with_what_it_changed() -> None:
     assert own == pytest.approx(expected / expected.std(), abs=1e-4)
 
 
+SHORT = """
+from agentlightning.learner.warm_start import WarmStart
+import demonstrations
+
+demonstrations.GAMES = 400
+demonstrations.WARM_START = WarmStart(min_steps=40, max_steps=40, cool_down=10)
+make = demonstrations.make
+"""
+
+
 @pytest.mark.slow
 def test_it_trains(tmp_path: Path) -> None:
-    small = ("steps=2", "tasks_per_step=8", "group_size=2")
-    settings = [word for one in small for word in ("--set", f"algorithm.{one}")]
-    command = [sys.executable, "-m", "agentlightning.cli.main", "train", "run.yaml", *settings]
-    command += ["--run-dir", str(tmp_path / "run")]
+    (tmp_path / "short.py").write_text(SHORT)
+    run, model = tmp_path / "run", tmp_path / "short.py:make"
+    small = (f"model={model}", "val_dataset=null", *(f"algorithm.{one}" for one in SMALL))
+    command = [sys.executable, "-m", "agentlightning.cli.main", "train", "run.yaml", "--run-dir", run]
+    command += [word for one in small for word in ("--set", one)]
     done = subprocess.run(command, cwd=GUESS, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
-    last = steps_of(tmp_path / "run")[-1]
+    last = steps_of(run)[-1]
+    assert last["step"] == 2
     assert last["rollouts"] == 16 <= last["calls"]
     assert last["grad_norm"] > 0
