@@ -146,6 +146,7 @@ class ServerProtocol(HttpToolsProtocol):
         found = calls and calls.find(method, path)
         if self.place is not None and self._goes_elsewhere(self.place, found):
             return
+        headers, self.headers = self.headers, []  # of which trailers, that come after a body, are none
         if not (calls and found):
             super().on_headers_complete()
             return
@@ -153,7 +154,7 @@ class ServerProtocol(HttpToolsProtocol):
             self,
             method,
             path,
-            self.headers,
+            headers,
             ids=found.ids,
             rest=found.rest,
             keep_alive=parser.get_http_version() != "1.0" and parser.should_keep_alive(),

@@ -117,6 +117,15 @@ async def test_a_connection_without_a_whole_head_is_closed(store, monkeypatch, s
         writer.close()
 
 
+async def test_what_comes_after_a_body_is_no_header(store):
+    async with HttpServer(create_app(store, admin_key=ADMIN_KEY)) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"POST /api/v1/rollouts/query HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(b"2\r\n{}\r\n0\r\nauthorization: Bearer %b\r\n\r\n" % ADMIN_KEY.encode())
+        assert b" 401 " in await reader.readline()
+        writer.close()
+
+
 async def test_many_connections_are_allowed_as_far_as_the_system_does(store):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(500, hard), hard))
