@@ -14,10 +14,8 @@ import pytest
 import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.errors import ConfigError, InvalidError
-from agentlightning.tracing.otlp import PROTOBUF, decode_traces
 from agentlightning.tracing.rewards import reward_attributes
 from agentlightning.types import Attributes, SampledChoice, Span, TokenCapture
-from tests.server.exporters import encode_traces
 from tests.tracing.recorded import ALL, WITH_AGENTS, recorded
 
 RECORDED: list[dict[str, Any]] = msgspec.json.decode(
@@ -178,12 +176,6 @@ def test_messages_are_read_from_the_gateway_or_from_other_instrumentation_alone(
     assert len(told) == sum(one.tokens is not None for one in spans)
     foreign = agl.TraceToMessages()([one for one in spans if one.tokens is None])
     assert [answer(one) for one in foreign] == [answer(one) for one in told]
-
-
-def test_it_does_not_matter_whether_spans_came_by_otlp() -> None:
-    traced = span("0" * 15 + "1", "chat", 1.0, 2.0, TALK | {semconv.GEN_AI_OPERATION: "chat"})
-    (sent,) = decode_traces(encode_traces([traced]), PROTOBUF)
-    assert agl.TraceToMessages()([sent]) == agl.TraceToMessages()([traced]) != []
 
 
 # --- bases and options -------------------------------------------------------------------------------------------
