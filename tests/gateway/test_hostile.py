@@ -7,7 +7,6 @@ import contextlib
 import http.client
 import json
 import resource
-import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -25,7 +24,6 @@ from starlette.routing import Route
 
 from agentlightning import semconv
 from agentlightning.gateway.backends.http import HttpBackend
-from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.gateway.request import MOST_PARTS
 from agentlightning.store.sql import SqlStore
@@ -245,24 +243,6 @@ async def test_a_large_body_is_not_waited_for_of_who_may_not_call(tmp_path: Path
             assert status == expected and is_refusal(endpoint, status, body)
             reader, writer = await asyncio.open_connection(urlsplit(built.url).hostname, urlsplit(built.url).port)
         writer.close()
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("many", [1, 1001])
-async def test_very_many_messages_are_rendered_while_other_calls_go_on(
-    gateway_world: World, monkeypatch: pytest.MonkeyPatch, many: int
-) -> None:
-    threads: list[threading.Thread] = []
-
-    def render(*_: Any, **__: Any) -> str:
-        threads.append(threading.current_thread())
-        return "hello"
-
-    monkeypatch.setattr(ChatTemplate, "render", render)
-    messages: Any = user("hello") * many
-    client = gateway_world.client(await gateway_world.attempt())
-    await client.chat.completions.create(model="policy", messages=messages, max_tokens=1)
-    assert [one is threading.current_thread() for one in threads] == [many == 1]
 
 
 @pytest.mark.anyio
