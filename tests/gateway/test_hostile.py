@@ -114,9 +114,6 @@ def is_refusal(endpoint: str, status: int, body: bytes) -> bool:
     return set(told["error"]) == {"message", "type", "param", "code"} and bool(told["error"]["message"])
 
 
-# --- JSON of every kind ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
@@ -177,8 +174,6 @@ def test_a_body_of_very_many_parts_is_refused_before_it_is_read(caller: Caller, 
     status, told = caller.ask(endpoint, body)
     assert status == 413 and is_refusal(endpoint, status, told), (status, told)
 
-
-# --- bodies and connections --------------------------------------------------------------------------------------
 
 MEGABYTE = 1024 * 1024
 
@@ -258,9 +253,6 @@ async def test_requests_that_never_come_whole_keep_nobody_waiting(gateway_world:
         answer = await client.chat.completions.create(model="policy", messages=user("hello"))
     assert answer.choices[0].message.content == PLAIN["hello"]
     assert gateway_world.gateway.running == 0
-
-
-# --- text --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.anyio

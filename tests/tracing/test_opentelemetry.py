@@ -49,9 +49,6 @@ def run_program(source: str) -> str:
     return done.stdout
 
 
-# --- whose a span is ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.anyio
 async def test_two_hundred_rollouts_at_once_in_one_process_do_not_mix(tmp_path: Path) -> None:
     everybody = asyncio.Barrier(200)
@@ -121,9 +118,6 @@ def test_threads_are_attributed_by_the_parent_they_are_given_and_without_one_are
     assert (in_thread.name, in_thread.parent_id) == ("in a thread", agent.span_id)
 
 
-# --- what must not get lost --------------------------------------------------------------------------------------
-
-
 def test_a_surrounding_trace_that_is_not_sampled_costs_no_span_nor_does_the_number_of_attributes() -> None:
     unsampled = NonRecordingSpan(SpanContext(trace_id=7, span_id=7, is_remote=True))
     said = {f"llm.input_messages.{index}.message.content": "text" for index in range(500)}
@@ -173,8 +167,6 @@ async def test_no_text_and_no_number_of_a_span_fails_its_attempt(tmp_path: Path)
     assert (odd.attributes["key ?"], odd.attributes["count"]) == ("?", str(2**70))
     await store.close()
 
-
-# --- beside what a program has -----------------------------------------------------------------------------------
 
 OWN_PROVIDER = """
     from opentelemetry import trace

@@ -51,9 +51,6 @@ def tools(steps: list[Step]) -> list[tuple[str, bool]]:
     return [(step.name, step.failed) for step in steps if step.kind == "tool" and step.name not in ends]
 
 
-# --- of real packages ---
-
-
 @pytest.mark.parametrize("framework", ALL)
 def test_each_call_is_one_step_however_many_instrumentations_report_it(framework: str) -> None:
     spans = recorded(framework)
@@ -124,9 +121,6 @@ def test_the_clock_of_the_gateway_may_differ_from_the_agents(framework: str, ahe
 def test_the_order_of_the_spans_does_not_matter(framework: str) -> None:
     spans = recorded(framework)
     assert read_steps(spans[::-1]) == read_steps(spans)
-
-
-# --- of made-up spans: what the packages above do not show ---
 
 
 def test_no_status_is_success_and_an_exception_event_is_failure() -> None:

@@ -150,9 +150,6 @@ def test_agents_of_real_frameworks_are_found(framework: str) -> None:
     assert [one.metadata["agent_name"] for one in found] == ["rewriter"]
 
 
-# --- messages ----------------------------------------------------------------------------------------------------
-
-
 def test_messages_of_a_call_are_those_of_chat_completions_with_its_tools() -> None:
     spans = [call("s1", 0, 1.0, 2.0, attributes=TALK), call("s2", 1, 3.0, 4.0)]  # the second one's were not recorded
     assert agl.TraceToMessages()(spans) == [{"messages": [*SENT, ANSWER], "tools": [TOOL]}]
@@ -176,9 +173,6 @@ def test_messages_are_read_from_the_gateway_or_from_other_instrumentation_alone(
     assert len(told) == sum(one.tokens is not None for one in spans)
     foreign = agl.TraceToMessages()([one for one in spans if one.tokens is None])
     assert [answer(one) for one in foreign] == [answer(one) for one in told]
-
-
-# --- bases and options -------------------------------------------------------------------------------------------
 
 
 def test_adapters_of_ones_own_derive_from_the_same_bases() -> None:

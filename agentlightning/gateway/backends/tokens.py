@@ -159,9 +159,6 @@ class _Error(msgspec.Struct):
     code: int | str | None = None
 
 
-# --- vLLM ---------------------------------------------------------------------------------------------------------
-
-
 class _Logprob(msgspec.Struct, gc=False):
     token_id: int
     logprob: float
@@ -248,9 +245,6 @@ class _VllmAnswer(_Answer):
         versions = version_runs(choice.weight_versions, self._version)
         changed = not versions and not keeps and connection.version != self._version
         return Ending(unknown, connection.version if changed else None, versions)
-
-
-# --- SGLang -------------------------------------------------------------------------------------------------------
 
 
 _TokenLogprob = tuple[float | None, int, str | None]

@@ -182,9 +182,6 @@ def _prompt(given: _Prompt) -> str | tuple[int, ...]:
     return tuple(cast(list[int], given))
 
 
-# --- answers ------------------------------------------------------------------------------------------------------
-
-
 def _usage(usage: Usage) -> dict[str, Any]:
     total = usage.prompt_tokens + usage.completion_tokens
     counts = {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}

@@ -305,8 +305,6 @@ def _refused_block(block: _Block, where: str) -> CallRefused:
     )
 
 
-# --- answers ------------------------------------------------------------------------------------------------------
-
 # For answers without tool calls that no stop sequence ended.
 _STOP_REASONS: Final = {"length": "max_tokens", "abort": "max_tokens", "content_filter": "refusal"}
 

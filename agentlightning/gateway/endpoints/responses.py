@@ -247,9 +247,6 @@ def _response_format(format: _Format | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": described}
 
 
-# --- the conversation --------------------------------------------------------------------------------------------
-
-
 class _Part(msgspec.Struct):
     type: Literal["input_text", "output_text", "text", "refusal", "input_image", "reasoning_text", "summary_text"]
     text: str = ""

@@ -76,8 +76,6 @@ def kinds(*calls: RecordedCall, chat: ChatTemplate = CHAT) -> dict[str, Kind]:
     return {check: found.kind for check, found in drift(*calls, chat=chat).items()}
 
 
-# --- the six kinds ------------------------------------------------------------------------------------------------
-
 SPLIT = (*letters("there"), *CHAT.encode(", friend" + END))
 TRIMS = make_chat(TEMPLATE.replace(ANSWER, ANSWER.replace("content)", "content) | trim")))
 FORGETS = make_chat(TEMPLATE.replace(ANSWER, ANSWER.replace("content)", "content).split('</think>')[-1]")))
@@ -141,8 +139,6 @@ def test_a_prompt_from_another_template_is_found() -> None:
     assert kinds(call, replace(later, prompt=(*more, *later.prompt)))["history"] == "template"
 
 
-# --- what is no drift ---------------------------------------------------------------------------------------------
-
 TOKENS = st.lists(st.integers(0, len(TOKENIZER) - 1), max_size=20)
 
 
@@ -203,9 +199,6 @@ async def test_a_conversation_with_the_embedded_engine_does_not_drift(tmp_path: 
     assert not any(one.drift for one in checked)
 
 
-# --- which calls are compared -------------------------------------------------------------------------------------
-
-
 def histories(*calls: RecordedCall) -> list[int | None]:
     """Which calls' answers were found in later prompts."""
     return [one.call_index for one in compared(*calls) if one.check == "history"]
@@ -248,9 +241,6 @@ def test_prompts_are_rendered_with_what_the_request_said() -> None:
     assert kinds(with_tools, without, chat=dated) == {}
 
 
-# --- spans --------------------------------------------------------------------------------------------------------
-
-
 def span(attributes: dict[str, Any], tokens: TokenCapture | None) -> Span:
     ids = {"rollout_id": "ro", "attempt_id": "at", "trace_id": "t", "span_id": "s"}
     return Span(
@@ -281,9 +271,6 @@ def test_a_span_becomes_a_recorded_call() -> None:
     for unsaid in ({}, {semconv.GEN_AI_INPUT_MESSAGES: "[redacted]"}):
         call = recorded_call(span(unsaid, tokens))
         assert call is not None and kinds(call) == {"answer": "split"} and len(compared(call)) == 1
-
-
-# --- other tokenizers, and sums -----------------------------------------------------------------------------------
 
 
 def test_tokenizers_that_are_not_byte_level_are_told_apart_by_the_same_kinds() -> None:

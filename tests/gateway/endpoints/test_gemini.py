@@ -64,9 +64,6 @@ async def answered(there: World, stream: bool, body: Any, attempted: AttemptedRo
     return events[-1]["candidates"][0] | {"parts": parts, "usageMetadata": events[-1]["usageMetadata"]}
 
 
-# --- requests -----------------------------------------------------------------------------------------------------
-
-
 def read(body: dict[str, Any]) -> CallRequest:
     return GenerateContent("policy").read(json.dumps(body).encode())
 
@@ -194,9 +191,6 @@ def test_what_cannot_be_used_is_refused_by_name(body: dict[str, Any], param: str
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
-# --- answers ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_conversation_with_a_function_is_captured_exactly(gateway_world: World, stream: bool) -> None:
     attempted = await gateway_world.attempt()
@@ -262,9 +256,6 @@ async def test_another_servers_reasoning_is_a_thought(stream: bool) -> None:
         "cachedContentTokenCount": 8,
         "thoughtsTokenCount": 2,
     }
-
-
-# --- errors, and whose call it is ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
