@@ -1,4 +1,4 @@
-"""From a request to a call: whose it is, what it asks, who answers, and what that one is sent.
+"""From a request to a call: its attempt, its model, and what the backend is sent.
 
 Knows models, attribution and admission. Knows no HTTP: `gateway.serving` speaks it.
 """
@@ -39,7 +39,7 @@ _LONGEST: Final = 1000  # characters of a reason, which may quote what an agent 
 
 
 class _Asked(NamedTuple):
-    """A request, who makes it with what key and headers, and who answers it."""
+    """A request with its caller, key and headers, and the model that answers."""
 
     caller: Caller
     key: Credential | None
@@ -185,8 +185,8 @@ class Calls:
         return _Asked(caller, key, headers, request, self._resolve(request.model, key, headers))
 
     def _resolve(self, model: str, key: Credential | None, headers: Mapping[str, str]) -> ModelEntry:
-        """Who answers; a call that says it is none of the policy's is not trained, and sampled as it asks. CallRefused
-        (403) where an agent says so of the policy."""
+        """The model that answers; a call with FROZEN_HEADER is not trained, and sampled as it asks. CallRefused (403)
+        if an agent sends that to the policy."""
         entry = self.models.resolve(model)
         if headers.get(FROZEN_HEADER) != "true":
             return entry
@@ -203,7 +203,7 @@ class Calls:
 def _sent(
     asked: _Asked, request: CallRequest, request_id: str, index: int | None
 ) -> tuple[CallRequest, dict[str, Any]]:
-    """(what the backend is sent of an admitted request, the sampling that the agent asked for in vain).
+    """(what the backend is sent of an admitted request, the sampling that the agent asked for and does not get).
 
     What is trained has no penalty: vLLM takes those that are left out from the model's generation config."""
     sampling, overridden = request.sampling, dict[str, Any]()

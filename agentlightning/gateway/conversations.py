@@ -1,4 +1,4 @@
-"""What was said up to each recent response, so that a later call can continue it by its id.
+"""The conversation up to each recent response, so that a later call can continue it by its id.
 
 Knows chat messages, and the spans that calls were captured in. Knows no HTTP and no backends.
 """
@@ -22,7 +22,7 @@ _MESSAGES: Final = msgspec.json.Decoder(list[dict[str, Any]])
 
 
 class _Asked(msgspec.Struct):
-    """What a captured request said of its response."""
+    """Fields of a captured request."""
 
     instructions: str | None = None
     store: bool | None = None

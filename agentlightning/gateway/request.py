@@ -66,8 +66,8 @@ class CallRequest(ModelCall, frozen=True, kw_only=True):
     `continues` is the id of an earlier response, whose conversation comes before `messages`, but after their first
     `instructions`, which belong to this call alone. With `continuable`, a later response may continue this one.
     `messages_json` and `tools_json` are the agent's own bytes, if it wrote this form. `shaping` has penalties and the
-    like (`SHAPING_FIELDS`). `dropped` are names of fields that nobody gets. `relayed` are all fields as written, for a
-    backend with the agent's own protocol. `original` is what the endpoint's writer needs; `request_json` is the body
+    like (`SHAPING_FIELDS`). `dropped` names fields that are not sent on. `relayed` are all fields as written, for
+    a backend with the agent's own protocol. `original` is what the endpoint's writer needs; `request_json` is the body
     without messages and tools, for the span."""
 
     sampling: Sampling = LEFT_OPEN

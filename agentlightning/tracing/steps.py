@@ -85,7 +85,7 @@ class _Attempt:
         self.calls = [span for span in self.spans if dialects.is_gateway_call(span)]
         self.requests = [request for call in self.calls for request in tool_requests(call)]
         times_asked = Counter(request.id for request in self.requests)
-        # Some servers count the ids of tool calls from 0 in each answer: these tell nothing about the attempt.
+        # Some servers count the ids of tool calls from 0 in each answer: these do not identify a call.
         self.reused = {call_id for call_id, times in times_asked.items() if times > 1 or not call_id}
         tools = [span for span in self.spans if self.kinds[span.span_id] == "tool"]
         self.call_ids = {span.span_id: _tool_call_id(span, times_asked) for span in tools}
@@ -95,10 +95,10 @@ class _Attempt:
         self.before_shorter = self._before_shorter()
         self.reports: dict[str, dict[str, Span]] = {call.span_id: {} for call in self.calls}
         self.linked: set[str] = set()
-        self.guessed: set[str] = set()  # reports of one call or of another: these tell nothing about it
+        self.guessed: set[str] = set()  # reports of one call or another, which say nothing about either
         self._link()
         self.agent_of_call = {call.span_id: self._agent_of_call(call) for call in self.calls}
-        # By the clock of the agent, whose tools are compared with it, where a report tells: the gateway's may differ.
+        # By the agent's clock, which its tools use, if there is a report: the gateway's may differ.
         inner = {call.span_id: max(self._sources(call)[1:] or [call], key=_start) for call in self.calls}
         self.began = {span_id: span.start_time for span_id, span in inner.items()}
         self.ended = {span_id: span.end_time for span_id, span in inner.items()}

@@ -40,7 +40,7 @@ Kind: TypeAlias = Literal["vllm", "openai", "azure", "anthropic"]
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a kind of server can do: whether it tells token ids, which endpoints it answers in their own protocol, and
+    """What a kind of server can do: whether it returns token ids, which endpoints it answers in their own protocol, and
     the header that brings its key to these."""
 
     captures_tokens: bool
@@ -179,8 +179,8 @@ class HttpBackend:
             optional["top_logprobs"] = (call.top_logprobs or None) if chat else None
         prompt = {"messages": call.messages} if chat else {"prompt": call.prompt}
         always = {"model": self.model or call.model, **prompt, "stream": call.stream}
-        # Where the distribution to sample from is said, it is said in full: vLLM takes the rest from the model's own
-        # generation config, which may hold a penalty.
+        # A given distribution is sent in full: vLLM takes the rest from the model's generation config, which may hold a
+        # penalty.
         return (dict(NEUTRAL_PENALTIES) if whole else {}) | call.extra | always | given(**optional)
 
 

@@ -48,8 +48,8 @@ class SglangBackend(TokenBackend):
 
 
 class VllmBackend(HttpBackend):
-    """The vLLM server at `base_url` (see `HttpBackend`), as a model whose chats `chat` renders. Where it takes no token
-    ids, or is asked for what can only be had of its chat completions, it is asked for those."""
+    """The vLLM server at `base_url` (see `HttpBackend`), as a model whose chats `chat` renders. If it takes no token
+    ids, or the call needs its chat completions, those are used."""
 
     def __init__(self, base_url: str, chat: ChatTemplate, **settings: Any) -> None:
         super().__init__(base_url, kind="vllm", **settings)
@@ -159,9 +159,6 @@ class _Error(msgspec.Struct):
     code: int | str | None = None
 
 
-# --- vLLM ---------------------------------------------------------------------------------------------------------
-
-
 class _Logprob(msgspec.Struct, gc=False):
     token_id: int
     logprob: float
@@ -250,9 +247,6 @@ class _VllmAnswer(_Answer):
         return Ending(unknown, connection.version if changed else None, versions)
 
 
-# --- SGLang -------------------------------------------------------------------------------------------------------
-
-
 _TokenLogprob = tuple[float | None, int, str | None]
 
 
@@ -309,7 +303,7 @@ class _SglangAnswer(_Answer):
             "top_p": request.top_p,
             "top_k": request.top_k or -1,
             "stop_token_ids": sorted(request.stop_token_ids),
-            # What is not said may come from the model's generation config.
+            # Omitted values may come from the model's generation config.
             "min_p": 0.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
@@ -363,7 +357,7 @@ class _SglangAnswer(_Answer):
         ]
 
     async def left(self) -> None:
-        """SGLang goes on with a request that is left, unless it is told."""
+        """Abort the request: SGLang continues it otherwise."""
         if self.finished or self._aborted:
             return
         self._aborted = True

@@ -43,7 +43,7 @@ _AT_ONCE: Final = 4  # grammars, each of another session
 @dataclass(frozen=True)
 class Form:
     """An answer of the JSON `schema`, or calls of `tools` (name, schema of the arguments) in a `format`; either, where
-    both are given. There is more than one call only with `many`. `field` is where the request says so."""
+    both are given. There is more than one call only with `many`. `field` is the request field that asks for it."""
 
     field: str
     schema: Any = None
@@ -176,7 +176,7 @@ class _Masks:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance wants it; what a grammar leaves no choice about is said in the tokens it encodes to."""
+    """A tokenizer as llguidance wants it; it also encodes the text that a grammar leaves no choice about."""
 
     bos_token_id = None
     is_tokenizer_wrapper = True

@@ -182,9 +182,6 @@ def _prompt(given: _Prompt) -> str | tuple[int, ...]:
     return tuple(cast(list[int], given))
 
 
-# --- answers ------------------------------------------------------------------------------------------------------
-
-
 def _usage(usage: Usage) -> dict[str, Any]:
     total = usage.prompt_tokens + usage.completion_tokens
     counts = {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
@@ -192,7 +189,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _choice(index: int, content: dict[str, Any], ended: Choice | None = None) -> dict[str, Any]:
-    """One choice, or a part of it, with `said` in it."""
+    """One choice, or a part of it, with this content."""
     reason = None if ended is None else ended.finish_reason
     body: dict[str, Any] = {"index": index, **content, "logprobs": None, "finish_reason": reason}
     if ended is not None and ended.stop_string is not None:

@@ -252,9 +252,6 @@ def _chosen(tools: list[dict[str, Any]], calling: _Calling) -> tuple[list[dict[s
     return [tool for tool in tools if not allowed or tool["function"]["name"] in allowed], _CHOICES[calling.mode]
 
 
-# --- the conversation --------------------------------------------------------------------------------------------
-
-
 def _chat(system: _Content | None, contents: list[_Content]) -> list[dict[str, Any]]:
     """The whole conversation. Consecutive contents of one role are one turn, as the protocol has it."""
     require_question("contents", contents, "model")
@@ -341,8 +338,6 @@ def _unshown(where: str) -> CallRefused:
     message = f"contents: a content {where} holds a part that cannot be shown to the model there; send text or images"
     return CallRefused(message, code="unsupported_content", param="contents")
 
-
-# --- answers ------------------------------------------------------------------------------------------------------
 
 _REASONS: Final = {"length": "MAX_TOKENS", "content_filter": "SAFETY", "abort": "OTHER"}  # of the others it is STOP
 
