@@ -99,10 +99,10 @@ def _took(rollout: Rollout) -> str:
 
 
 def _input(rollout: Rollout) -> str:
-    from agentlightning.tracing.messages import text_of
+    from agentlightning.tracing.messages import content_text
     from agentlightning.tracing.tree import one_line
 
-    return one_line(text_of({"content": rollout.input}), 40)
+    return one_line(content_text(rollout.input), 40)
 
 
 # --- show --------------------------------------------------------------------------------------------------------

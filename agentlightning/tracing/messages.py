@@ -54,9 +54,8 @@ def finish_reasons(attributes: Attributes) -> list[str]:
     return [str(reason) for reason in value] if isinstance(value, Sequence) else []
 
 
-def text_of(message: dict[str, Any]) -> str:
-    """The text of a message, with the type of each part that has none (images)."""
-    content = message.get("content")
+def content_text(content: object) -> str:
+    """The text of a message's content, with the type of each part that has none (images); other values as JSON."""
     return " ".join(texts(content, others=True)) if isinstance(content, str | list) else _text(content)
 
 

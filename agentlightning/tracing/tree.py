@@ -16,7 +16,7 @@ from rich.tree import Tree
 
 from agentlightning import semconv
 from agentlightning.tracing.dialects import items, mapping
-from agentlightning.tracing.messages import finish_reasons, model_name, output_messages, text_of, token_counts
+from agentlightning.tracing.messages import content_text, finish_reasons, model_name, output_messages, token_counts
 from agentlightning.tracing.rewards import find_final_reward, get_reward_value, get_rewards_from_span, is_final_reward
 from agentlightning.tracing.steps import DEPTH, Step, read_steps
 from agentlightning.types import Rollout, Span
@@ -56,7 +56,7 @@ def rollout_tree(rollout: Rollout, spans: Sequence[Span], *, limit: int = LINES)
         head.append(f"  {_seconds(rollout.end_time - rollout.start_time)}")
     tree = Tree(head, guide_style="dim")
     if rollout.input is not None:
-        tree.add(Text.assemble(("input  ", "dim"), one_line(text_of({"content": rollout.input}))))
+        tree.add(Text.assemble(("input  ", "dim"), one_line(content_text(rollout.input))))
     _grow(tree, steps, spans, limit)
     logged: Counter[str] = Counter()
     for log in (span.attributes for span in spans if span.name == semconv.LOG):
@@ -180,7 +180,7 @@ def _call(step: Step) -> Text:
     named = [attributes[name] for name in (semconv.GEN_AI_AGENT_NAME, semconv.CALL_HOUSEKEEPING) if name in attributes]
     line.append(f"  {one_line(': '.join(map(str, named)))}" if named else "", "bold")
     for message in output_messages(attributes):
-        text = one_line(text_of(message))
+        text = one_line(content_text(message.get("content")))
         line.append(f"  “{text}”" if text else "")
         for call in items(message.get("tool_calls")):
             function = mapping(mapping(call).get("function"))
