@@ -115,7 +115,7 @@ def arranged(steps: Sequence[Step], spans: Sequence[Span]) -> list[tuple[Step, i
                 around.pop()
             place = around[-1].span_id if around else None
         below = None if place is None else shown[place]
-        if step.kind == "other" and not step.failed and not _is_told(span):
+        if step.kind == "other" and not step.failed and not _has_a_line(span):
             if span.span_id in inner:
                 shown[span.span_id] = below  # a wrapper: what it holds says more
                 continue
@@ -133,7 +133,7 @@ def arranged(steps: Sequence[Step], spans: Sequence[Span]) -> list[tuple[Step, i
     return found
 
 
-def _is_told(span: Span) -> bool:
+def _has_a_line(span: Span) -> bool:
     """Whether a span that is no call, tool or agent is worth a line."""
     kind = span.attributes.get("openinference.span.kind", "CHAIN")
     return _is_ours(span) or kind not in ("CHAIN", "LLM") or get_reward_value(span) is not None
@@ -165,7 +165,7 @@ def _line(step: Step) -> Text:
     if step.kind == "tool":
         line.append("  ").append("failed" if step.failed else "ok", "red" if step.failed else "green")
     elif step.kind == "other" and _is_ours(span):
-        line.append(f"  {one_line(_said(span))}")
+        line.append(f"  {one_line(_attributes_line(span))}")
     if step.kind == "tool" or span.name == semconv.OPERATION:
         line.append(f"  {one_line(step.arguments or '')}").append(f" → {one_line(step.result)}" if step.result else "")
     return _with_failure(line, step)
@@ -195,7 +195,7 @@ def _reporting(step: Step) -> Span:
     return step.call or step.span
 
 
-def _said(span: Span) -> str:
+def _attributes_line(span: Span) -> str:
     shown = {name: value for name, value in span.attributes.items() if not name.startswith(_PASSED)}
     return ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in shown.items())
 

@@ -87,7 +87,7 @@ class _JsonSchema(msgspec.Struct):
     schema: dict[str, Any]
 
 
-class _Asked(msgspec.Struct, tag_field="type", tag="json_schema"):
+class _JsonFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
     json_schema: _JsonSchema
 
 
@@ -98,7 +98,7 @@ def form_of(call: ModelCall, tool_format: str | None) -> Form | None:
         schema = {"type": "object"}
     elif response_format != {"type": "text"}:
         try:
-            schema = msgspec.convert(response_format, _Asked).json_schema.schema
+            schema = msgspec.convert(response_format, _JsonFormat).json_schema.schema
         except msgspec.ValidationError as error:
             _refuse("response_format", f"it is not that of OpenAI's chat completions: {error}")
     choice, forced = call.tool_choice, forces_a_call(call.tool_choice)
