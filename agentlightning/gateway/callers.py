@@ -1,4 +1,4 @@
-"""Who made a call and what for, where coding agents say so: two tables of what they send, and how they are read.
+"""The agent and the purpose of a call, as coding agents send them: two tables, and how they are read.
 
 Knows headers and messages. It does not know attempts, backends or spans.
 """
@@ -14,8 +14,8 @@ from agentlightning.tracing.dialects import json_of, mapping, texts
 from agentlightning.types import Attributes
 
 _CLAUDE: Final = "x-claude-code-"
-# How `User-Agent` begins, the agent's name, and the headers with the ids of the agent, of the one that started it, and
-# of the session, which is the main agent's.
+# How `User-Agent` begins, the agent's name, and the headers with the ids of the agent, of its parent, and of the
+# session, which is the main agent's.
 _HARNESSES: Final = (
     ("claude-cli/", "claude-code", _CLAUDE + "agent-id", _CLAUDE + "parent-agent-id", _CLAUDE + "session-id"),
     ("codex", "codex", "thread-id", "x-codex-parent-thread-id", "session-id"),
@@ -62,7 +62,7 @@ def caller_attributes(headers: Mapping[str, str], messages: Sequence[Any]) -> At
     client = headers.get("user-agent", "")
     turn, subagent = mapping(json_of(headers.get(_CODEX[0]))), headers.get(_CODEX[1])
     system = _texts(messages[0], *_SYSTEM)[:_PARTS] if messages else []
-    latest = next((one for one in reversed(messages) if mapping(one).get("role") not in _SYSTEM), None)
+    latest = next((message for message in reversed(messages) if mapping(message).get("role") not in _SYSTEM), None)
     found = _agent(headers, str(turn.get("agent_name") or ""), subagent, system)
     begun = [text.lstrip() for text in (*system, *_texts(latest, "user")[-1:])]
     prompts = next((prompts for begins, prompts in _PROMPTS.items() if client.startswith(begins)), {})
@@ -85,12 +85,11 @@ def _agent(headers: Mapping[str, str], path: str, subagent: str | None, system: 
             if parent and not role:
                 role = subagent or role_in("".join(system[-1:])) or "sub-agent"
             name = f"{name}/{role}" if role else name
-            said = {GEN_AI_AGENT_NAME: name, GEN_AI_AGENT_ID: agent, CALL_PARENT_AGENT: parent}
-            return {attribute: value[:_LONGEST] for attribute, value in said.items() if value}
+            attributes = {GEN_AI_AGENT_NAME: name, GEN_AI_AGENT_ID: agent, CALL_PARENT_AGENT: parent}
+            return {attribute: value[:_LONGEST] for attribute, value in attributes.items() if value}
     return {}
 
 
 def _texts(message: object, *roles: str) -> list[str]:
-    """The texts of a message by one of these."""
-    said = mapping(message)
-    return texts(said.get("content")) if said.get("role") in roles else []
+    fields = mapping(message)
+    return texts(fields.get("content")) if fields.get("role") in roles else []

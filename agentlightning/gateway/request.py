@@ -67,8 +67,8 @@ class CallRequest(ModelCall, frozen=True, kw_only=True):
     `continues` is the id of an earlier response, whose conversation comes before `messages`, but after their first
     `instructions`, which belong to this call alone. With `continuable`, a later response may continue this one.
     `messages_json` and `tools_json` are the agent's own bytes, if it wrote this form. `shaping` has penalties and the
-    like (`SHAPING_FIELDS`). `dropped` are names of fields that nobody gets. `relayed` are all fields as written, for a
-    backend with the agent's own protocol. `original` is what the endpoint's writer needs; `request_json` is the body
+    like (`SHAPING_FIELDS`). `dropped` names fields that are not sent on. `relayed` are all fields as written, for
+    a backend with the agent's own protocol. `original` is what the endpoint's writer needs; `request_json` is the body
     without messages and tools, for the span."""
 
     sampling: Sampling = LEFT_OPEN
@@ -106,16 +106,16 @@ class Fields:
         except NOT_JSON as error:
             raise CallRefused(f"the request body is not a JSON object: {error}", code="invalid_json") from None
         values: dict[str, Any] = {}
-        others: dict[str, Any] = {}
+        unread: dict[str, Any] = {}
         for name, value in raw.items():
             if bytes(value) != b"null":
-                (values if name in self._decoders else others)[name] = self._decoded(name, value)
+                (values if name in self._decoders else unread)[name] = self._decoded(name, value)
         for name in required:
             if name not in values:
                 raise CallRefused(f"the request has no {name!r}, which is required", param=name)
-        for name in self._refused.intersection(others):
+        for name in self._refused.intersection(unread):
             raise unsupported(name, "it is a field of chat completions, and has another name here, or none")
-        return values, others, raw
+        return values, unread, raw
 
     def _decoded(self, name: str, raw: msgspec.Raw) -> Any:
         if name in SAMPLING_TYPES and len(bytes(raw)) > _LARGEST_SETTING:
@@ -175,8 +175,8 @@ def unsupported(name: str, why: str) -> CallRefused:
 
 def function(name: str, description: str | None, parameters: Any, strict: bool | None = None) -> dict[str, Any]:
     """A tool in the form of chat completions."""
-    told = given(name=name, description=description, parameters=parameters, strict=strict)
-    return {"type": "function", "function": told}
+    fields = given(name=name, description=description, parameters=parameters, strict=strict)
+    return {"type": "function", "function": fields}
 
 
 def function_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
@@ -191,9 +191,9 @@ def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 def assistant_message(text: list[str], thinking: list[str], calls: list[dict[str, Any]]) -> dict[str, Any]:
     """An assistant's message. Texts and thoughts are joined unchanged, as they were sampled."""
-    said = {"role": "assistant", "content": "".join(text) or (None if calls else "")}
+    message = {"role": "assistant", "content": "".join(text) or (None if calls else "")}
     more = {"reasoning_content": "".join(thinking), "tool_calls": calls}
-    return said | {name: value for name, value in more.items() if value}
+    return message | {name: value for name, value in more.items() if value}
 
 
 def content_of(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:

@@ -96,7 +96,7 @@ class Serving:
 
     def described(self) -> list[tuple[str, str]]:
         """(method, template) of each route."""
-        return [(method, one.template) for routes in self._routes.values() for method, one in routes.items()]
+        return [(method, route.template) for routes in self._routes.values() for method, route in routes.items()]
 
     def find(self, method: str, path: str) -> Found | None:
         """What answers a request; None where it is none of the gateway's."""
@@ -120,13 +120,13 @@ class Serving:
         try:
             await found.route.handler(found.route.endpoint, exchange)
         except Exception as error:  # noqa: BLE001 - the agent gets an answer whatever happens
-            told = as_backend_error(error)
+            failure = as_backend_error(error)
             try:
                 if not exchange.in_call and exchange.method == "POST":
                     path = "/" + exchange.path.split("/", 5)[5] if exchange.ids else exchange.path
-                    await self._calls.note_refusal(path, exchange.headers, exchange.ids, told)
+                    await self._calls.note_refusal(path, exchange.headers, exchange.ids, failure)
             finally:
-                exchange.fail(told, found.route.endpoint.error)
+                exchange.fail(failure, found.route.endpoint.error)
 
     async def _answer(self, endpoint: Endpoint, exchange: Exchange) -> None:
         """`POST` to an endpoint, streamed or whole: the end is sent when the call is committed."""
@@ -147,7 +147,7 @@ class Serving:
                 exchange.end(end)
 
     async def _body(self, exchange: Exchange) -> bytes:
-        """Memory for a large body is had by those alone who may call."""
+        """The body; a large one is read into memory only for callers that may call."""
         if exchange.announced is None or exchange.announced >= _LARGE:
             await self._calls.attributor.attribute(exchange.ids, exchange.headers)
         return await exchange.read(self._body_limit)
@@ -200,7 +200,7 @@ class Serving:
             return
         names = [entry.name for entry in models]
         if name is None:
-            shown = {"object": "list", "data": [_card(one) for one in names], "has_more": False}
+            shown = {"object": "list", "data": [_card(entry_name) for entry_name in names], "has_more": False}
         elif name in names:
             shown = _card(name)
         else:
@@ -261,7 +261,7 @@ async def _relayed(call: Call, relayed: RelayedCall, exchange: Exchange) -> byte
                     await exchange.part(part)
                 else:
                     parts.append(part)
-        finally:  # what was said before a client left is recorded too
+        finally:  # the part before a client left is recorded too
             reason = copy.read_into(call.answer, streamed=streamed)
         if answer.status >= 400:
             call.answer.abort(FAILED)
@@ -272,7 +272,7 @@ async def _relayed(call: Call, relayed: RelayedCall, exchange: Exchange) -> byte
 
 
 def as_backend_error(error: Exception) -> BackendError:
-    """What an agent is told. An error that is not one of ours is logged in full and told in one sentence."""
+    """The error for the agent. Details of an unexpected error are only in the log."""
     if isinstance(error, BackendError):
         return error
     for kind, (status, code) in _STATUSES.items():

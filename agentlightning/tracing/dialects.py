@@ -65,7 +65,6 @@ _PREBUILT_NODES: Final = ("model", "agent", "tools")  # of every agent that Lang
 
 
 def is_gateway_call(span: Span) -> bool:
-    """Whether the gateway recorded it as a call."""
     return span.tokens is not None or semconv.CALL_ENDPOINT in span.attributes
 
 
@@ -77,8 +76,8 @@ def speaks_for_gateway(span: Span) -> bool:
 def kind_of(span: Span) -> Kind:
     if is_gateway_call(span):
         return "call"
-    told = (span.attributes.get(name) for name in _KIND_NAMES)
-    kinds: list[Kind] = [_KINDS[value] for value in told if isinstance(value, str) and value in _KINDS]
+    values = (span.attributes.get(name) for name in _KIND_NAMES)
+    kinds: list[Kind] = [_KINDS[value] for value in values if isinstance(value, str) and value in _KINDS]
     if scope_of(span) == _DSPY and span.name.endswith("forward"):
         return "other" if _DSPY_MODULES.match(span.name) else "agent"
     if kinds == ["call"] and _PRIVATE.search(span.name):
@@ -101,7 +100,7 @@ def scope_of(span: Span) -> str | None:
 
 
 def names_agent(span: Span, kind: Kind) -> str | None:
-    """The agent that the contents of this span, of that kind, belong to, if the span says so.
+    """The agent that the contents of this span, of that kind, belong to, if the span names it.
 
     A call's own `gen_ai.agent.name` is ignored: some instrumentation writes one constant for all agents, and the
     gateway writes the harness's name, which a span around the call knows better."""
@@ -220,7 +219,6 @@ def texts(content: object, *, others: bool = False) -> list[str]:
 
 
 def joined(content: object) -> str:
-    """The text of a message's content."""
     return "".join(texts(content))
 
 

@@ -14,8 +14,6 @@ from agentlightning.types import AttributeValue
 
 
 class LinkMatch(NamedTuple):
-    """One condition of a link."""
-
     key_match: str
     value_match: str
 

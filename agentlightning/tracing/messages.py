@@ -1,4 +1,4 @@
-"""What was said in an LLM call and how many tokens it took, in whatever dialect its span says it.
+"""The messages of an LLM call and its token counts, in any dialect of its span.
 
 The one form that comes out is that of chat completions: `{"role": …, "content": …, "tool_calls": […]}`. This module
 knows attribute names. It does not know calls that were merged, attempts or rewards.
@@ -37,7 +37,7 @@ def output_messages(attributes: Attributes) -> list[dict[str, Any]]:
 
 
 def model_name(attributes: Attributes) -> str | None:
-    """The model that answered, or else the one that was asked for."""
+    """The model that answered, or else the requested one."""
     return next((name for key in MODEL_NAMES if isinstance(name := attributes.get(key), str) and name), None)
 
 
@@ -48,16 +48,14 @@ def token_counts(attributes: Attributes) -> tuple[int, int] | None:
 
 
 def finish_reasons(attributes: Attributes) -> list[str]:
-    """Why each choice ended."""
     value = attributes.get(semconv.GEN_AI_FINISH_REASONS, ())
     if isinstance(value, str):  # some write the list as JSON
         return [str(reason) for reason in items(json_of(value))] or [value]
     return [str(reason) for reason in value] if isinstance(value, Sequence) else []
 
 
-def text_of(message: dict[str, Any]) -> str:
-    """The text of a message, with the type of each part that has none (images)."""
-    content = message.get("content")
+def content_text(content: object) -> str:
+    """The text of a message's content, with the type of each part that has none (images); other values as JSON."""
     return " ".join(texts(content, others=True)) if isinstance(content, str | list) else _text(content)
 
 
@@ -66,9 +64,9 @@ def _first_integer(attributes: Attributes, names: Sequence[str]) -> int | None:
 
 
 def _messages(attributes: Attributes, as_json: str, openinference: str, traceloop: str) -> list[dict[str, Any]]:
-    said = attributes.get(as_json)
-    if isinstance(said, str):
-        value = json_of(said)
+    text = attributes.get(as_json)
+    if isinstance(text, str):
+        value = json_of(text)
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else items(value)
         return [chat for message in messages if isinstance(message, dict) for chat in _of_parts(message)]
     entries = [mapping(entry.get("message")) for entry in _entries(nested(attributes, openinference))]
@@ -109,7 +107,6 @@ def _of_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _of_entries(message: dict[str, Any]) -> dict[str, Any]:
-    """A message of OpenInference or Traceloop."""
     parts = [mapping(entry.get("message_content")) for entry in _entries(message.get("contents"))]
     texts = [str(part["text"]) for part in parts if "text" in part]
     chat: dict[str, Any] = {

@@ -59,11 +59,9 @@ class OpenTelemetryTracer(AttemptTracer):
         return f"{current:016x}" if current in self._open else parent_id
 
     def started(self, span: SdkSpan) -> None:
-        """A span of the SDK began in this attempt."""
         self._open[_id_of(span)] = span
 
     def ended(self, span: ReadableSpan) -> None:
-        """A span of the SDK ended in this attempt."""
         self._open.pop(_id_of(span), None)
         self._collect(span)
 
@@ -139,7 +137,7 @@ class _Attributing(SpanProcessor):
             tracer.ended(span)
 
     def _tracer_of(self, parent: trace.SpanContext) -> OpenTelemetryTracer | None:
-        # The parent first: a thread or task that outlives an attempt may work for another, and says so by it.
+        # The parent first: a thread or task that outlives an attempt may work for another.
         found = self._by_open_span.get(parent.span_id) or self._by_trace.get(parent.trace_id)
         if found is not None:
             return found

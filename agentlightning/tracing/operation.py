@@ -78,7 +78,7 @@ class Operation:
             OPERATION,
             self._attributes,
             start_time=self._start_time,
-            # By a clock that nobody sets back.
+            # By a clock that is never set back.
             end_time=self._start_time + time.perf_counter() - self._started,
             status=status,
             span_id=self._span_id,
@@ -159,9 +159,9 @@ def _arguments_of(function: Callable[..., Any]) -> Callable[[tuple[Any, ...], di
         signature = inspect.signature(function)
     except ValueError:  # some of Python's own have none
         return lambda args, kwargs: _numbered("args", args) | {"kwargs": kwargs}
-    parameters = signature.parameters.values()
-    defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
-    many = next((one.name for one in parameters if one.kind is one.VAR_POSITIONAL), "")
+    parameters = signature.parameters
+    defaults = {name: given.default for name, given in parameters.items() if given.default is not given.empty}
+    many = next((name for name, given in parameters.items() if given.kind is given.VAR_POSITIONAL), "")
 
     def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         try:

@@ -16,7 +16,7 @@ from rich.tree import Tree
 
 from agentlightning import semconv
 from agentlightning.tracing.dialects import items, mapping
-from agentlightning.tracing.messages import finish_reasons, model_name, output_messages, text_of, token_counts
+from agentlightning.tracing.messages import content_text, finish_reasons, model_name, output_messages, token_counts
 from agentlightning.tracing.rewards import find_final_reward, get_reward_value, get_rewards_from_span, is_final_reward
 from agentlightning.tracing.steps import DEPTH, Step, read_steps
 from agentlightning.types import Rollout, Span
@@ -41,7 +41,6 @@ class Totals:
 
 
 def totals(steps: Iterable[Step]) -> Totals:
-    """The calls and tokens of an attempt's steps."""
     counts = [token_counts(_reporting(step).attributes) or (0, 0) for step in steps if step.kind == "call"]
     return Totals(len(counts), sum(read for read, _ in counts), sum(written for _, written in counts))
 
@@ -57,7 +56,7 @@ def rollout_tree(rollout: Rollout, spans: Sequence[Span], *, limit: int = LINES)
         head.append(f"  {_seconds(rollout.end_time - rollout.start_time)}")
     tree = Tree(head, guide_style="dim")
     if rollout.input is not None:
-        tree.add(Text.assemble(("input  ", "dim"), one_line(text_of({"content": rollout.input}))))
+        tree.add(Text.assemble(("input  ", "dim"), one_line(content_text(rollout.input))))
     _grow(tree, steps, spans, limit)
     logged: Counter[str] = Counter()
     for log in (span.attributes for span in spans if span.name == semconv.LOG):
@@ -74,9 +73,9 @@ def printable(text: str) -> str:
 
 def traceback_of(spans: Iterable[Span]) -> str | None:
     """The traceback of the last recorded exception, in a span or a span's event."""
-    recorded = [one for span in spans for one in (span.attributes, *(event.attributes for event in span.events))]
-    found = [str(one[semconv.EXCEPTION_STACKTRACE]) for one in recorded if semconv.EXCEPTION_STACKTRACE in one]
-    return found[-1] if found else None
+    places = (place.attributes for span in spans for place in (span, *span.events))
+    found = [text for attributes in places if (text := attributes.get(semconv.EXCEPTION_STACKTRACE)) is not None]
+    return str(found[-1]) if found else None
 
 
 def one_line(text: str, limit: int = _TEXT) -> str:
@@ -86,7 +85,6 @@ def one_line(text: str, limit: int = _TEXT) -> str:
 
 
 def _grow(tree: Tree, steps: Sequence[Step], spans: Sequence[Span], limit: int) -> None:
-    """Add each step to the branch of its parent."""
     shown = arranged(steps, spans)
     branches: list[Tree] = []
     for step, place in shown[:limit]:
@@ -117,7 +115,7 @@ def arranged(steps: Sequence[Step], spans: Sequence[Span]) -> list[tuple[Step, i
                 around.pop()
             place = around[-1].span_id if around else None
         below = None if place is None else shown[place]
-        if step.kind == "other" and not step.failed and not _is_told(span):
+        if step.kind == "other" and not step.failed and not _has_a_line(span):
             if span.span_id in inner:
                 shown[span.span_id] = below  # a wrapper: what it holds says more
                 continue
@@ -135,7 +133,7 @@ def arranged(steps: Sequence[Step], spans: Sequence[Span]) -> list[tuple[Step, i
     return found
 
 
-def _is_told(span: Span) -> bool:
+def _has_a_line(span: Span) -> bool:
     """Whether a span that is no call, tool or agent is worth a line."""
     kind = span.attributes.get("openinference.span.kind", "CHAIN")
     return _is_ours(span) or kind not in ("CHAIN", "LLM") or get_reward_value(span) is not None
@@ -157,8 +155,8 @@ def _line(step: Step) -> Text:
         line = Text.assemble(("reward ", "dim"), (named, "yellow"))
         return line if is_final_reward(span) else line.append("  intermediate", "dim")
     if span.name == semconv.EXCEPTION:
-        kind, said = (span.attributes.get(key, "") for key in (semconv.EXCEPTION_TYPE, semconv.EXCEPTION_MESSAGE))
-        return Text(f"! {str(kind).rpartition('.')[2]}: {one_line(str(said))}", "red")
+        kind, message = (span.attributes.get(key, "") for key in (semconv.EXCEPTION_TYPE, semconv.EXCEPTION_MESSAGE))
+        return Text(f"! {str(kind).rpartition('.')[2]}: {one_line(str(message))}", "red")
     if step.kind == "call":
         return _call(step)
     line = Text() if step.kind == "other" else Text(f"{step.kind} ", "dim")
@@ -167,7 +165,7 @@ def _line(step: Step) -> Text:
     if step.kind == "tool":
         line.append("  ").append("failed" if step.failed else "ok", "red" if step.failed else "green")
     elif step.kind == "other" and _is_ours(span):
-        line.append(f"  {one_line(_said(span))}")
+        line.append(f"  {one_line(_attributes_line(span))}")
     if step.kind == "tool" or span.name == semconv.OPERATION:
         line.append(f"  {one_line(step.arguments or '')}").append(f" → {one_line(step.result)}" if step.result else "")
     return _with_failure(line, step)
@@ -179,10 +177,10 @@ def _call(step: Step) -> Text:
     counts = token_counts(attributes)
     line.append(f"  {_tokens(counts)}" if counts else "").append(f"  {_seconds(step.duration)}")
     line.append(f"  {', '.join(finish_reasons(attributes))}", "dim")
-    named = [attributes[one] for one in (semconv.GEN_AI_AGENT_NAME, semconv.CALL_HOUSEKEEPING) if one in attributes]
+    named = [attributes[name] for name in (semconv.GEN_AI_AGENT_NAME, semconv.CALL_HOUSEKEEPING) if name in attributes]
     line.append(f"  {one_line(': '.join(map(str, named)))}" if named else "", "bold")
     for message in output_messages(attributes):
-        text = one_line(text_of(message))
+        text = one_line(content_text(message.get("content")))
         line.append(f"  “{text}”" if text else "")
         for call in items(message.get("tool_calls")):
             function = mapping(mapping(call).get("function"))
@@ -197,7 +195,7 @@ def _reporting(step: Step) -> Span:
     return step.call or step.span
 
 
-def _said(span: Span) -> str:
+def _attributes_line(span: Span) -> str:
     shown = {name: value for name, value in span.attributes.items() if not name.startswith(_PASSED)}
     return ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in shown.items())
 
@@ -205,8 +203,8 @@ def _said(span: Span) -> str:
 def _with_failure(line: Text, step: Step) -> Text:
     if step.failed:
         raised = (event.attributes for event in step.span.events if event.name == "exception")
-        said = str(next(raised, {}).get(semconv.EXCEPTION_MESSAGE, ""))
-        line.append(f"  ! {one_line(step.span.status.description or said)}", "red")
+        message = str(next(raised, {}).get(semconv.EXCEPTION_MESSAGE, ""))
+        line.append(f"  ! {one_line(step.span.status.description or message)}", "red")
     return line
 
 

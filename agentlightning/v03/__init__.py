@@ -185,8 +185,9 @@ def setup_logging(
 ) -> None:
     """Show the logs of the package and of the loggers in `apply_to` on stderr, from `level` up."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    for name, wanted in {"agentlightning": level, **dict.fromkeys(apply_to, level), **(submodule_levels or {})}.items():
-        logging.getLogger(name).setLevel(wanted)
+    levels = {"agentlightning": level, **dict.fromkeys(apply_to, level), **(submodule_levels or {})}
+    for name, minimum in levels.items():
+        logging.getLogger(name).setLevel(minimum)
 
 
 def configure_logger(level: int | str = logging.INFO, name: str = "agentlightning") -> logging.Logger:

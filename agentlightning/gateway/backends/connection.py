@@ -47,7 +47,7 @@ class Connection:
 
     `timeout_seconds` bounds the wait for each further part of an answer. `health_url` tells whether the server lives.
     `retries=False` leaves a server that cannot be reached to whoever has another one. `version` is the policy version
-    of its weights, where the server does not tell it. While `unusable` gives a reason, only `control` requests are
+    of its weights, if the server does not name it. While `unusable` gives a reason, only `control` requests are
     made. Nothing is sampled while it is `paused`; a server that is `lost` may have ended, its weights are unchanged."""
 
     def __init__(
@@ -92,7 +92,7 @@ class Connection:
 
     @property
     def changes_weights(self) -> bool:
-        """Whether nobody can tell which weights sample now."""
+        """Whether the weights that sample now are unknown."""
         return self.unusable is not None and not self.paused and not self.lost
 
     def url(self, path: str) -> str:
@@ -145,13 +145,13 @@ class Connection:
         return await self._health(timeout_seconds, control=control) == "healthy"
 
     async def deserted(self, timeout_seconds: float) -> bool:
-        """Whether nobody listens there any more. One that takes its time does."""
+        """Whether no process listens there any more. A slow server does."""
         return await self._health(timeout_seconds) in (UNREACHABLE, BROKE_OFF)
 
     async def _health(self, timeout_seconds: float, *, control: bool = False) -> str:
-        asked = self.posted(self.health_url, None, retries=False, control=control)
+        request = self.posted(self.health_url, None, retries=False, control=control)
         try:
-            async with asyncio.timeout(timeout_seconds), asked as response:
+            async with asyncio.timeout(timeout_seconds), request as response:
                 await response.read()
                 return "healthy" if response.status < 500 else "failing"
         except TimeoutError:
@@ -210,7 +210,6 @@ class Connection:
         return await response.send(message)
 
     def keep(self, response: Response) -> None:
-        """Use its connection for further requests."""
         if self._closed:
             response.abort()
         else:
@@ -241,7 +240,6 @@ class Response(asyncio.Protocol):
         self._waiting: asyncio.Future[None] | None = None
 
     async def send(self, request: bytes) -> Response:
-        """Send a request and wait for the head of its answer."""
         if self.lost or self._transport is None:
             raise UnreachableError("it closed the connection", status=503)
         self._begin()
@@ -255,13 +253,11 @@ class Response(asyncio.Protocol):
         return self
 
     async def read(self) -> bytes:
-        """What is left of the body."""
         if self._complete:
             return self._take()
         return b"".join([part async for part in self.parts()])
 
     async def parts(self) -> AsyncGenerator[bytes, None]:
-        """The body as it comes."""
         while True:
             if self._parts:
                 yield self._take()
@@ -271,7 +267,7 @@ class Response(asyncio.Protocol):
                 await self._more()
 
     def close(self) -> None:
-        """The answer is done with. One that was not read to its end takes its connection with it: this cancels it."""
+        """Keep the connection if the answer was read to its end; else close it, which cancels the request."""
         if self._complete and self._stays and not self.lost:
             self._parts = []
             self._connection.keep(self)
@@ -292,7 +288,6 @@ class Response(asyncio.Protocol):
         return body
 
     async def _more(self) -> None:
-        """Wait until something has come."""
         if self._failure is not None:
             raise self._failure
         self._waiting = self._loop.create_future()
@@ -320,14 +315,12 @@ class Response(asyncio.Protocol):
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
-    # --- what asyncio and the parser call ---
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but its base class
 
     def data_received(self, data: bytes) -> None:
         if self._complete:
-            self.abort()  # nobody asked for more: whatever follows on this connection cannot be told apart from it
+            self.abort()  # unrequested data, which would be taken for the next answer
             return
         if not self.status:
             self._head_bytes += len(data)

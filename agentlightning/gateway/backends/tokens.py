@@ -48,8 +48,8 @@ class SglangBackend(TokenBackend):
 
 
 class VllmBackend(HttpBackend):
-    """The vLLM server at `base_url` (see `HttpBackend`), as a model whose chats `chat` renders. Where it takes no token
-    ids, or is asked for what can only be had of its chat completions, it is asked for those."""
+    """The vLLM server at `base_url` (see `HttpBackend`), as a model whose chats `chat` renders. If it takes no token
+    ids, or the call needs its chat completions, those are used."""
 
     def __init__(self, base_url: str, chat: ChatTemplate, **settings: Any) -> None:
         super().__init__(base_url, kind="vllm", **settings)
@@ -75,7 +75,7 @@ class VllmBackend(HttpBackend):
                 yield event
 
     async def takes_ids(self) -> bool:
-        """Whether the server has the route, which it is asked once."""
+        """Whether the server has the route; it is asked once."""
         if self._takes_ids is None:
             async with self.connection.posted(self.ids_url, None) as response:  # a GET of what must be posted
                 await response.read()
@@ -93,7 +93,7 @@ class _Answer:
     url: str
     finished = False
 
-    def asked(self) -> dict[str, Any]:
+    def body_fields(self) -> dict[str, Any]:
         """The body that is posted, without `stream`."""
         raise NotImplementedError
 
@@ -101,7 +101,7 @@ class _Answer:
         """The tokens that are new in a chunk, or in the whole answer."""
         raise NotImplementedError
 
-    async def left(self) -> None:
+    async def abandon(self) -> None:
         """Nobody waits for the answer any more."""
 
     def tokens(self, data: bytes) -> list[SampledToken]:
@@ -142,24 +142,21 @@ class _Generator:
 
     @asynccontextmanager
     async def _posted(self, answer: _Answer, *, stream: bool) -> AsyncGenerator[Response]:
-        body = msgspec.json.encode(answer.asked() | {"stream": stream})
+        body = msgspec.json.encode(answer.body_fields() | {"stream": stream})
         try:
             async with self._connection.posted(answer.url, body, accepted=True) as response:
                 try:
                     yield response
                 finally:  # before the connection is closed: with it a server may forget whose request it was
-                    await answer.left()
+                    await answer.abandon()
         except asyncio.CancelledError:
-            await answer.left()
+            await answer.abandon()
             raise
 
 
 class _Error(msgspec.Struct):
     message: str = "no message"
     code: int | str | None = None
-
-
-# --- vLLM ---------------------------------------------------------------------------------------------------------
 
 
 class _Logprob(msgspec.Struct, gc=False):
@@ -200,7 +197,7 @@ class _VllmAnswer(_Answer):
         self._backend = backend
         self._version = backend.connection.version
 
-    def asked(self) -> dict[str, Any]:
+    def body_fields(self) -> dict[str, Any]:
         request = self._request
         sampling: dict[str, Any] = {
             "temperature": request.temperature,
@@ -220,8 +217,8 @@ class _VllmAnswer(_Answer):
         return [token for choice in chunk.choices for token in self._read_choice(choice)]
 
     def _read_choice(self, choice: _VllmChoice) -> list[SampledToken]:
-        told = choice.logprobs.content if choice.logprobs is not None else []
-        if [token.token_id for token in told] != choice.token_ids:
+        sampled = choice.logprobs.content if choice.logprobs is not None else []
+        if [token.token_id for token in sampled] != choice.token_ids:
             raise BackendError("the vLLM server returned logprobs of other tokens than it sampled")
         most = self._request.top_logprobs
         tokens = [
@@ -229,9 +226,9 @@ class _VllmAnswer(_Answer):
                 token.token_id,
                 token.logprob,
                 self._version,
-                top_logprobs=tuple((one.token_id, one.logprob) for one in token.top_logprobs[:most]),
+                top_logprobs=tuple((top.token_id, top.logprob) for top in token.top_logprobs[:most]),
             )
-            for token in told
+            for token in sampled
         ]
         if choice.finish_reason is not None:
             if choice.finish_reason not in _REASONS or not tokens:
@@ -248,9 +245,6 @@ class _VllmAnswer(_Answer):
         versions = version_runs(choice.weight_versions, self._version)
         changed = not versions and not keeps and connection.version != self._version
         return Ending(unknown, connection.version if changed else None, versions)
-
-
-# --- SGLang -------------------------------------------------------------------------------------------------------
 
 
 _TokenLogprob = tuple[float | None, int, str | None]
@@ -301,15 +295,15 @@ class _SglangAnswer(_Answer):
         self._ending = Ending(TRUNCATED if truncated else None)
         self._read = 0
 
-    def asked(self) -> dict[str, Any]:
+    def body_fields(self) -> dict[str, Any]:
         request = self._request
         sampling: dict[str, Any] = {
-            "max_new_tokens": request.max_tokens,  # null: as many as fit; left out, 128
+            "max_new_tokens": request.max_tokens,  # null: as many as fit; omitted, 128
             "temperature": request.temperature,
             "top_p": request.top_p,
             "top_k": request.top_k or -1,
             "stop_token_ids": sorted(request.stop_token_ids),
-            # What is not said may come from the model's generation config.
+            # Omitted values may come from the model's generation config.
             "min_p": 0.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
@@ -333,10 +327,10 @@ class _SglangAnswer(_Answer):
             raise _refused(chunk.error or _Error("an answer without meta_info", 502))
         meta = chunk.meta_info
         reason = _finish_reason(meta.finish_reason)
-        asked = len(self._request.prompt_token_ids)
-        if meta.prompt_tokens != asked:
+        length = len(self._request.prompt_token_ids)
+        if meta.prompt_tokens != length:
             raise BackendError(
-                f"the SGLang server read {meta.prompt_tokens} tokens of a prompt of {asked}: shorten it (a server "
+                f"the SGLang server read {meta.prompt_tokens} tokens of a prompt of {length}: shorten it (a server "
                 "started with --allow-auto-truncate cuts prompts silently)",
                 status=400,
                 code="context_length_exceeded",
@@ -362,8 +356,8 @@ class _SglangAnswer(_Answer):
             for position, ((logprob, token_id, _), top) in enumerate(zip(sampled, tops, strict=True))
         ]
 
-    async def left(self) -> None:
-        """SGLang goes on with a request that is left, unless it is told."""
+    async def abandon(self) -> None:
+        """Abort the request: SGLang continues it otherwise."""
         if self.finished or self._aborted:
             return
         self._aborted = True
@@ -376,8 +370,8 @@ class _SglangAnswer(_Answer):
 
     def _version_of(self, meta: _Meta, position: int) -> int:
         weights = [part.version for part in meta.weight_versions if part.start <= position]
-        told = weights[-1] if weights else meta.weight_version
-        return int(told) if told is not None and told.isdecimal() and len(told) < 10 else self._version
+        name = weights[-1] if weights else meta.weight_version
+        return int(name) if name is not None and name.isdecimal() and len(name) < 10 else self._version
 
 
 def _number(logprob: float | None) -> float:

@@ -43,7 +43,7 @@ _AT_ONCE: Final = 4  # grammars, each of another session
 @dataclass(frozen=True)
 class Form:
     """An answer of the JSON `schema`, or calls of `tools` (name, schema of the arguments) in a `format`; either, where
-    both are given. There is more than one call only with `many`. `field` is where the request says so."""
+    both are given. There is more than one call only with `many`. `field` is the request field that asks for it."""
 
     field: str
     schema: Any = None
@@ -87,18 +87,18 @@ class _JsonSchema(msgspec.Struct):
     schema: dict[str, Any]
 
 
-class _Asked(msgspec.Struct, tag_field="type", tag="json_schema"):
+class _JsonFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
     json_schema: _JsonSchema
 
 
 def form_of(call: ModelCall, tool_format: str | None) -> Form | None:
     """What the call insists on, None where it is free. CallRefused (400) for what is no form, or of another format."""
-    asked, schema = call.extra.get("response_format") or {"type": "text"}, None
-    if asked == {"type": "json_object"}:
+    response_format, schema = call.extra.get("response_format") or {"type": "text"}, None
+    if response_format == {"type": "json_object"}:
         schema = {"type": "object"}
-    elif asked != {"type": "text"}:
+    elif response_format != {"type": "text"}:
         try:
-            schema = msgspec.convert(asked, _Asked).json_schema.schema
+            schema = msgspec.convert(response_format, _JsonFormat).json_schema.schema
         except msgspec.ValidationError as error:
             _refuse("response_format", f"it is not that of OpenAI's chat completions: {error}")
     choice, forced = call.tool_choice, forces_a_call(call.tool_choice)
@@ -106,13 +106,13 @@ def form_of(call: ModelCall, tool_format: str | None) -> Form | None:
         return None
     functions = [] if choice == "none" or call.prompt is not None else [tool["function"] for tool in call.tools]
     if forced and choice != "required":
-        functions = [one for one in functions if choice == {"type": "function", "function": {"name": one["name"]}}]
+        functions = [tool for tool in functions if choice == {"type": "function", "function": {"name": tool["name"]}}]
     if forced and not functions:
         _refuse("tool_choice", "it names none of the tools")
     return Form(
         field="tool_choice" if forced else "response_format",
         schema=None if forced else schema,
-        tools=tuple((one["name"], {"type": "object", **(one.get("parameters") or {})}) for one in functions),
+        tools=tuple((tool["name"], {"type": "object", **(tool.get("parameters") or {})}) for tool in functions),
         format=TOOL_FORMATS[tool_format] if functions and tool_format else None,
         many=not isinstance(choice, dict) and call.extra.get("parallel_tool_calls") is not False,
     )
@@ -158,8 +158,6 @@ class Grammars:
 
 
 class _Masks:
-    """See `Masks`."""
-
     def __init__(self, matcher: LLMatcher, field: str) -> None:
         self._matcher = matcher
         self._field = field
@@ -178,7 +176,7 @@ class _Masks:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance wants it; what a grammar leaves no choice about is said in the tokens it encodes to."""
+    """A tokenizer as llguidance wants it; it also encodes the text that a grammar leaves no choice about."""
 
     bos_token_id = None
     is_tokenizer_wrapper = True
@@ -239,8 +237,8 @@ def _parts_of(node: Any) -> Iterator[Any]:
 
 def _json(schema: Any, *, lenient: bool = False) -> str:
     """`lenient`, keywords that llguidance does not know are left out."""
-    told = {"whitespace_pattern": _SPACE, "lenient": lenient}
-    return "%json " + msgspec.json.encode({**schema, "x-guidance": told}).decode()
+    guidance = {"whitespace_pattern": _SPACE, "lenient": lenient}
+    return "%json " + msgspec.json.encode({**schema, "x-guidance": guidance}).decode()
 
 
 def _tagged(schema: Any) -> dict[str, Any]:

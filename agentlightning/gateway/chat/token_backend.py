@@ -60,7 +60,7 @@ class TokenBackend:
 
     `name` is what spans say of it. Prompt and answer have `max_sequence_length` tokens at most, where it is given. The
     generator belongs to its owner. The seed of a call decides its random numbers alone, where the generator honours
-    seeds. Hints, such as penalties, are dropped, unless somebody else can follow them: `strict`, they are refused."""
+    seeds. Hints, such as penalties, are dropped, or refused if `strict`, so that another backend can follow them."""
 
     captures_tokens = seeded = True
     relays: frozenset[str] = frozenset()
@@ -99,7 +99,7 @@ class TokenBackend:
         started = False
         async with aclosing(choices[0] if len(choices) == 1 else _merged(choices)) as events:
             async for event in events:
-                if not started:  # a request that cannot be served is refused before anything is said
+                if not started:  # a request that cannot be served is refused before the first event
                     started = True
                     yield Started(prompt.token_ids, prompt.spliced_tokens, dropped=tuple(dropped))
                 yield event
@@ -212,7 +212,7 @@ class TokenBackend:
 
 
 class _ChoiceWriter:
-    """Turns one choice's sampled tokens into deltas: characters whole, stop strings cut, reasoning told apart, tool
+    """Turns one choice's sampled tokens into deltas: characters whole, stop strings cut, reasoning split off, tool
     calls parsed."""
 
     def __init__(
@@ -264,7 +264,6 @@ class _ChoiceWriter:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that was reached."""
         return self._stops.matched
 
     def finished(self) -> Finished:
@@ -288,8 +287,8 @@ class _ChoiceWriter:
     def _openai_delta(self, thought: str, parts: list[Part]) -> dict[str, Any]:
         content = "".join(part for part in parts if isinstance(part, str))
         calls = [self._tool_call(part) for part in parts if isinstance(part, ToolCall)]
-        said = {"reasoning_content": thought, "content": content, "tool_calls": calls}
-        return {name: value for name, value in said.items() if value}
+        delta = {"reasoning_content": thought, "content": content, "tool_calls": calls}
+        return {name: value for name, value in delta.items() if value}
 
     def _tool_call(self, call: ToolCall) -> dict[str, Any]:
         position, self._tool_calls = self._tool_calls, self._tool_calls + 1

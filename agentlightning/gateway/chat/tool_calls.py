@@ -80,11 +80,11 @@ class MarkedParser(ToolCallParser):
         """What comes behind the next `start`; None where more text is needed."""
         before, marker, after = (self._tail + text).partition(self._start)
         certain = len(before) - (0 if marker else overlap(before, self._start))
-        said = before[:certain].rstrip()
-        if said:
-            parts.append("".join(self._space) + said)
+        content = before[:certain].rstrip()
+        if content:
+            parts.append("".join(self._space) + content)
             self._space = []
-        self._space.append(before[len(said) : certain])
+        self._space.append(before[len(content) : certain])
         self._tail = before[certain:]
         if not marker:
             return None
@@ -143,7 +143,7 @@ class WholeAnswerParser(ToolCallParser):
 
 
 def detect_tool_format(template: str) -> str | None:
-    """The format a chat template writes tool calls in, or None where it writes none or one that is not listed."""
+    """The format in which a chat template writes tool calls; None if it writes none, or if the format is not listed."""
     if any(foreign in template for foreign in _FOREIGN):
         return None
     if "<tool_call>" in template:

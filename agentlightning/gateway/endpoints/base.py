@@ -35,7 +35,7 @@ class StreamWriter(Protocol):
 
 class Endpoint:
     """One protocol under `/v1/{path}`. `operation` is its `gen_ai.operation.name`; `id_prefix` begins the ids of its
-    answers, `counted_as` names a count of tokens. One that is only ever passed through writes no answers."""
+    answers, `counted_as` names a count of tokens. An endpoint that is only passed through writes no answers."""
 
     path: str
     operation = "chat"
@@ -91,10 +91,10 @@ def openai_error(error: BackendError) -> dict[str, Any]:
     return {"message": str(error), "type": error_kind(error.status, "openai"), "param": param, "code": error.code}
 
 
-def thoughts_and_text(said: dict[str, Any]) -> tuple[str, str]:
+def thoughts_and_text(message: dict[str, Any]) -> tuple[str, str]:
     """What a message, or a delta of one, holds of each, under the names that servers have for them."""
-    thoughts = said.get("reasoning_content") or said.get("reasoning") or ""
-    return thoughts, said.get("content") or said.get("refusal") or ""
+    thoughts = message.get("reasoning_content") or message.get("reasoning") or ""
+    return thoughts, message.get("content") or message.get("refusal") or ""
 
 
 def cached_and_thought(usage: Usage) -> tuple[int, int | None]:
@@ -105,8 +105,8 @@ def cached_and_thought(usage: Usage) -> tuple[int, int | None]:
 
 
 def arguments_of(call: dict[str, Any]) -> msgspec.Raw | str:
-    """The JSON object that a tool is called with. One whose arguments are no object has no form in most protocols: it
-    stays the text it is."""
+    """The arguments of a tool call as a JSON object. Other arguments have no form in most protocols: the call stays
+    text."""
     name, arguments = call["function"]["name"], call["function"]["arguments"] or "{}"
     try:
         msgspec.json.decode(arguments, type=dict[str, Any])
