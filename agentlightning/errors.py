@@ -29,6 +29,10 @@ class ConflictError(AgentLightningError):
     """The current state does not allow the change, such as a new status for a finished rollout (HTTP 409)."""
 
 
+class OutdatedError(ConflictError):
+    """What a process remembers of the store is no longer so; it has to look again."""
+
+
 class InvalidError(AgentLightningError):
     """A value is malformed, such as a reward of NaN (HTTP 422)."""
 

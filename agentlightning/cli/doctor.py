@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import click
 import msgspec
 
-from agentlightning.cli.backends import Upstream, with_backend
+from agentlightning.cli.backends import Upstream, listed_models, with_backend
 from agentlightning.cli.options import json_option, tell
 from agentlightning.cli.place import RUNS
 from agentlightning.errors import AgentLightningError, ConfigError, docs_page
@@ -102,8 +102,7 @@ async def _backend(upstream: Upstream, model: str | None) -> AsyncGenerator[Chec
         yield Check("backend", "failed", str(error), fix)
         return
     try:
-        async with backend.connection.posted(backend.connection.url("models"), None, accepted=True) as response:
-            served = [str(one["id"]) for one in msgspec.json.decode(await response.read())["data"]]
+        served = await listed_models(backend.connection)
         yield Check("backend", "ok", f"{backend.name}, {backend.kind}, serves {', '.join(served[:5]) or 'no model'}")
         model = model or next(iter(served), None)
         if model is None:

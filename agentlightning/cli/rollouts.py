@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import msgspec
 
-from agentlightning.cli.options import STATUSES, make_table, print_json, print_table, tell
-from agentlightning.cli.place import ANY_RUN, NEWEST, Place, stores_here, with_place
+from agentlightning.cli.options import COUNT, MODE, STATUSES, make_table, print_json, print_table, tell
+from agentlightning.cli.place import ANY_RUN, NEWEST, Place, stores_below, with_place
 from agentlightning.cli.runs import ListingGroup, repeated, watch_option
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.store.codec import plain
@@ -44,11 +44,9 @@ class ListedRollout(msgspec.Struct, frozen=True):
 @rollouts.command()
 @with_place(NEWEST)
 @click.option("--status", multiple=True, type=click.Choice(STATUSES), help="Only of this status. Repeatable.")
-@click.option("--mode", type=click.Choice(["train", "val", "test"]), help="Only of this mode.")
+@click.option("--mode", type=MODE, help="Only of this mode.")
 @click.option("--run", "run_id", metavar="ID", help="Only of this run.")
-@click.option(
-    "--limit", type=click.IntRange(min=1), default=20, show_default=True, help="How many to list, newest first."
-)
+@click.option("--limit", type=COUNT, default=20, help="How many to list, newest first.")
 @watch_option
 async def ls(
     place: Place,
@@ -67,12 +65,12 @@ async def ls(
     async def show() -> None:
         async with place.open(reading=True) as store:
             page = await store.page_rollouts(And(where) if where else None, [newest], limit=limit, with_total=True)
-            outcomes = await store.query_outcomes([one.rollout_id for one in page.items])
-        rewards = {one.rollout_id: one.reward for one in outcomes}
-        listed = [ListedRollout(one, rewards.get(one.rollout_id)) for one in page.items]
+            outcomes = await store.query_outcomes([rollout.rollout_id for rollout in page.items])
+        rewards = {rollout.rollout_id: rollout.reward for rollout in outcomes}
+        listed = [ListedRollout(rollout, rewards.get(rollout.rollout_id)) for rollout in page.items]
         if as_json:
-            for one in listed:
-                print_json(one)
+            for rollout in listed:
+                print_json(rollout)
         else:
             _print_list(listed, str(place), (page.total or 0) - len(listed))
 
@@ -80,22 +78,19 @@ async def ls(
 
 
 def _print_list(listed: Sequence[ListedRollout], place: str, more: int) -> None:
+    from agentlightning.display import duration
+
     rows: list[tuple[object, ...]] = []
     for rollout, reward in [(one.rollout, one.reward) for one in listed]:
         started = time.strftime("%m-%d %H:%M:%S", time.localtime(rollout.start_time))
+        took = "" if rollout.end_time is None else duration(rollout.end_time - rollout.start_time)
         ids = (rollout.rollout_id, rollout.status, rollout.mode, started)
-        rows.append((*ids, _took(rollout), reward, _input(rollout)))
+        rows.append((*ids, took, reward, _input(rollout)))
     if rows:
         print_table(make_table(("rollout", "status", "mode", "started", "took", "reward", "input"), rows))
     else:
         click.echo("no rollout matches")
     click.echo(f"{text_without_secrets(place)}{f'; {more} more, see --limit' if more > 0 else ''}", err=True)
-
-
-def _took(rollout: Rollout) -> str:
-    from agentlightning.display import duration
-
-    return "" if rollout.end_time is None else duration(rollout.end_time - rollout.start_time)
 
 
 def _input(rollout: Rollout) -> str:
@@ -108,7 +103,7 @@ def _input(rollout: Rollout) -> str:
 # --- show --------------------------------------------------------------------------------------------------------
 
 
-class _TokenOfCall(click.ParamType):
+class TokenOfCall(click.ParamType):
     """`2` or `2:5`."""
 
     name = "token"
@@ -122,17 +117,13 @@ class _TokenOfCall(click.ParamType):
 
 @rollouts.command()
 @click.argument("rollout_id", metavar="ID")
-@click.option(
-    "--attempt", "number", type=click.IntRange(min=1), metavar="N", help="Show the Nth attempt; default: the last."
-)
-@click.option(
-    "--timeline", "timed", is_flag=True, help="Show when everything happened, on one axis of time, not as a tree."
-)
+@click.option("--attempt", "number", type=COUNT, metavar="N", help="Show the Nth attempt; default: the last.")
+@click.option("--timeline", "timed", is_flag=True, help="Show when everything happened, instead of a tree.")
 @click.option("--logs", is_flag=True, help="Show logs and tracebacks whole, not only their ends.")
 @click.option(
     "--explain",
     "explained",
-    type=_TokenOfCall(),
+    type=TokenOfCall(),
     is_flag=False,
     flag_value=":0",
     metavar="CALL:TOKEN",
@@ -192,38 +183,34 @@ async def show(
 @with_place(ANY_RUN)
 async def annotate(place: Place, rollout_id: str, as_json: bool, **parts: str | None) -> None:
     """Give a rollout a label, a note or a corrected answer, for reading and `agl export`."""
-    from agentlightning.datasets.annotations import annotated, annotation_of
+    from agentlightning.datasets.annotations import annotation_of, changed_annotation
 
     if all(text is None for text in parts.values()):
         raise click.UsageError("give --label, --note or --answer")
-    place, rollout = await _find(place, rollout_id)
+    place, _ = await _find(place, rollout_id)
     async with place.open() as store:
-        rollout = await store.update_rollout(rollout_id, metadata=annotated(rollout, **parts))
+        rollout = await store.update_rollout(rollout_id, merge=changed_annotation(**parts))
     tell(as_json, annotation_of(rollout), f"annotated {rollout_id}")
 
 
 async def _explain(place: Place, rollout_id: str, token_of: tuple[int | None, int], as_json: bool) -> None:
     """Print the way of a token from reward to gradient."""
-    from agentlightning.cli.explanation import explain_token
-    from agentlightning.dashboard.tokens import Tokenizers
+    from agentlightning.cli.explanation import explain_token, show_path
 
     if place.address is None or "://" in place.address:
         raise ConfigError("--explain reads what steps trained on, in the run's directory: name its store's file there")
+    directory = Path(place.address).parent
     async with place.open(reading=True) as store:
-        path = await explain_token(store, Path(place.address).parent, rollout_id, *token_of)
-    if as_json:
-        print_json(path)
-        return
-    tokenizer = Tokenizers(lambda _: place.address).find("")
-    text = f" {tokenizer[1].text([path.token_id])!r}" if tokenizer else ""
-    token = f"token {path.token}:{text} id {path.token_id}, log p {path.logprob:.4f}"
-    click.echo(f"step {path.step}, call {path.call}, {token}")
-    print_table(make_table(("", "value", "how"), [(one.name, f"{one.value:.6g}", one.how) for one in path.stages]))
+        path = await explain_token(store, directory, rollout_id, *token_of)
+    show_path(path, place.address, as_json)
+    if not as_json:
+        call = f"{path.call}:{path.token}"
+        click.echo(f"The true ratio: python scripts/replay.py {directory} --explain {rollout_id} {call}")
 
 
 async def _find(named: Place, rollout_id: str) -> tuple[Place, Rollout]:
     """The rollout and its store: the named one, or whichever below runs/ has it."""
-    places = [named] if named.named else [Place(store) for store in stores_here()]
+    places = [named] if named.named else [Place(store) for store in stores_below()]
     for place in places:
         async with place.open(reading=True) as store:
             rollout = await store.get_rollout_by_id(rollout_id)

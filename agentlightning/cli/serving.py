@@ -4,57 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import re
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import click
-import msgspec
 
 from agentlightning.cli.backends import Upstream, with_backend
-from agentlightning.cli.options import Duration, Option, json_option, print_json, together
+from agentlightning.cli.options import COUNT, Duration, Option, json_option, print_json, together
 from agentlightning.garbage import garbage_sought_seldom
-from agentlightning.gateway.attribution import api_key_of
 from agentlightning.runner.signals import on_signal
 
 _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 FILE = click.Path(dir_okay=False, path_type=Path)
 KEY = click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True,
                    help="Key that callers must send; required to listen on other than a loopback address.")  # fmt: skip
-STORE = click.option("--store", "address", metavar="PATH|URL", default="agentlightning.sqlite", show_default=True,
+STORE = click.option("--store", "address", metavar="PATH|URL", default="agentlightning.sqlite",
                      help="SQLite file, created if missing, or postgresql://user@host/database.")  # fmt: skip
-
-
-class RequireKey:
-    """ASGI middleware that answers 401, like the OpenAI API, to requests without `key`. Anthropic's clients send theirs
-    in `x-api-key`."""
-
-    def __init__(self, app: Any, key: str) -> None:
-        self._app = app
-        self._key = key.encode()
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
-        presented = api_key_of(headers) or ""
-        if hmac.compare_digest(presented.encode("latin-1"), self._key):
-            await self._app(scope, receive, send)
-            return
-        error = {"message": "wrong or missing API key", "type": "invalid_request_error", "code": "invalid_api_key"}
-        body = msgspec.json.encode({"error": error})
-        reply = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": 401, "headers": reply})
-        await send({"type": "http.response.body", "body": body})
 
 
 def address_options(port: int) -> Option:
     ports = click.IntRange(0, 65535)
     return together(
-        click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on."),
-        click.option(
-            "--port", type=ports, default=port, show_default=True, help="Port to listen on; 0: any free port."
-        ),
+        click.option("--host", default="127.0.0.1", help="Address to listen on."),
+        click.option("--port", type=ports, default=port, help="Port to listen on; 0: any free port."),
     )
 
 
@@ -75,15 +49,11 @@ class Header(click.ParamType[tuple[str, str]]):
 @click.argument("model", metavar="MODEL")
 @address_options(8000)
 @KEY
-@click.option("--model-name", default="policy", show_default=True, help="Name by which clients call the model.")
-@click.option(
-    "--concurrency", type=click.IntRange(min=1), default=64, show_default=True, help="Number of calls answered at once."
-)
-@click.option(
-    "--max-sequence-length", type=click.IntRange(min=1), metavar="TOKENS", help="Limit of prompt and answer together."
-)
-@click.option("--threads", type=click.IntRange(min=1), help="Number of torch threads.")
-@click.option("--seed", type=int, default=0, show_default=True, help="For sampling, and for making MODEL.")
+@click.option("--model-name", default="policy", help="Name by which clients call the model.")
+@click.option("--concurrency", type=COUNT, default=64, help="Number of calls answered at once.")
+@click.option("--max-sequence-length", type=COUNT, metavar="TOKENS", help="Limit of prompt and answer together.")
+@click.option("--threads", type=COUNT, help="Number of torch threads.")
+@click.option("--seed", type=int, default=0, help="For sampling, and for making MODEL.")
 @json_option
 def serve(**options: Any) -> None:
     """Serve MODEL to clients of OpenAI's and Anthropic's APIs: a checkpoint's directory, a Hugging Face id, or
@@ -100,7 +70,8 @@ async def _serve(model: str, key: str | None, as_json: bool, **options: Any) -> 
         await until_stopped(
             f"serving {model} as {options['model_name']!r} at {url}/v1\n"
             f"    OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={example} python your_agent.py\n"
-            f"    ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={example} python your_agent.py",
+            f"    ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={example} python your_agent.py\n"
+            f"chat: {url}/#/chat",
             {"url": url, "model": options["model_name"]} if as_json else None,
         )
 
@@ -110,7 +81,7 @@ async def served_model(
     model: str, *, model_name: str, seed: int, host: str = "127.0.0.1", port: int = 0, key: str | None = None,
     **sizes: Any,
 ) -> AsyncGenerator[str]:  # fmt: skip
-    """The URL of the embedded engine with a model; nothing is stored."""
+    """The URL of the embedded engine with a model, and of a page to talk to it; calls are not stored."""
     from agentlightning.display import hide_library_progress
     from agentlightning.gateway.app import Gateway
     from agentlightning.gateway.models import ModelEntry, ModelTable
@@ -118,19 +89,18 @@ async def served_model(
     from agentlightning.learner.serving import serve_policy
     from agentlightning.server.app import create_app
     from agentlightning.server.serve import HttpServer
+    from agentlightning.store.sql import SqlStore
 
     hide_library_progress()
     policy = await asyncio.to_thread(open_policy, model, seed=seed)
     served = serve_policy(policy, seed=seed, **sizes)
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(served.service.close)
         gateway = Gateway(ModelTable([ModelEntry(model_name, served.backend)]), admin_key=key)
-        app = create_app(None, gateway=gateway, guarded=key is not None)
-        if key is not None:
-            app.add_middleware(RequireKey, key=key)
-        async with HttpServer(app, host=host, port=port) as http:
-            yield http.url
-    finally:
-        served.service.close()
+        store = await SqlStore.open(":memory:")  # for sessions of the page
+        stack.push_async_callback(store.close)
+        app = create_app(store, gateway=gateway, admin_key=key)
+        yield (await stack.enter_async_context(HttpServer(app, host=host, port=port))).url
 
 
 @click.command()
@@ -139,16 +109,15 @@ async def served_model(
 @with_backend("the models that trainers register")
 @click.option("--workers", type=click.IntRange(min=0), default=0, metavar="N",
               help="Answer LLM calls in N more processes, for machines with several cores.")  # fmt: skip
-@click.option("--synchronous", type=click.Choice(["FULL", "NORMAL"]), default="FULL", show_default=True,
+@click.option("--synchronous", type=click.Choice(["FULL", "NORMAL"]), default="FULL",
               help="NORMAL is faster; a power cut may lose the last writes.")  # fmt: skip
 @KEY
 @click.option("--tls-cert", type=FILE, help="Certificate chain (PEM) for HTTPS.")
 @click.option("--tls-key", type=FILE, help="Private key of --tls-cert (PEM).")
 @click.option("--rate-limit", type=click.FloatRange(min=0, min_open=True), metavar="N",
               help="Requests per second for each key or address; further ones get 429.")  # fmt: skip
-@click.option("--body-limit", type=click.IntRange(min=1), metavar="MIB", default=64, show_default=True,
-              help="Limit of a request's size.")  # fmt: skip
-@click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True,
+@click.option("--body-limit", type=COUNT, metavar="MIB", default=64, help="Limit of a request's size.")
+@click.option("--log-format", type=click.Choice(["text", "json"]), default="text",
               help="Format of the log: text, or one JSON object per line.")  # fmt: skip
 @click.option("--access-log", is_flag=True, help="Log a line for every request.")
 @click.option(
@@ -164,7 +133,7 @@ async def served_model(
     show_envvar=True,
     help="Header for the collector, such as its key. Repeatable; separated by commas in the variable.",
 )
-@click.option("--capture", type=click.Choice(["full", "tokens", "off"]), default="full", show_default=True,
+@click.option("--capture", type=click.Choice(["full", "tokens", "off"]), default="full",
               help="What to store of calls and spans: all, token ids without text, or neither.")  # fmt: skip
 @click.option("--redact", metavar="FILE.py:NAME", help="Function that changes or drops each span before it is stored.")
 @click.option("--retain", type=Duration(), metavar="30d", help="Delete rollouts that ended longer ago than this.")
@@ -199,7 +168,7 @@ async def _server(upstream: Upstream | None, as_json: bool, options: dict[str, A
     from agentlightning.server.service import ServerSettings, running_server
     from agentlightning.store.redaction import text_without_secrets
 
-    told = {"store": text_without_secrets(options["store"])}
+    details = {"store": text_without_secrets(options["store"])}
     greeting = "store {store} at {url}\ndashboard: {url}/"
     if upstream is not None:
         found = await upstream.resolved()
@@ -216,15 +185,15 @@ async def _server(upstream: Upstream | None, as_json: bool, options: dict[str, A
             check=False,
         )
         options["registrations"] = (answering,)
-        told |= {"backend": found.url, "kind": found.kind}
+        details |= {"backend": found.url, "kind": found.kind}
         greeting = (
             "calls to {backend} ({kind}) are recorded in {store}\n"
             "    OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY=any python your_agent.py\n"
             "    ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY=any python your_agent.py"
         )
     async with running_server(ServerSettings(**options)) as running:
-        told["url"] = running.url
-        await until_stopped(greeting.format_map(told), told if as_json else None)
+        details["url"] = running.url
+        await until_stopped(greeting.format_map(details), details if as_json else None)
         calls = sum(running.gateway.statistics.calls.values())
     if upstream is not None:
         shed = running.gateway.shed
@@ -233,12 +202,12 @@ async def _server(upstream: Upstream | None, as_json: bool, options: dict[str, A
             print_json({"calls": calls, "recorded": calls - shed})
 
 
-async def until_stopped(greeting: str, told: object = None) -> None:
+async def until_stopped(greeting: str, details: object = None) -> None:
     """Print that the server is up, with `told` for JSON, and return at Ctrl-C or SIGTERM."""
     stopping = asyncio.Event()
     with on_signal(stopping.set):
         click.echo(greeting, err=True)
-        if told is not None:
-            print_json(told)
+        if details is not None:
+            print_json(details)
         await stopping.wait()
     click.echo("stopping", err=True)

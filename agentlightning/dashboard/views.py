@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, get_type_hints
 import msgspec
 
 from agentlightning.dashboard import credit, failures, progress, rollouts, runs, tokens
-from agentlightning.datasets.annotations import annotated
+from agentlightning.datasets.annotations import changed_annotation
 from agentlightning.errors import InvalidError, NotFoundError
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
@@ -177,7 +177,7 @@ class ShowTokens(View, frozen=True, kw_only=True):
     async def read(self, sources: Sources) -> tokens.TokenView:
         group = await sources.compared_with(await sources.rollout(self.rollout_id))
         spans = await sources.store.query_spans(self.rollout_id, "latest")
-        traced = next(one for one in group.traced if one.rollout.rollout_id == self.rollout_id)
+        traced = next(member for member in group.traced if member.rollout.rollout_id == self.rollout_id)
         tokenizer = await asyncio.to_thread(sources.tokenizers.find, self.rollout_id)
         return await asyncio.to_thread(tokens.token_view, traced, spans, group, self.call, tokenizer)
 
@@ -242,9 +242,8 @@ class AnnotateRollout(View, frozen=True, kw_only=True):
     answer: str | None = None
 
     async def read(self, sources: Sources) -> Rollout:
-        rollout = await sources.rollout(self.rollout_id)
-        changed = annotated(rollout, label=self.label, note=self.note, answer=self.answer)
-        return await sources.store.update_rollout(self.rollout_id, metadata=changed)
+        changed = changed_annotation(label=self.label, note=self.note, answer=self.answer)
+        return await sources.store.update_rollout(self.rollout_id, merge=changed)
 
 
 VIEWS: Final[tuple[type[View], ...]] = (

@@ -29,9 +29,6 @@ def annotation_of(rollout: Rollout) -> Annotation:
         raise InvalidError(f"the annotation of rollout {rollout.rollout_id} is malformed: {error}") from None
 
 
-def annotated(rollout: Rollout, **changes: str | None) -> dict[str, Any]:
-    """The rollout's metadata with these parts of the annotation changed; an empty text removes a part."""
-    given = {name: text or None for name, text in changes.items() if text is not None}
-    annotation = msgspec.to_builtins(msgspec.structs.replace(annotation_of(rollout), **given))
-    others = {key: value for key, value in rollout.metadata.items() if key != ANNOTATION}
-    return others | ({ANNOTATION: annotation} if annotation else {})
+def changed_annotation(**parts: str | None) -> dict[str, Any]:
+    """What `update_rollout` merges into the metadata to change these parts; an empty text removes a part."""
+    return {ANNOTATION: {name: text or None for name, text in parts.items() if text is not None}}

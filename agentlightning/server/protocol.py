@@ -96,9 +96,6 @@ class ServerProtocol(HttpToolsProtocol):
     def fixed_head(self) -> bytes:
         return b"".join([b"%b: %b\r\n" % header for header in self.server_state.default_headers])
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """Clients that ask for a websocket are answered; nothing is missing here."""
-
     def data_received(self, data: bytes) -> None:
         if self._ends:
             return
@@ -107,22 +104,40 @@ class ServerProtocol(HttpToolsProtocol):
             self._alone = not self._in_request  # these bytes begin with a request, if one begins in them
             if not self._in_body:
                 self._head += data
-        super().data_received(data)
+        self._parse(data)
         if self._target is not None:
             self._pass_on(self._target)
             return
         if self._gathered > _LONGEST_HEAD and not self.transport.is_closing():
             self.send_400_response("The head of the request is too long.")
 
+    def _parse(self, data: bytes) -> None:
+        """Requests to upgrade to HTTP/2 or a websocket are answered as if they had not asked."""
+        self._unset_keepalive_if_required()
+        parser, rest = cast(httptools.HttpRequestParser, self.parser), memoryview(data)
+        try:
+            while rest:
+                try:
+                    parser.feed_data(rest)
+                    return
+                except httptools.HttpParserUpgrade as upgrade:
+                    # The parser takes the body for another protocol's; here is the head again, without the wish.
+                    rest = rest[upgrade.args[0] :]
+                    lines = [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+                    asked = parser.get_method(), self.url, parser.get_http_version().encode()
+                    parser.feed_data(b"\r\n".join([b"%b %b HTTP/%b" % asked, *lines, b"", b""]))
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):  # the latter of a CONNECT
+            self.send_400_response("Invalid HTTP request received.")
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_request, self._whole_head = True, self._alone
 
     def on_headers_complete(self) -> None:
-        if self._ends or self._target is not None:
+        parser: Any = self.parser
+        if self._ends or self._target is not None or parser.should_upgrade():
             return
         self._gathered = 0
-        parser: Any = self.parser
         method, path = parser.get_method().decode("ascii"), httptools.parse_url(self.url).path.decode("ascii")
         path = unquote(path) if "%" in path else path
         calls: LlmCalls | None = getattr(cast(Starlette, self.config.app).state, "calls", None)
@@ -186,6 +201,8 @@ class ServerProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if cast(httptools.HttpRequestParser, self.parser).should_upgrade():
+            return
         self._in_request = self._in_body = self._alone = False
         if self._target is None and not self._ends:
             super().on_message_complete()

@@ -39,6 +39,7 @@ from agentlightning.store.redaction import Capture, redaction
 from agentlightning.store.retention import ended_before
 from agentlightning.store.sql import SqlStore
 from agentlightning.store.sqlite import Synchronous
+from agentlightning.store.writer import Observer
 
 if TYPE_CHECKING:
     from agentlightning.server.forwarding import Forwarder
@@ -93,14 +94,15 @@ async def running_server(settings: ServerSettings) -> AsyncGenerator[Running]:
         forwarder = _forwarder(settings)
         if forwarder is not None:
             stack.push_async_callback(forwarder.close)  # after all that may still store something
+        observer = None if forwarder is None else forwarder.take
         store = await SqlStore.open(
             settings.store,
             synchronous=settings.synchronous,
             redact=redaction(settings.capture, load_reference(settings.hook) if settings.hook else None),
-            stored=None if forwarder is None else forwarder.take,
+            observer=observer,
         )
         stack.push_async_callback(store.close)
-        workers = _workers(settings, store)
+        workers = _workers(settings, store, observer)
         share = Gateway if workers is None else functools.partial(SharedGateway, workers)
         # Other models come and go: each trainer that joins brings its own.
         gateway = share(ModelTable(settings.models), store, admin_key=settings.key, body_limit=settings.body_limit)
@@ -138,7 +140,7 @@ async def running_server(settings: ServerSettings) -> AsyncGenerator[Running]:
         yield Running(http.url, gateway)
 
 
-def _workers(settings: ServerSettings, store: SqlStore) -> Workers | None:
+def _workers(settings: ServerSettings, store: SqlStore, observer: Observer | None) -> Workers | None:
     """ConfigError for what workers cannot share."""
     if not settings.workers:
         return None
@@ -146,7 +148,7 @@ def _workers(settings: ServerSettings, store: SqlStore) -> Workers | None:
         raise ConfigError("workers share models by their address; register these, or leave workers out")
     if settings.tls_cert is not None or settings.tls_key is not None:
         raise ConfigError("workers speak no TLS; put a proxy with the certificate before them, or leave --workers out")
-    return Workers(settings.workers, store)
+    return Workers(settings.workers, store, observer)
 
 
 def _begin(index: int, settings: ServerSettings, port: int, folder: Path, models: Models) -> WorkerSettings:
@@ -165,6 +167,7 @@ def _begin(index: int, settings: ServerSettings, port: int, folder: Path, models
         log_format=settings.log_format,
         capture=settings.capture,
         hook=settings.hook,
+        observed=settings.otlp_forward is not None,
         models=list(models.registered.values()),
         versions=[versions_of(entry) for entry in table],
         holds=[

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,8 +33,10 @@ from agentlightning.server.pipe import Pipe
 from agentlightning.server.serve import HttpServer, run_on_fastest_loop
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
-from agentlightning.store.codec import LARGE, larger
+from agentlightning.store.prompts import SpanRow
 from agentlightning.store.redaction import Capture, Redact, redaction
+from agentlightning.store.spans import Stored
+from agentlightning.store.writer import SpanWriter
 from agentlightning.types import Attempt, Span
 
 _REPORT_SECONDS: Final = 0.5
@@ -70,6 +73,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     log_format: LogFormat
     capture: Capture
     hook: str | None
+    observed: bool
     models: list[RegisterModel]
     versions: list[Versions]
     holds: list[Hold]
@@ -92,11 +96,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PipedStore(LightningStore):
-    """The owner's store through a pipe. Spans are redacted here; what nobody has touched since is known here."""
+    """The owner's store through a pipe. Rows are made here; what nobody has touched since is known here."""
 
-    def __init__(self, pipe: Pipe, redact: Redact) -> None:
+    def __init__(self, pipe: Pipe, redact: Redact, *, observed: bool) -> None:
         self._pipe = pipe
-        self._redact = redact
+        self._writer = SpanWriter(redact, self._store_rows, self._show if observed else None)
         self._latest: dict[str, Attempt] = {}  # by rollout
         self._changes = 0
 
@@ -110,11 +114,7 @@ class PipedStore(LightningStore):
         if call.method == "get_latest_attempt":
             return await self._latest_attempt(call)
         if call.method == "store_spans":
-            spans: list[Span] = getattr(call, "spans")  # noqa: B009 - it has this field
-            large = larger(spans, LARGE)
-            kept = await asyncio.to_thread(list, map(self._redact, spans)) if large else list(map(self._redact, spans))
-            numbers = iter(await self._ask("store_redacted", [span for span in kept if span is not None], list[int]))
-            return [0 if span is None else next(numbers) for span in kept]
+            return await self._writer.store(getattr(call, "spans"))  # noqa: B009 - it has this field
         return await self._ask(call.method, call, call.returns)
 
     async def close(self) -> None:
@@ -132,6 +132,12 @@ class PipedStore(LightningStore):
                 self._latest[rollout_id] = found
         return found
 
+    async def _store_rows(self, rows: list[SpanRow]) -> list[Stored]:
+        return await self._ask("store_rows", rows, list[Stored])
+
+    def _show(self, spans: Sequence[Span]) -> None:
+        self._pipe.tell("stored", spans)
+
     async def _ask(self, name: str, content: Any, returns: Any) -> Any:
         answer = await self._pipe.ask(name, content)
         return None if returns is None else msgspec.msgpack.decode(answer, type=returns)
@@ -145,7 +151,7 @@ class Worker:
         self._closing: set[asyncio.Task[None]] = set()
         self._obeying = asyncio.Lock()  # what the owner says is carried out in its order
         hook = load_reference(settings.hook) if settings.hook else None
-        self.store = PipedStore(pipe, redaction(settings.capture, hook))
+        self.store = PipedStore(pipe, redaction(settings.capture, hook), observed=settings.observed)
         self.gateway = Gateway(
             ModelTable(map(entry_of, settings.models)),
             self.store,

@@ -24,24 +24,27 @@ from agentlightning.gateway.replicas import servers_of
 from agentlightning.server.pipe import Pipe
 from agentlightning.server.worker import Hold, Report, Settings, Versions
 from agentlightning.store.base import CALLS
+from agentlightning.store.prompts import SpanRow
 from agentlightning.store.sql import SqlStore
+from agentlightning.store.writer import Observer
 from agentlightning.types import Span
 
 _log = logging.getLogger(__name__)
 _PAUSE: Final = 0.5  # seconds until a worker that died is started again
 _STOP_SECONDS: Final = 15.0
-_spans: Final = msgspec.msgpack.Decoder(list[Span])
+_rows: Final = msgspec.msgpack.Decoder(list[SpanRow])
 
 
 class Workers:
-    """`count` workers, from `start` to `stop`."""
+    """`count` workers, from `start` to `stop`. `observer` gets the spans that they store."""
 
-    def __init__(self, count: int, store: SqlStore) -> None:
+    def __init__(self, count: int, store: SqlStore, observer: Observer | None) -> None:
         self.reports: dict[int, Report] = {}
         self.ended = CallStatistics()  # of workers that are gone
         self.ended_shed = 0
         self._count = count
         self._store = store
+        self._observer = observer
         self._settings: Callable[[int], Settings] | None = None
         self._pipes: dict[int, Pipe] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -126,8 +129,12 @@ class Workers:
 
     async def _answer(self, index: int, name: str, content: msgspec.Raw) -> Any:
         """Carry out what a worker asks of the store."""
-        if name == "store_redacted":
-            return await self._store.store_redacted(_spans.decode(content))
+        if name == "store_rows":
+            return await self._store.store_rows(_rows.decode(content))
+        if name == "stored":
+            assert self._observer is not None
+            self._observer(msgspec.msgpack.decode(content, type=list[Span]))
+            return None
         if name == "report":
             self.reports[index] = msgspec.msgpack.decode(content, type=Report)
             return None

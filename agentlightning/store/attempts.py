@@ -99,15 +99,21 @@ def _watch(tx: Transaction, number: int, standing: Standing) -> None:
 
 
 def update_rollout(
-    tx: Transaction, rollout_id: str, status: RolloutStatus | None, metadata: Mapping[str, Any] | None
+    tx: Transaction,
+    rollout_id: str,
+    status: RolloutStatus | None,
+    metadata: Mapping[str, Any] | None,
+    merge: Mapping[str, Any] | None,
 ) -> Rollout:
-    """Change the status, where the lifecycle allows it, and replace the metadata."""
-    current = require_rollout(tx.connection, rollout_id).status
-    if status is not None and status != current:
-        lifecycle.check_settable(rollout_id, current, status)
+    """Change the status, where the lifecycle allows it, and replace the metadata or merge into it."""
+    stored = require_rollout(tx.connection, rollout_id)
+    if status is not None and status != stored.status:
+        lifecycle.check_settable(rollout_id, stored.status, status)
         _decide(tx, rollout_id, status)
-    if metadata is not None:
-        text = codec.to_json(metadata, "the metadata of the rollout")
+    if metadata is not None or merge is not None:
+        codec.to_json(merge, "the change of the metadata")  # before the recursion, as it limits the depth
+        whole = codec.merged(stored.metadata if metadata is None else metadata, merge or {})
+        text = codec.to_json(whole, "the metadata of the rollout")
         tx.connection.execute("UPDATE rollouts SET metadata = ? WHERE rollout_id = ?", (text, rollout_id))
         tx.changes.touched.append(rollout_id)
     return require_rollout(tx.connection, rollout_id)

@@ -192,9 +192,11 @@ class LightningStore(abc.ABC):
         *,
         status: RolloutStatus | None = None,
         metadata: Mapping[str, Any] | None = None,
+        merge: Mapping[str, Any] | None = None,
     ) -> Rollout:
-        """Change status or metadata (replaced as a whole). You can end, cancel or requeue a rollout, which ends its
-        active attempts. `preparing` and `running` follow from its attempts: setting them is a ConflictError."""
+        """Change status or metadata: `metadata` replaces the whole, `merge` goes into it key by key, also in nested
+        objects, and None removes a key. You can end, cancel or requeue a rollout, which ends its active attempts.
+        `preparing` and `running` follow from its attempts: setting them is a ConflictError."""
 
     @call("POST /rollouts/wait", "read")
     async def wait_for_rollouts(self, rollout_ids: Sequence[str], timeout: float | None = None) -> list[Rollout]:

@@ -120,6 +120,16 @@ def same(stored: Any, value: Any, what: str) -> bool:
     return from_json(to_json(stored, what)) == from_json(to_json(value, what))
 
 
+def merged(value: Any, patch: Any) -> Any:
+    """The JSON value with a merge patch applied (RFC 7396): `{"a": 1, "b": 2}`, `{"b": None, "c": 3}` → `{"a": 1,
+    "c": 3}`."""
+    if not isinstance(patch, Mapping):
+        return patch
+    known: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
+    changed = {key: merged(known.get(key), part) for key, part in patch.items() if part is not None}
+    return {key: part for key, part in known.items() if key not in patch} | changed
+
+
 def text(value: str) -> str:
     """The text without NUL, which PostgreSQL refuses. (Texts inside JSON keep theirs.)"""
     return value.replace("\0", "\ufffd") if "\0" in value else value

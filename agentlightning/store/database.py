@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar
@@ -24,6 +24,7 @@ from agentlightning.errors import ConfigError, ConflictError, InvalidError, Unav
 
 T = TypeVar("T")
 Dialect: TypeAlias = Literal["sqlite", "postgres"]
+FIND: Final[Mapping[Dialect, str]] = {"sqlite": "instr", "postgres": "strpos"}
 Trouble: TypeAlias = Literal["conflict", "lost", "invalid", "overdue", "unavailable"]
 """What an error of a database means: something of that name is stored already; the connection is gone, and with it the
 transaction; the values cannot be stored; the time for the query was over; the database cannot be written."""

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from agentlightning.semconv import REWARD_FINAL, REWARD_RETURNED, reward_value
 from agentlightning.store import codec
-from agentlightning.store.database import Connection
-from agentlightning.store.query import FIND
+from agentlightning.store.database import FIND, Connection
 from agentlightning.store.transaction import Transaction
 from agentlightning.types import Outcome
 
@@ -32,21 +31,31 @@ def query_outcomes(tx: Transaction, rollout_ids: Sequence[str]) -> list[Outcome]
     return found
 
 
-def note_reward(
-    connection: Connection, rollout_id: str, sequence_id: int, attributes: Mapping[str, Any], start_time: float
-) -> None:
-    """Note the final reward in a span of this attempt, if it has one."""
+class FinalReward(NamedTuple):
+    """A final reward, and its order among those of its attempt, of which the last one counts."""
+
+    value: float
+    order: float
+
+
+def final_reward(attributes: Mapping[str, Any], start_time: float) -> FinalReward | None:
+    """The final reward in a span, if it has one."""
     value = attributes.get(reward_value(0))
     if value is None or isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return
+        return None
     if attributes.get(REWARD_FINAL, True) is False:
-        return
-    order = start_time + (_RETURNED if attributes.get(REWARD_RETURNED) is True else 0.0)
-    connection.execute(
-        "UPDATE rollouts SET reward = ?, reward_order = ? WHERE rollout_id = ? AND attempts = ? "
-        "AND (reward_order IS NULL OR reward_order <= ?)",
-        (float(value), order, rollout_id, sequence_id, order),
-    )
+        return None
+    return FinalReward(float(value), start_time + (_RETURNED if attributes.get(REWARD_RETURNED) is True else 0.0))
+
+
+def note_reward(connection: Connection, rollout_id: str, sequence_id: int, reward: FinalReward | None) -> None:
+    """Note a final reward in a span of this attempt."""
+    if reward is not None:
+        connection.execute(
+            "UPDATE rollouts SET reward = ?, reward_order = ? WHERE rollout_id = ? AND attempts = ? "
+            "AND (reward_order IS NULL OR reward_order <= ?)",
+            (reward.value, reward.order, rollout_id, sequence_id, reward.order),
+        )
 
 
 def note_error(connection: Connection, rollout_id: str, sequence_id: int, error: object) -> None:
@@ -77,4 +86,4 @@ def recall(connection: Connection, rollout_id: str) -> None:
         (number, f'"{reward_value(0)}"'),
     ).fetchall()
     for attributes, start_time in spans:
-        note_reward(connection, rollout_id, sequence_id, codec.from_json(attributes), start_time)
+        note_reward(connection, rollout_id, sequence_id, final_reward(codec.from_json(attributes), start_time))

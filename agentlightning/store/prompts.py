@@ -21,6 +21,8 @@ from agentlightning import semconv
 from agentlightning.store import codec
 from agentlightning.store.codec import SPAN_COLUMNS, SpanColumns
 from agentlightning.store.database import Connection
+from agentlightning.store.outcomes import FinalReward, final_reward
+from agentlightning.store.redaction import Redact
 from agentlightning.types import Span
 
 REPEATED: Final = (
@@ -59,14 +61,25 @@ class Prompt:
         self.attempt: int | None = None
 
 
-class Prepared(msgspec.Struct, frozen=True, gc=False):
-    """A span as it may be written, with its columns; none of both where it is dropped. With a `base`, the columns hold
-    no more of the `prompt` than what is new."""
+class SpanRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What is stored of a span; no columns if the redaction dropped it. Columns with a base hold no more of the prompt
+    than what is new, and `base_attempt` is the number of the attempt that the base is stored in; None if the base is an
+    earlier row of the same write."""
+
+    rollout_id: str
+    attempt_id: str
+    columns: SpanColumns | None
+    base_attempt: int | None = None
+    reward: FinalReward | None = None
+    call: bool = False
+
+
+class Prepared(NamedTuple):
+    """A span as it may be written, None if it is dropped; its row, and the prompt that later rows may go on from."""
 
     span: Span | None
-    columns: SpanColumns | None
+    row: SpanRow
     prompt: Prompt | None = None
-    base: Prompt | None = None
 
 
 class Prompts:
@@ -77,12 +90,12 @@ class Prompts:
         self._of: OrderedDict[tuple[str, str], tuple[Prompt, ...]] = OrderedDict()
         self._size = 0
 
-    def of(self, span: Span) -> tuple[Prompt, ...]:
-        return self._of.get((span.rollout_id, span.attempt_id), ())
+    def of(self, row: SpanRow | Span) -> tuple[Prompt, ...]:
+        return self._of.get((row.rollout_id, row.attempt_id), ())
 
-    def remember(self, span: Span, prompt: Prompt) -> None:
+    def remember(self, row: SpanRow, prompt: Prompt) -> None:
         """The base is forgotten where the prompt goes on from all of it."""
-        key = (span.rollout_id, span.attempt_id)
+        key = (row.rollout_id, row.attempt_id)
         kept = [*self._of.pop(key, ()), prompt]
         self._size += prompt.size
         gone = [one for one in kept if prompt.goes_on and one.span_id == prompt.base] or kept[:-_BRANCHES]
@@ -93,21 +106,29 @@ class Prompts:
         while self._size > _REMEMBERED:
             self._size -= sum(one.size for one in self._of.popitem(last=False)[1])
 
-    def prepare(self, spans: Sequence[Span | None]) -> list[Prepared]:
-        """Spans with their columns. A base is one of the prompts here, or that of an earlier one of these spans."""
+    def prepare(self, spans: Sequence[Span], redact: Redact, *, whole: bool) -> list[Prepared]:
+        """Spans with their rows. A base is one of the prompts here, or that of an earlier one of these spans; there is
+        none if rows are to be `whole`."""
         prepared: list[Prepared] = []
         among = Prompts()
-        for span in spans:
+        for given in spans:
+            span = redact(given)
             if span is None:
-                prepared.append(Prepared(None, None))
+                one = Prepared(None, SpanRow(given.rollout_id, given.attempt_id, None))
             elif semconv.CALL_ENDPOINT not in span.attributes:
-                prepared.append(Prepared(span, codec.span_columns(span)))
+                one = Prepared(span, _row_of(span, codec.span_columns(span)))
             else:
-                one = _prepared(span, (*self.of(span), *among.of(span)))
+                one = _prepared(span, () if whole else (*self.of(span), *among.of(span)))
                 if one.prompt is not None and len(spans) > 1:
-                    among.remember(span, one.prompt)
-                prepared.append(one)
+                    among.remember(one.row, one.prompt)
+            prepared.append(one)
         return prepared
+
+
+def _row_of(span: Span, columns: SpanColumns, base: Prompt | None = None) -> SpanRow:
+    reward = final_reward(span.attributes, span.start_time)
+    number = None if base is None else base.attempt
+    return SpanRow(span.rollout_id, span.attempt_id, columns, number, reward, semconv.CALL_ENDPOINT in span.attributes)
 
 
 def _prepared(span: Span, known: Sequence[Prompt]) -> Prepared:
@@ -119,7 +140,7 @@ def _prepared(span: Span, known: Sequence[Prompt]) -> Prepared:
     if span.tokens is not None:
         parts[_IDS] = codec.packed_ids(span.tokens.prompt_token_ids)
     if not parts:
-        return Prepared(span, codec.span_columns(span))
+        return Prepared(span, _row_of(span, codec.span_columns(span)))
     prompt = Prompt(span.span_id, parts)
     repeated, most, base = dict[str, int](), 0, None
     for one in known:
@@ -130,7 +151,7 @@ def _prepared(span: Span, known: Sequence[Prompt]) -> Prepared:
     if base is not None:
         prompt.base, prompt.chain = base.span_id, base.chain + 1
         prompt.goes_on = all(repeated.get(name, 0) >= len(part) - 1 for name, part in base.parts.items())
-    return Prepared(span, _new_columns(span, parts, prompt.base, repeated), prompt, base)
+    return Prepared(span, _row_of(span, _new_columns(span, parts, prompt.base, repeated), base), prompt)
 
 
 def _new_columns(span: Span, parts: Mapping[str, _Part], base: str | None, repeated: Mapping[str, int]) -> SpanColumns:

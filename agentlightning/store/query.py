@@ -20,13 +20,12 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 
 from agentlightning.errors import InvalidError, nearest
-from agentlightning.store.database import Connection, Dialect
+from agentlightning.store.database import FIND, Connection
 from agentlightning.store.prompts import REPEATED, WholePrompts
 from agentlightning.types import And, Filter, Not, Or
 
 Kind: TypeAlias = Literal["text", "number", "boolean", "null"]
 
-FIND: Final[Mapping[Dialect, str]] = {"sqlite": "instr", "postgres": "strpos"}
 
 _COMPARED: Final = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
 _SYMBOLS: Final = {"eq": "=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}

@@ -16,13 +16,13 @@ from agentlightning.store import codec, lifecycle, query
 from agentlightning.store.attempts import cancel_rollout, insert_attempt
 from agentlightning.store.database import Connection
 from agentlightning.store.outcomes import note_error
-from agentlightning.store.prompts import Prepared
+from agentlightning.store.prompts import SpanRow
 from agentlightning.store.query import Query
 from agentlightning.store.rollouts import ACTIVE, TERMINAL, find_rollout
 from agentlightning.store.spans import add_spans
 from agentlightning.store.tables import ROLLOUTS
 from agentlightning.store.transaction import Transaction
-from agentlightning.types import UNATTRIBUTED, And, Attempt, Condition, Deleted, Filter, Rollout, Span
+from agentlightning.types import UNATTRIBUTED, And, Attempt, Condition, Deleted, Filter, Rollout
 
 _AT_ONCE: Final = 200  # rollouts in one transaction, so that nobody waits long
 _SECONDS_AT_ONCE: Final = 0.2
@@ -107,17 +107,13 @@ def _remove(connection: Connection, rollout_id: str, group_id: str | None) -> De
 # --- bringing in -------------------------------------------------------------------------------------------------
 
 
-def import_rollout(
-    tx: Transaction, rollout: Rollout, attempts: Sequence[Attempt], prepared: Sequence[Prepared]
-) -> bool:
+def import_rollout(tx: Transaction, rollout: Rollout, attempts: Sequence[Attempt], rows: Sequence[SpanRow]) -> bool:
     """Store another store's finished rollout with its attempts and spans. False if it is stored already. The database
     refuses an attempt, or an index in a group, that belongs to another rollout."""
-    spans = [one.span for one in prepared if one.span is not None]
-    prepared = [one for one in prepared if one.span is not None]
     attempts = sorted(attempts, key=lambda attempt: attempt.sequence_id)
-    _check_whole(rollout, attempts, spans)
+    _check_whole(rollout, attempts, rows)
     if rollout.rollout_id == UNATTRIBUTED:
-        add_spans(tx, spans, prepared)  # beside those of this store's own
+        add_spans(tx, rows)  # beside those of this store's own
         return True
     if find_rollout(tx.connection, rollout.rollout_id) is not None:
         return False
@@ -125,7 +121,7 @@ def import_rollout(
     for attempt in attempts:
         insert_attempt(tx.connection, attempt, attempt.start_time, attempt.start_time)
         note_error(tx.connection, attempt.rollout_id, attempt.sequence_id, attempt.metadata.get("reason"))
-    add_spans(tx, spans, prepared)
+    add_spans(tx, rows)
     tx.changes.touched.append(rollout.rollout_id)
     tx.changes.finished.append(rollout.rollout_id)
     if rollout.group_id is not None:
@@ -133,7 +129,7 @@ def import_rollout(
     return True
 
 
-def _check_whole(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> None:
+def _check_whole(rollout: Rollout, attempts: Sequence[Attempt], rows: Sequence[SpanRow]) -> None:
     """InvalidError unless these are a finished rollout, its finished attempts and their spans."""
     if rollout.status not in lifecycle.TERMINAL or rollout.end_time is None:
         raise InvalidError(f"rollout {rollout.rollout_id} is {rollout.status}; only finished rollouts can be imported")
@@ -154,9 +150,10 @@ def _check_whole(rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[
     if not all(map(math.isfinite, times)):
         raise InvalidError(f"a time of rollout {rollout.rollout_id} is not a finite number")
     names = {attempt.attempt_id for attempt in attempts}
-    for span in spans:
-        if span.rollout_id != rollout.rollout_id or span.attempt_id not in names:
-            raise InvalidError(f"span {span.span_id} is not of an attempt of rollout {rollout.rollout_id}")
+    for row in rows:
+        if row.rollout_id != rollout.rollout_id or row.attempt_id not in names:
+            span_id = "" if row.columns is None else row.columns.span_id
+            raise InvalidError(f"span {span_id} is not of an attempt of rollout {rollout.rollout_id}")
 
 
 # --- what is wrong -----------------------------------------------------------------------------------------------

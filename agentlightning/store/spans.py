@@ -6,16 +6,15 @@ This module does not know threads, event loops or HTTP, nor what a span means.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
-from agentlightning.errors import ConflictError, InvalidError, NotFoundError
-from agentlightning.semconv import CALL_ENDPOINT
-from agentlightning.store import codec, lifecycle
+from agentlightning.errors import ConflictError, InvalidError, NotFoundError, OutdatedError
+from agentlightning.store import lifecycle
 from agentlightning.store.attempts import load_standing, load_with_sequence, save_standing
 from agentlightning.store.codec import SPAN_COLUMNS, SpanColumns
 from agentlightning.store.database import Connection
 from agentlightning.store.outcomes import note_reward
-from agentlightning.store.prompts import Prepared, WholePrompts
+from agentlightning.store.prompts import SpanRow, WholePrompts
 from agentlightning.store.rollouts import require_rollout
 from agentlightning.store.transaction import Transaction
 from agentlightning.types import UNATTRIBUTED, Span
@@ -27,52 +26,61 @@ _INSERT: Final = (
 )
 
 
-def add_spans(tx: Transaction, spans: Sequence[Span], prepared: Sequence[Prepared]) -> list[int]:
-    """Store prepared spans, all or none. Returns the sequence id of each; 0 for a dropped one."""
+class Stored(NamedTuple):
+    """The sequence id of a span, 0 if it was dropped; and the number of its attempt, None if it was stored before."""
+
+    sequence_id: int
+    attempt: int | None
+
+
+_DROPPED: Final = Stored(0, None)
+
+
+def add_spans(tx: Transaction, rows: Sequence[SpanRow]) -> list[Stored]:
+    """Store spans, all or none. OutdatedError if the base of one is not stored in its attempt."""
     by_attempt: dict[tuple[str, str], list[int]] = {}
-    for index, span in enumerate(spans):
-        by_attempt.setdefault((span.rollout_id, span.attempt_id), []).append(index)
-    stored = [0] * len(spans)
+    for index, row in enumerate(rows):
+        by_attempt.setdefault((row.rollout_id, row.attempt_id), []).append(index)
+    stored = [_DROPPED] * len(rows)
     for (rollout_id, attempt_id), indices in by_attempt.items():
         if rollout_id == attempt_id == UNATTRIBUTED:
             _lay_out_unattributed(tx)
         number, before, highest = load_with_sequence(tx.connection, rollout_id, attempt_id)
+        new = set[str]()
         for index in indices:
-            one = prepared[index]
-            row = one.columns
-            if row is None:
+            row = rows[index]
+            columns = row.columns
+            if columns is None:
                 continue
-            if one.base is not None and one.span is not None and one.base.attempt != number:
-                row = codec.span_columns(one.span)  # what it goes on from is not stored here
-            if row.sequence_id > _LARGEST_GIVEN:
+            if columns.base is not None and row.base_attempt != number and columns.base not in new:
+                raise OutdatedError(f"the prompt that call {columns.span_id} goes on from is not stored")
+            if columns.sequence_id > _LARGEST_GIVEN:
                 raise InvalidError(
-                    f"the sequence_id of span {row.span_id} is too large: give 1, 2 …, or 0 for the next"
+                    f"the sequence_id of span {columns.span_id} is too large: give 1, 2 …, or 0 for the next"
                 )
-            sequence_id = row.sequence_id or highest + 1
-            inserted = tx.connection.execute(_INSERT, (number, row[0], sequence_id, *row[2:])).rowcount
-            if one.prompt is not None:
-                one.prompt.attempt = number if inserted else None
+            sequence_id = columns.sequence_id or highest + 1
+            inserted = tx.connection.execute(_INSERT, (number, columns[0], sequence_id, *columns[2:])).rowcount
             if not inserted:
-                stored[index] = _stored_before(tx.connection, number, row, spans[index])
+                stored[index] = Stored(_stored_before(tx.connection, number, row, columns), None)
                 continue
+            new.add(columns.span_id)
             highest = max(highest, sequence_id)
-            stored[index] = sequence_id
-            span = spans[index]
-            note_reward(tx.connection, rollout_id, before.sequence_id, span.attributes, span.start_time)
+            stored[index] = Stored(sequence_id, number)
+            note_reward(tx.connection, rollout_id, before.sequence_id, row.reward)
         save_standing(tx, number, before, lifecycle.hear(before, tx.now, tx.lease_seconds), highest)
         tx.changes.spans.append(rollout_id)
     return stored
 
 
-def _stored_before(connection: Connection, number: int, row: SpanColumns, span: Span) -> int:
+def _stored_before(connection: Connection, number: int, row: SpanRow, columns: SpanColumns) -> int:
     """The sequence id of the stored span with this id. ConflictError if another span has the place of a gateway's call,
     which must not be lost."""
     sequence_id, start_time = connection.execute(
-        "SELECT sequence_id, start_time FROM spans WHERE attempt = ? AND span_id = ?", (number, row.span_id)
+        "SELECT sequence_id, start_time FROM spans WHERE attempt = ? AND span_id = ?", (number, columns.span_id)
     ).fetchone()
-    if start_time != row.start_time and CALL_ENDPOINT in span.attributes:
+    if start_time != columns.start_time and row.call:
         raise ConflictError(
-            f"the call {row.span_id} of attempt {span.attempt_id} is not stored: its id is another span's"
+            f"the call {columns.span_id} of attempt {row.attempt_id} is not stored: its id is another span's"
         )
     return sequence_id
 

@@ -24,7 +24,6 @@ from agentlightning.errors import ConfigError, ConflictError, InvalidError, Unav
 from agentlightning.store import (
     access_keys,
     attempts,
-    codec,
     keys,
     outcomes,
     paging,
@@ -37,12 +36,13 @@ from agentlightning.store import (
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.database import Connection, DatabaseThread, Opened, Readers, Turns
-from agentlightning.store.prompts import Prepared, Prompts
+from agentlightning.store.prompts import Prompts, SpanRow
 from agentlightning.store.redaction import Redact, redaction, text_without_secrets
-from agentlightning.store.spans import add_spans
+from agentlightning.store.spans import Stored, add_spans
 from agentlightning.store.sqlite import Synchronous
 from agentlightning.store.transaction import Changes, Transaction
 from agentlightning.store.waiting import Alarm, Subscribers, Waiters, give_up, steady, woken_within
+from agentlightning.store.writer import Observer, SpanWriter, write_spans
 from agentlightning.types import (
     And,
     ApiKey,
@@ -104,7 +104,7 @@ class SqlStore(LightningStore):
         clock: Callable[[], float],
         lease_seconds: float,
         redact: Redact,
-        stored: Callable[[Sequence[Span]], None] | None,
+        observer: Observer | None,
         read_seconds: float,
     ) -> None:
         self._address = address
@@ -113,8 +113,6 @@ class SqlStore(LightningStore):
         self._clock = clock
         self._lease_seconds = lease_seconds
         self._redact = redact
-        self._stored = stored
-        self._prompts = Prompts()
         self._queued: Waiters[None] = Waiters()  # for rollouts
         self._finished: Waiters[None] = Waiters()
         self._complete: Waiters[None] = Waiters()  # for groups
@@ -133,7 +131,7 @@ class SqlStore(LightningStore):
             "wait_for_rollouts": self._wait_for_rollouts,
             "finished_after": self._finished_after,
             "complete_groups_after": self._complete_groups_after,
-            "store_spans": self._store_spans,
+            "store_spans": SpanWriter(redact, self.store_rows, observer).store,
             "import_rollout": self._import_rollout,
             "delete_rollouts": self._delete_rollouts,
             "check_store": self._check_store,
@@ -156,14 +154,14 @@ class SqlStore(LightningStore):
         clock: Callable[[], float] | None = None,
         lease_seconds: float = LEASE_SECONDS,
         redact: Redact = _REMOVE_SECRETS,
-        stored: Callable[[Sequence[Span]], None] | None = None,
+        observer: Observer | None = None,
         read_seconds: float = READ_SECONDS,
     ) -> SqlStore:
         """Open the store at `address`: a file, created if missing; `":memory:"`; or a `postgresql://` URL.
 
         `synchronous="FULL"` survives a power cut, `"NORMAL"` only the death of the process. Attempts that were active
         when the store closed get `lease_seconds` of grace. `redact` gets every span before it is written; make it with
-        `redaction`. `stored` gets the spans that this process adds, in the event loop, perhaps twice. A query longer
+        `redaction`. `observer` gets the spans that this process adds, in the event loop, perhaps twice. A query longer
         than `read_seconds` is an InvalidError. ConfigError if the file or database is not a store, is damaged, is in
         use by another process, or cannot be written; UnavailableError if the database cannot be reached."""
         if synchronous not in ("FULL", "NORMAL"):
@@ -176,7 +174,7 @@ class SqlStore(LightningStore):
         store, clock = None, steady(opened.now) if clock is None else clock
         try:
             secret = await asyncio.to_thread(_secret_of, opened)
-            store = cls(str(address), opened, secret, clock, lease_seconds, redact, stored, read_seconds)
+            store = cls(str(address), opened, secret, clock, lease_seconds, redact, observer, read_seconds)
             await store._write(attempts.grant_grace)
             await store.expire_overdue()
         except BaseException:
@@ -363,32 +361,16 @@ class SqlStore(LightningStore):
                 if groups or not await woken_within(waiter, until - time.monotonic()):
                     return groups
 
-    async def store_redacted(self, spans: Sequence[Span]) -> list[int]:
-        """`store_spans` of spans that another process of this server has redacted."""
-        return await self._store_spans(spans, lambda span: span)
-
-    async def _store_spans(self, spans: Sequence[Span], redact: Redact | None = None) -> list[int]:
-        prepared = await self._prepared(spans, self._prompts, redact or self._redact)
-        numbers = await self._write(lambda tx: add_spans(tx, spans, prepared))
-        for one in prepared:
-            if one.span is not None and one.prompt is not None and one.prompt.attempt is not None:
-                self._prompts.remember(one.span, one.prompt)
-        if self._stored is not None:
-            written = zip(prepared, numbers, strict=True)
-            self._stored([msgspec.structs.replace(one.span, sequence_id=n) for one, n in written if one.span])
-        return numbers
-
-    async def _prepared(self, given: Sequence[Span], prompts: Prompts, redact: Redact) -> list[Prepared]:
-        """Longer preparations run in a thread."""
-
-        def prepare() -> list[Prepared]:
-            return prompts.prepare([redact(span) for span in given])
-
-        return await asyncio.to_thread(prepare) if codec.larger(given, codec.LARGE) else prepare()
+    async def store_rows(self, rows: Sequence[SpanRow]) -> list[Stored]:
+        """Store spans that a `SpanWriter` has redacted, here or in another process of this server."""
+        return await self._write(lambda tx: add_spans(tx, rows))
 
     async def _import_rollout(self, rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> bool:
-        prepared = await self._prepared(spans, Prompts(), self._redact)
-        return await self._write(lambda tx: retention.import_rollout(tx, rollout, attempts, prepared))
+        def bring_in(rows: list[SpanRow]) -> Awaitable[bool]:
+            return self._write(lambda tx: retention.import_rollout(tx, rollout, attempts, rows))
+
+        _, imported = await write_spans(spans, Prompts(), self._redact, bring_in)
+        return imported
 
     async def _get_latest_attempt(self, rollout_id: str) -> Attempt | None:
         """Cached, since the gateway asks before every call of an agent."""

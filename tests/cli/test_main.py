@@ -12,9 +12,7 @@ from pathlib import Path
 import click
 import pytest
 
-from agentlightning.cli.fit import make_algorithm
 from agentlightning.cli.main import COMMANDS, FORMER, agl, run
-from agentlightning.errors import ConfigError
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,15 +92,6 @@ def test_a_command_of_a_run_file_is_told_what_to_instrument(
     assert "AGL_INSTRUMENT" not in os.environ
 
 
-def test_a_job_that_cannot_be_done_ends_with_1_and_the_reason(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["train", str(tmp_path / "run.yaml")]) == 1
-    captured = capsys.readouterr()
-    assert captured.err.startswith("error: no run file")
-    assert captured.out == ""
-
-
 def test_resuming_says_where_there_is_no_run_and_which_one_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,29 +142,3 @@ def test_help_needs_no_torch_web_framework_or_database() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ({"name": "grop"}, r"no algorithm 'grop'; did you mean 'grpo'"),
-        ({"name": "grpo", "group_sise": 4}, r"algorithm: unknown key 'group_sise'; did you mean 'group_size'"),
-        ({"name": "grpo", "steps": "ten"}, r"algorithm\.steps: expected `int`, got `str`"),
-        ({"name": "grpo", "unrewarded": "zero"}, r"algorithm\.unrewarded"),
-        (
-            {"name": "grpo", "level": "turns"},
-            r"algorithm\.level: 'turns' is none of its values; did you mean 'transition'",
-        ),
-        ({"name": "grpo", "max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
-        ({"name": "grpo", "rollout": {"timeout": 5}}, r"algorithm\.rollout: unknown key 'timeout'; did you mean"),
-        (
-            {"name": "grpo", "rollout": {"retry_condition": ["fail"]}},
-            r"algorithm\.rollout\.retry_condition\[0\]: 'fail' is none of its values; did you mean 'failed'",
-        ),
-        ({"name": "gpro"}, r"did you mean 'grpo'"),
-        ({"name": "json:dumps"}, r"json:dumps is no dataclass"),
-    ],
-)
-def test_a_wrong_algorithm_is_refused_with_the_key(spec: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make_algorithm(spec)

@@ -183,10 +183,6 @@ def test_where_returns_differ_within_a_rollout_its_mean_counts() -> None:
     assert credit.grpo(returns) == pytest.approx(np.array([-0.25, 0.75, -0.25]) / (total**0.5 + 1e-6))
 
 
-def test_rollouts_that_differ_by_rounding_are_not_blown_up() -> None:
-    assert credit.grpo(of([[0.1 + 0.2], [0.3]])).tolist() == [0.0] * 2
-
-
 ROLLOUTS = st.lists(st.lists(st.floats(-1, 1, width=16), min_size=1, max_size=6), min_size=2, max_size=6)
 
 
@@ -245,14 +241,6 @@ def run(groups: Sequence[RewardedGroup], **settings: Any) -> list[list[float]]:
 
 
 TWO = RewardedGroup([FLIGHT, [transition(), transition(tools=[("memory", -1)])]], [1.0, 0.0])
-
-
-def test_alpha_changes_what_grpo_learns() -> None:
-    """And so it changes the gradient: two calls of one rollout are no longer worth the same."""
-    plain = run([TWO], returns="air", returns_options={"alpha": 0.0})
-    assert plain == run([TWO])
-    assert run([TWO], returns="air") != plain
-    assert run([TWO], returns="air", returns_options={"alpha": 0.5}) != run([TWO], returns="air")
 
 
 @pytest.mark.parametrize("baseline", ["grpo", "dr_grpo", "rloo", "reinforce++_baseline"])
@@ -314,9 +302,9 @@ def test_a_function_of_your_own_is_a_return_or_a_baseline() -> None:
 
 
 def test_a_function_that_gives_something_else_is_named() -> None:
-    with pytest.raises(ConfigError, match="<lambda> must give a finite number for each of 2 transitions"):
+    with pytest.raises(ConfigError, match="<lambda> must return a finite number for each of 2 transitions"):
         run([TWO], returns=lambda reward, transitions: [reward])
-    with pytest.raises(ConfigError, match="4 transitions or each of their tokens, and gave"):
+    with pytest.raises(ConfigError, match="4 transitions or each of their tokens, not"):
         run([TWO], baseline=lambda returns: returns.values * np.nan)
 
 
@@ -332,7 +320,7 @@ def test_what_the_page_marks_is_refused_as_built_in_functions_are(tmp_path: Path
     assert found == [pytest.approx([value - middle] * 2) for value in (0.25, 0.5, 1.0, 0.0, 0.0)]
     with pytest.raises(ConfigError, match="needs at least 2"):
         GRPO(baseline=median, group_size=1)
-    with pytest.raises(ConfigError, match="'later' holds R in each"):
+    with pytest.raises(ConfigError, match="'later' puts R in each"):
         run([TWO], returns=later, baseline="reinforce++", baseline_options={"across_calls": True})
 
 

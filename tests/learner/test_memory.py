@@ -15,10 +15,7 @@ from agentlightning.learner.losses import Loss
 from agentlightning.learner.memory import _kept, estimate_memory, left_of_container
 from agentlightning.learner.pairs import PairSettings
 from agentlightning.learner.policy import Policy, empty_model, open_policy
-from tests.learner.test_torch import tokenizer
 from tests.models import tiny_model
-
-__all__ = ["tokenizer"]
 
 
 def test_a_model_without_numbers_gives_the_same_estimate(tokenizer: Any, tmp_path: Path) -> None:
@@ -46,13 +43,13 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(tokenizer: Any, tmp_pa
     given: dict[str, Any] = {"models": {"policy": tmp_path}, "loss": Loss(), "device": "cpu", "threads": 1}
     greedy = PairSettings(optimizer=AdamW(micro_batch_tokens=10**9), **given)
     with pytest.raises(
-        ConfigError, match=r"training needs about .* GiB are there.*smaller optimizer.micro_batch_tokens"
+        ConfigError, match=r"training needs about .* GiB are free.*smaller optimizer.micro_batch_tokens"
     ):
         greedy.open(tmp_path, phases.append).__enter__()
     assert not phases
     with PairSettings(**given).open(tmp_path, phases.append):
         pass
-    assert re.fullmatch(r"load the model \(training takes up to .* GiB, .* are there\)", phases[0])
+    assert re.fullmatch(r"load the model \(training takes up to .* GiB, .* are free\)", phases[0])
 
 
 def test_a_container_s_file_cache_is_not_memory_in_use(tmp_path: Path) -> None:

@@ -117,6 +117,21 @@ async def test_a_body_comes_when_it_is_asked_for_in_chunks_and_byte_by_byte(url:
         assert (await client.answer())[0] == 200
 
 
+async def test_a_wish_to_upgrade_is_ignored(url: str) -> None:
+    h2c = "connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABkAAQAAP__"
+    requests = [post(*h2c), post("connection: upgrade", "upgrade: websocket", line="GET /health HTTP/1.1", body=b"")]
+    requests += [post(*h2c, line="POST /nothing HTTP/1.1"), post()]
+    async with connected(url) as client:
+        client.send(b"".join(requests))
+        assert [(await client.answer())[0] for _ in requests] == [200, 200, 404, 200]
+        for byte in requests[0]:
+            client.send(bytes([byte]))
+            await asyncio.sleep(0)
+        assert b"Hi!" in (await client.answer())[2]
+        client.send(b"CONNECT here:443 HTTP/1.1\r\nhost: here\r\n\r\n")
+        assert (await client.answer())[0] == 400
+
+
 async def test_a_connection_ends_when_its_client_says_so_and_not_before(url: str) -> None:
     for request in (post("connection: close"), post(line=CALL.replace("1.1", "1.0"))):
         async with connected(url) as client:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import sqlite3
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,6 +27,7 @@ from agentlightning.store.client import LightningStoreClient
 from agentlightning.types import AttemptedRollout, Span
 from tests.gateway.servers import Server
 from tests.server.conftest import until
+from tests.server.test_forwarding import collecting
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 KEY = "a key of the admin"
@@ -228,16 +230,42 @@ async def test_a_worker_that_is_killed_loses_nothing_and_another_takes_its_place
     assert workers() == []
 
 
-async def test_spans_are_redacted_by_whoever_answers(tmp_path, upstream):
+async def test_spans_are_redacted_by_whoever_answers_and_forwarded(tmp_path, upstream):
     hook = tmp_path / "hook.py"
     hook.write_text("import msgspec\ndef quiet(span):\n    return msgspec.structs.replace(span, name='quiet')\n")
-    async with serving(tmp_path, upstream, hook=f"{hook}:quiet", capture="tokens") as (running, client):
+    settings = {"hook": f"{hook}:quiet", "capture": "tokens"}
+    async with (
+        collecting() as collector,
+        serving(tmp_path, upstream, otlp_forward=collector.url, **settings) as (running, client),
+    ):
         begun = await client.start_rollout({})
         async with aiohttp.ClientSession(running.url) as http:
             said = asking("my key is sk-abcdefghijklmnopqrstuvwxyz0123456789")
             assert (await http.post(path_of(begun), json=said, headers=headers_of(begun))).status == 200
         (span,) = await calls_of(client, begun)
         assert span.name == "quiet" and "sk-abc" not in str(span) and span.tokens is not None
+        await collector.until(spans=1)
+    (sent,) = collector.spans
+    assert sent.span_id == span.span_id and "sk-abc" not in str(sent)
+
+
+async def test_of_a_conversation_only_what_is_new_is_stored(tmp_path, upstream):
+    async with serving(tmp_path, upstream) as (running, client):
+        begun = await client.start_rollout({})
+        messages: list[dict[str, Any]] = []
+        async with aiohttp.ClientSession(running.url) as http:
+            for turn in range(4):
+                messages.append({"role": "user", "content": f"<{turn}> " + "word " * 100})
+                body = {"model": "m", "messages": messages}
+                async with http.post(path_of(begun), json=body, headers=headers_of(begun)) as answer:
+                    assert answer.status == 200, await answer.text()
+        asked = [
+            json.loads(str(one.attributes[semconv.GEN_AI_INPUT_MESSAGES])) for one in await calls_of(client, begun)
+        ]
+        assert [len(one) for one in asked] == [1, 2, 3, 4]
+        with sqlite3.connect(f"file:{tmp_path}/store.sqlite?mode=ro", uri=True) as database:
+            rows = [str(row) for row in database.execute("SELECT attributes FROM spans")]
+        assert ["<0>" in row for row in rows].count(True) == 1
 
 
 async def test_a_request_that_another_process_answers_is_not_answered_behind_another(tmp_path, upstream):

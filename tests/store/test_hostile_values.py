@@ -95,6 +95,7 @@ async def test_a_value_that_would_not_come_back_is_refused_wherever_it_is_given(
         lambda: store.enqueue_rollout(1, metadata={"answer": value}),
         lambda: store.start_rollout(value),
         lambda: store.update_rollout(ids[0], metadata={"answer": value}),
+        lambda: store.update_rollout(ids[0], merge={"answer": value}),
         lambda: store.update_attempt(*ids, metadata={"answer": value}),
         lambda: store.update_worker("w", {"free": value}),
         lambda: store.start_run("train", {"seed": value}),

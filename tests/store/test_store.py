@@ -170,6 +170,14 @@ async def test_a_rollout_can_be_requeued_by_hand_but_not_declared_running(store)
     assert (await store.dequeue_rollout()).attempt.sequence_id == 2
 
 
+async def test_changes_of_the_metadata_merge(store):
+    rollout = await store.enqueue_rollout("task", metadata={"by": {"a": 1, "b": [1]}, "kept": None, "gone": 1})
+    changes = [{"by": {"b": {"c": None, "d": 2}}}, {"gone": None, "new": {"x": None}}, {"by": {"a": 3}}]
+    await asyncio.gather(*(store.update_rollout(rollout.rollout_id, merge=change) for change in changes))
+    changed = await store.get_rollout_by_id(rollout.rollout_id)
+    assert changed.metadata == {"by": {"a": 3, "b": {"d": 2}}, "kept": None, "new": {}}
+
+
 async def test_a_heartbeat_extends_the_lease_of_its_owner_only(store):
     leased = await lease_new(store)
     beat = await store.heartbeat(leased.rollout_id, leased.attempt.attempt_id, leased.lease.token)

@@ -172,7 +172,7 @@ class Connection:
                 return await self._send(message)
             except UnreachableError as error:
                 if delay is None:
-                    why = f"the backend at {self.base_url} cannot be reached: {error}; is it running?"
+                    why = f"the backend at {self.base_url} cannot be reached: {error}; see that it runs"
                     raise BackendError(why, status=503, code=UNREACHABLE) from None
                 _log.warning("the backend at %s cannot be reached, trying again: %s", self.base_url, error)
                 await asyncio.sleep(delay)
