@@ -28,6 +28,7 @@ NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 # Lists and fields of a request are looked at one by one, while other calls wait.
 MANY: Final = Meta(max_length=100_000)  # messages, or parts of one
 SOME: Final = Meta(max_length=10_000)  # tools
+_LARGEST_SETTING: Final = 1 << 20  # bytes of a field of sampling
 MOST_PARTS: Final = 2_000_000  # of a body: one of three bytes takes seventy in memory
 OBJECT: Final = msgspec.json.Decoder(Annotated[dict[str, msgspec.Raw], Meta(max_length=1000)])
 TopLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
@@ -117,6 +118,8 @@ class Fields:
         return values, unread, raw
 
     def _decoded(self, name: str, raw: msgspec.Raw) -> Any:
+        if name in SAMPLING_TYPES and len(bytes(raw)) > _LARGEST_SETTING:
+            raise CallRefused(f"{name} has more than {_LARGEST_SETTING:,} bytes; send fewer", param=name)
         try:
             return self._decoders[name].decode(raw) if name in self._decoders else msgspec.json.decode(raw)
         except NOT_JSON as error:

@@ -167,6 +167,13 @@ def test_what_is_no_request_is_refused(caller: Caller, endpoint: str, body: byte
     assert 400 <= status < 500 and is_refusal(endpoint, status, told), (status, told)
 
 
+def test_a_setting_of_very_many_parts_is_refused_before_it_is_read(caller: Caller) -> None:
+    asked = {"model": "policy", "messages": [{"role": "user", "content": "Hi"}]}
+    asked["logit_bias"] = dict.fromkeys(map(str, range(150_000)), 1.0)
+    status, told = caller.ask("chat/completions", json.dumps(asked).encode())
+    assert status == 400 and b"logit_bias has more than" in told
+
+
 @pytest.mark.parametrize("endpoint", [one for one in ENDPOINTS if one != "embeddings"])  # which are passed on unread
 @pytest.mark.parametrize("field", ["tools", "anything"])
 def test_a_body_of_very_many_parts_is_refused_before_it_is_read(caller: Caller, endpoint: str, field: str) -> None:

@@ -175,6 +175,10 @@ def test_a_small_body_cannot_become_more_than_memory_or_store_hold(monkeypatch):
     shared.scope_spans[0].spans.extend([span] * 10)
     with pytest.raises(InvalidError, match="more than 1,000"):
         decode_traces(request.SerializeToString(), PROTOBUF)
+    shared.resource.Clear()
+    shared.scope_spans[0].spans.extend([span] * 90)
+    with pytest.raises(InvalidError, match="more than 1,000"):
+        decode_traces(request.SerializeToString(), PROTOBUF)
 
 
 def test_the_content_type_decides_and_may_carry_parameters():
