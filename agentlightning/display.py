@@ -49,7 +49,7 @@ def runnable(command: str, folder: Path = Path()) -> str:
 
 def resume_command(directory: Path | None, manifest: Mapping[str, Any]) -> str:
     """The command that continues the interrupted run in this directory, or in an unknown one."""
-    command = [str(word) for word in manifest.get("command", ())]
+    command = [printable(str(word)) for word in manifest.get("command", ())]
     where = "" if directory is None else shlex.quote(os.path.relpath(directory))
     if directory is not None and not (directory / "run.yaml").is_file():
         return f"{shlex.join(command) or 'the program that started it'}, with resume=True and run_dir={where}"

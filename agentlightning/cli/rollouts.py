@@ -94,10 +94,10 @@ def _print_list(listed: Sequence[ListedRollout], place: str, more: int) -> None:
 
 
 def _input(rollout: Rollout) -> str:
-    from agentlightning.tracing.messages import text_of
+    from agentlightning.tracing.messages import content_text
     from agentlightning.tracing.tree import one_line
 
-    return one_line(text_of({"content": rollout.input}), 40)
+    return one_line(content_text(rollout.input), 40)
 
 
 # --- show --------------------------------------------------------------------------------------------------------

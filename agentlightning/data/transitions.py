@@ -50,7 +50,7 @@ from agentlightning.data.states import named_states
 from agentlightning.data.tool_calls import ToolStatus, tool_statuses
 from agentlightning.errors import ConfigError
 from agentlightning.tracing import dialects
-from agentlightning.tracing.messages import output_messages, text_of
+from agentlightning.tracing.messages import content_text, output_messages
 from agentlightning.tracing.steps import Step, read_steps
 from agentlightning.types import Rollout, SampledChoice, Span, TokenCapture
 
@@ -259,7 +259,7 @@ def _added(spec: RewardSpec, transitions: Sequence[Transition], spans: Sequence[
         messages = output_messages(attributes)
         if not messages:
             raise ConfigError("format_bonus reads the text of answers, which the gateway records with --capture full")
-        answer = text_of(messages[0])
+        answer = content_text(messages[0].get("content"))
     statuses = [tool.status for transition in transitions for tool in transition.tools]
     return spec.terms(statuses, [len(transition.response_ids) for transition in transitions], answer)
 
