@@ -35,7 +35,7 @@ from agentlightning.data.states import named_states
 from agentlightning.data.tool_calls import ToolStatus, tool_statuses
 from agentlightning.errors import ConfigError
 from agentlightning.tracing import dialects
-from agentlightning.tracing.messages import content_text, output_messages
+from agentlightning.tracing.messages import content_text, model_name, output_messages
 from agentlightning.tracing.steps import Step, read_steps
 from agentlightning.types import Rollout, SampledChoice, Span, TokenCapture
 
@@ -270,7 +270,7 @@ def _call_reasons(span: Span, calls: CallFilter, *, incomplete: bool, discarded:
     """Reasons against training a call, apart from its tokens."""
     if span.attributes.get(semconv.CALL_TRAINABLE) is False:
         yield call_filter.FROZEN
-    if calls.models is not None and _model(span) not in calls.models:
+    if calls.models is not None and model_name(span.attributes) not in calls.models:
         yield call_filter.OTHER_MODEL
     if incomplete:
         yield call_filter.CALL_MISSING
@@ -310,10 +310,6 @@ def has_images(messages: str, after: int = 0) -> bool:
     return False
 
 
-def _model(span: Span) -> str:
-    return str(span.attributes.get(semconv.GEN_AI_RESPONSE_MODEL) or span.attributes.get(semconv.GEN_AI_REQUEST_MODEL))
-
-
 def _transition(
     span: Span,
     tokens: TokenCapture,
@@ -330,7 +326,7 @@ def _transition(
         span_id=span.span_id,
         call_index=call_index(span) or 0,
         choice=0,
-        model=_model(span),
+        model=model_name(span.attributes) or "",
         prompt_ids=np.asarray(tokens.prompt_token_ids, np.int32),
         response_ids=np.asarray(choice.token_ids, np.int32),
         logprobs=np.asarray(choice.logprobs, np.float32),
