@@ -46,7 +46,6 @@ BOOKINGS: Final[dict[str, dict[str, Any]]] = {
     "reward alone": DR_GRPO,
     "AIR 0.05": AIR | {"returns_options": {"alpha": 0.05}},
     "AIR 0.2": AIR | {"returns_options": {"alpha": 0.2}},
-    "reward alone, grpo": {"baseline": "grpo"},
 }
 COMMON: Final[dict[str, Any]] = {
     "name": "grpo",
