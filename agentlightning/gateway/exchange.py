@@ -113,7 +113,7 @@ class Exchange:
         return None if length is None else int(length)
 
     async def read(self, limit: int) -> bytes:
-        """The request's whole body. CallRefused (413) above `limit` bytes."""
+        """The request's whole body, once. CallRefused (413) above `limit` bytes."""
         announced = self.announced or 0
         while max(announced, len(self.body)) <= limit and self.more_body:
             if self._continues:
@@ -125,7 +125,8 @@ class Exchange:
         if max(announced, len(self.body)) > limit:
             message = f"the request body is larger than {limit} bytes; send less"
             raise CallRefused(message, status=413, code="body_too_large")
-        return bytes(self.body)
+        body, self.body = bytes(self.body), bytearray()  # it may be large, and the call may be long
+        return body
 
     def answers_with_events(self, error_event: Callable[[BackendError], bytes]) -> None:
         """What follows is an event stream."""
