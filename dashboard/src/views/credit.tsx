@@ -42,7 +42,7 @@ function Calls({ calls, most, rolloutId }: { calls: CreditedCall[]; most: number
           <th class="end">Given</th>
           <th class="end">Return</th>
           <th class="end">Advantage</th>
-          <th aria-label="Advantage as a bar" />
+          <th>Bar</th>
           <th class="end">Tokens</th>
         </tr>
       </thead>
