@@ -79,7 +79,7 @@ function Calls({ calls, most, rolloutId }: { calls: CreditedCall[]; most: number
 function Members({ members, most, rolloutId }: { members: CreditMember[]; most: number; rolloutId: string }) {
   return (
     <table class="plain">
-      <caption>Beside it, the others of its group</caption>
+      <caption>All rollouts of its group</caption>
       <thead>
         <tr>
           <th>Rollout</th>
