@@ -226,7 +226,7 @@ class WandB:
 
 @dataclass(kw_only=True)
 class MLflow:
-    """A run of MLflow in `experiment` at `uri`; default: `MLFLOW_TRACKING_URI`, or MLflow's. A resumed run continues."""
+    """A run of MLflow in `experiment` at `uri`; default: `MLFLOW_TRACKING_URI`, or MLflow's. Resumed runs continue."""
 
     experiment: str = "agentlightning"
     uri: str | None = None
