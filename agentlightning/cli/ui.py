@@ -17,8 +17,7 @@ from agentlightning.cli.serving import until_stopped
 @click.command()
 @click.argument("places", metavar="[FOLDER|STORE|URL]...", nargs=-1)
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The key of servers at a URL.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8124, show_default=True,
-              help="Port to listen on; 0: any free port.")  # fmt: skip
+@click.option("--port", type=click.IntRange(0, 65535), default=8124, help="Port to listen on; 0: any free port.")
 @json_option
 def ui(places: tuple[str, ...], key: str | None, port: int, as_json: bool) -> None:
     """Show runs and rollouts on one page, also while they run; nothing is changed.
@@ -30,13 +29,6 @@ def ui(places: tuple[str, ...], key: str | None, port: int, as_json: bool) -> No
     run_on_fastest_loop(_ui(places or (".",), key, port, as_json))
 
 
-def _existing(place: str) -> Path:
-    """ConfigError for neither a folder nor a file."""
-    if not Path(place).is_dir():
-        require_file(place)
-    return Path(place)
-
-
 async def _ui(places: tuple[str, ...], key: str | None, port: int, as_json: bool) -> None:
     from agentlightning.server.app import create_app
     from agentlightning.server.local_keys import local_key
@@ -44,7 +36,7 @@ async def _ui(places: tuple[str, ...], key: str | None, port: int, as_json: bool
     from agentlightning.store.base import LightningStore
     from agentlightning.store.client import LightningStoreClient
     from agentlightning.store.many import ManyStores
-    from agentlightning.store.reading import StoreReader
+    from agentlightning.store.reader import StoreReader
 
     own = local_key(f"http://127.0.0.1:{port}", make=True) or secrets.token_urlsafe(32)
     async with contextlib.AsyncExitStack() as stack:
@@ -56,7 +48,9 @@ async def _ui(places: tuple[str, ...], key: str | None, port: int, as_json: bool
             elif url.scheme in ("http", "https"):
                 others[url.netloc] = LightningStoreClient(place, key or local_key(place), patience=2.0)
             else:
-                folders.append(_existing(place))
+                folders.append(Path(place))
+                if not folders[-1].is_dir():
+                    require_file(place)
         stores = await ManyStores.open(folders, others)
         stack.push_async_callback(stores.close)
         http = await stack.enter_async_context(HttpServer(create_app(stores, admin_key=own), port=port))

@@ -5,7 +5,8 @@
 
 A prompt continues an earlier call if it starts with that call's prompt and answer. If there is no such call, or another
 call continues it already, messages decide: they distinguish a call that was meant to continue (a break) from a new
-start. Without messages, a prompt that starts with a conversation's whole first prompt was meant to continue it.
+start. Without messages, a prompt that starts with a conversation's whole first prompt was meant to continue it. Of very
+many calls only the latest are compared with a call, so that time is linear.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from agentlightning import semconv
 from agentlightning.data.forest import shared_length
 from agentlightning.data.transitions import IntArray, Transition
 from agentlightning.tracing.dialects import items, joined, json_of, mapping
-from agentlightning.tracing.messages import input_messages, output_messages, text_of
+from agentlightning.tracing.messages import content_text, input_messages, output_messages
 from agentlightning.types import Attributes, Span
 
 BreakKind: TypeAlias = Literal["retokenised", "edited history", "tools changed", "unknown"]
@@ -38,6 +39,7 @@ SUGGESTIONS: Final[Mapping[BreakKind, str]] = {
 }
 """What you can do about each kind of break."""
 
+_COMPARED: Final = 100  # earlier calls
 _BEFORE: Final = 6  # tokens shown of a break
 _AFTER: Final = 12
 
@@ -85,10 +87,11 @@ def continuity(transitions: Sequence[Transition], spans: Sequence[Span]) -> Cont
     conversations = 0
     for place, transition in enumerate(transitions):
         call = _Call(transition, attributes.get(transition.span_id, {}), place)
-        parent = continued = _continued(call, calls)
-        if calls and (continued is None or continued.has_next):
-            again = next((other for other in calls if np.array_equal(other.prompt, call.prompt)), None)
-            intended = None if again else _intended(call, calls, continued)
+        latest = calls[-_COMPARED:]
+        parent = continued = _continued(call, latest)
+        if latest and (continued is None or continued.has_next):
+            again = next((other for other in latest if np.array_equal(other.prompt, call.prompt)), None)
+            intended = None if again else _intended(call, latest, continued)
             if intended is not None:
                 breaks.append(_break(call, *intended))
             parent = continued or (intended[0] if intended else again)
@@ -142,7 +145,7 @@ class _Call:
     def continuation(self) -> str | None:
         """The prompt of a completion call and its answer; None for a chat."""
         replies = output_messages(self._attributes)
-        return self.text + text_of(replies[0]) if self.text is not None and replies else None
+        return self.text + content_text(replies[0].get("content")) if self.text is not None and replies else None
 
 
 def _continued(call: _Call, earlier: Sequence[_Call]) -> _Call | None:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from agentlightning import semconv
-from agentlightning.errors import BackendError
+from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.backend import BackendEvent, ModelCall, RelayedCall, Started
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry
@@ -58,9 +58,6 @@ async def answered_by(replicas: Replicas, asked: ModelCall) -> str:
     return events[0].replica
 
 
-# --- who answers --------------------------------------------------------------------------------------------------
-
-
 async def test_calls_go_to_whoever_runs_the_fewest() -> None:
     async with replicated(3) as (replicas, servers):
         for server in servers:
@@ -93,6 +90,8 @@ async def test_a_session_stays_where_its_prefix_is_cached_until_that_one_is_much
 
 
 async def test_what_is_passed_through_and_what_is_counted_is_routed_too() -> None:
+    with pytest.raises(ConfigError, match="at least one backend"):
+        Replicas([])
     async with replicated() as (replicas, servers):
         await servers[0].http.stop()
         for _ in range(2):
@@ -104,9 +103,6 @@ async def test_what_is_passed_through_and_what_is_counted_is_routed_too() -> Non
         servers[1].behaviour = "500"
         async with replicas.relay(asked) as answer:  # nobody else is left: what it says is passed on
             assert (answer.status, answer.replica) == (500, servers[1].url)
-
-
-# --- failures -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from agentlightning.server.serve import HttpServer
 from agentlightning.store import postgres
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.postgres import PostgresConnection
-from agentlightning.store.reading import StoreReader
+from agentlightning.store.reader import StoreReader
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import EnqueueRolloutRequest, RolloutConfig
 from tests.postgres import PostgresServer

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from agentlightning.errors import ConfigError, ConflictError
-from agentlightning.store.reading import StoreReader
+from agentlightning.store.reader import StoreReader
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import Metrics
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 READS = """
 import asyncio, sys
 from pathlib import Path
-from agentlightning.store.reading import StoreReader
+from agentlightning.store.reader import StoreReader
 async def work():
     store = await StoreReader.open(Path(sys.argv[1]))
     print([rollout.input for rollout in await store.query_rollouts()], (await store.statistics())["rollouts"])
