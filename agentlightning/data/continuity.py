@@ -138,7 +138,7 @@ class _Call:
     @cached_property
     def history(self) -> list[Message]:
         """The messages with which a continuing call's request starts; empty if unknown."""
-        replies = [(str(one.get("role")), words_of(one)) for one in output_messages(self._attributes)[:1]]
+        replies = [(str(message.get("role")), words_of(message)) for message in output_messages(self._attributes)[:1]]
         return [*self.messages, *replies] if self.messages and replies else []
 
     @property
