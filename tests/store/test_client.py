@@ -14,7 +14,9 @@ from agentlightning.server.serve import HttpServer
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import PromptTemplate
-from tests.store.away import ADMIN_KEY, ServerProcess, cutting, free_port, numbered_span, strange
+from tests.store.away import ADMIN_KEY, cutting, strange
+from tests.store.conftest import span_of
+from tests.store.server_process import free_port
 
 pytestmark = pytest.mark.anyio
 
@@ -115,7 +117,7 @@ async def test_spans_and_the_end_of_an_attempt_arrive_once(lossy):
     client, proxy, sql = lossy
     leased = await sql.start_rollout("task")
     proxy.cuts = 2
-    stored = await client.add_many_spans([numbered_span(leased, number) for number in range(5)])
+    stored = await client.add_many_spans([span_of(leased) for _ in range(5)])
     assert [span.sequence_id for span in stored] == [1, 2, 3, 4, 5]
     proxy.cuts = 2
     ended = await client.update_attempt(
@@ -152,29 +154,6 @@ async def test_a_rollout_is_not_requeued_a_second_time_by_repetition(lossy):
 
 
 # --- a server that goes away -------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-async def test_a_killed_server_loses_nothing_it_acknowledged_and_doubles_nothing(tmp_path):
-    acknowledged: list[str] = []
-    async with ServerProcess(tmp_path / "store.db") as server, client_of(server.url, patience=60) as client:
-
-        async def enqueue(worker: int) -> None:
-            for index in range(30):
-                acknowledged.append((await client.enqueue_rollout([worker, index])).rollout_id)
-                if len(acknowledged) == 40:
-                    under_way.set()
-
-        under_way = asyncio.Event()
-        storm = asyncio.gather(*(enqueue(worker) for worker in range(8)))
-        await under_way.wait()
-        await server.kill()
-        await asyncio.sleep(1)
-        await server.start()
-        await asyncio.wait_for(storm, 90)
-        stored = await client.query_rollouts()
-    assert sorted(acknowledged) == sorted(rollout.rollout_id for rollout in stored)
-    assert sorted(rollout.input for rollout in stored) == sorted([w, i] for w in range(8) for i in range(30))
 
 
 async def test_even_a_call_that_must_not_be_repeated_waits_for_a_server_that_is_not_there_yet(sql):

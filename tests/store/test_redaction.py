@@ -92,10 +92,6 @@ def test_other_names_are_not(name):
     assert not is_credential(name)
 
 
-def test_a_flag_is_no_secret():
-    assert without_secrets(span_of(attributes={"uses.api_key": True})).attributes == {"uses.api_key": True}
-
-
 SECRETS = [
     (ATTEMPT_KEY, REDACTED),
     (ISSUED_KEY, REDACTED),
@@ -196,8 +192,6 @@ FRAGMENTS = [
     ":", "[", ",", "bearer ", "Authorization: Basic ", "basic ", "sk-", "agl-aaaaaaaa.", "agl-", "aglk-", "glpat-",
     "hf_", "ghp_", "github_pat_", "sk_live_", "AKIA", "://", "://a:", "@", "a", "1", "=", "cookie.1", ".1",
 ]  # fmt: skip
-STARTS = ['"password":', '"password": ["', '\\"password\\": \\"', "Bearer ", "sk-", "://a:"]
-FILLS = [" ", "\\", "a", "1", '"', "\\n", '\\"', "password", '"password": ', "sk-a", "cookie.1"]
 
 
 def cost(text: str) -> float:
@@ -209,13 +203,6 @@ def cost(text: str) -> float:
         without_secrets(span_of(attributes={text: '"password"'}))
         costs.append(time.thread_time() - begin)
     return min(costs)
-
-
-@pytest.mark.parametrize("fill", FILLS)
-@pytest.mark.parametrize("start", STARTS)
-def test_a_text_of_any_kind_takes_time_in_proportion(start, fill):
-    short, long = (start + fill * (size // len(fill)) for size in (2**15, 2**17))
-    assert cost(long) < 10 * cost(short) + 0.002  # four times as long: 16 times the cost would be the square
 
 
 @settings(max_examples=30, deadline=None)
