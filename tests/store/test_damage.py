@@ -13,6 +13,7 @@ from anyio import to_thread
 
 from agentlightning.errors import ConfigError, UnavailableError
 from agentlightning.store import schema, sqlite
+from agentlightning.store.reading import StoreReader
 from agentlightning.store.sql import SqlStore
 from tests.store.conftest import opened, span_of
 
@@ -38,8 +39,9 @@ def files(directory: Path) -> dict[str, bytes]:
 
 async def refused_untouched(path: Path, reason: str) -> None:
     before = files(path.parent)
-    with pytest.raises(ConfigError, match=reason):
-        await SqlStore.open(path)
+    for kind in (SqlStore, StoreReader):
+        with pytest.raises(ConfigError, match=reason):
+            await kind.open(path)
     assert files(path.parent) == before
 
 
