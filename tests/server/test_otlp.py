@@ -64,11 +64,6 @@ async def test_an_exporter_that_holds_an_attempts_key_needs_nothing_else(store, 
     assert sorted([plan.sequence_id, search.sequence_id]) == [1, 2]
 
 
-async def test_the_url_of_an_attempt_names_it(store, server, attempted):
-    await asyncio.to_thread(export, over_http(server.url + attempt_path(attempted), ADMIN), {})
-    assert len(await stored(store, attempted)) == 2
-
-
 async def test_the_resource_names_an_attempt_and_comes_before_the_url(store, server, attempted):
     other = await store.start_rollout("another task")
     await asyncio.to_thread(export, over_http(server.url + attempt_path(other), ADMIN), ids(attempted))

@@ -25,6 +25,7 @@ from agentlightning.store.base import CALLS
 from agentlightning.store.lifecycle import ROLLOUT_MOVES
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import AttemptStatus, Condition, EnqueueRolloutRequest, RolloutConfig, Span
+from tests.store.conftest import span_of
 from tests.store.lifecycle_model import LEASE, QUEUED, TERMINAL, AttemptModel, RolloutModel
 
 ENDS: list[AttemptStatus] = ["succeeded", "failed", "timeout", "unresponsive", "cancelled"]
@@ -275,16 +276,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
         rollout.hear(attempt, self.now)
 
     def span(self, rollout: RolloutModel, attempt: AttemptModel, name: str) -> Span:
-        return Span(
-            rollout_id=rollout.id,
-            attempt_id=attempt.id,
-            sequence_id=0,
-            trace_id="t",
-            span_id=name,
-            name="n",
-            start_time=self.now,
-            end_time=self.now,
-        )
+        return span_of((rollout.id, attempt.id), name, start_time=self.now, end_time=self.now)
 
     @precondition(has_attempts)
     @rule(data=st.data())

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import sqlite3
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +23,12 @@ from agentlightning.store import prompts, schema, sqlite
 from agentlightning.store.base import LightningStore
 from agentlightning.store.prompts import shared_length
 from agentlightning.store.reading import StoreReader
-from agentlightning.store.sql import SqlStore
 from agentlightning.types import And, AttemptedRollout, Condition, Order, SampledChoice, Span, TokenCapture
+from tests.store.conftest import opened
 
 pytestmark = pytest.mark.anyio
 
 LATEST_FIRST = [Order(field="start_time", descending=True)]
-
-
-@contextlib.asynccontextmanager
-async def opened(address: Path | str) -> AsyncIterator[SqlStore]:
-    store = await SqlStore.open(address)
-    try:
-        yield store
-    finally:
-        await store.close()
 
 
 def words(seed: int, size: int = 300) -> str:

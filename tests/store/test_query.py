@@ -175,13 +175,6 @@ def test_json_that_is_no_filter_is_refused(text):
         msgspec.json.decode(text, type=Filter)
 
 
-def test_an_empty_and_asks_for_nothing_and_an_empty_or_finds_nothing(database):
-    assert len(database.find(ROLLOUTS, None)) == len(ROLLOUT_ROWS)
-    assert len(database.find(ROLLOUTS, And([]))) == len(ROLLOUT_ROWS)
-    assert database.find(ROLLOUTS, Or([])) == set()
-    assert database.find(ROLLOUTS, Condition("status", "in", [])) == set()
-
-
 def test_ten_thousand_values_fit_one_in(database):
     ids = [f"ro-{number}" for number in range(5, 10_000)]
     assert len(database.find(ROLLOUTS, Condition("rollout_id", "in", ids))) == len(ROLLOUT_ROWS) - 5
