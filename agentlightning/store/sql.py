@@ -219,8 +219,6 @@ class SqlStore(LightningStore):
         """The changes of commits, as they happen; None if some were missed. For a `with` statement."""
         return self._subscribers.subscribe()
 
-    # --- transactions ---
-
     def _read(
         self, operation: Callable[[Transaction], T], kind: str = "reader", seconds: float | None = None
     ) -> asyncio.Future[T]:
@@ -281,8 +279,6 @@ class SqlStore(LightningStore):
         self._alarm.set(changes.deadline)
         self._subscribers.publish(changes)
 
-    # --- the watchdog ---
-
     async def expire_overdue(self) -> int:
         """End the attempts whose time has run out, and return how many. The store does this itself, on time."""
         async with self._clocks:
@@ -297,8 +293,6 @@ class SqlStore(LightningStore):
             except UnavailableError as error:
                 _log.error("the clocks of attempts could not be looked at, trying again: %s", error)
                 self._alarm.set(self._clock() + _RETRY_SECONDS)
-
-    # --- calls that wait, or need no transaction ---
 
     async def _dequeue_many_rollouts(self, limit: int, timeout: float, **asked: Any) -> list[AttemptedRollout]:
         if limit < 1:

@@ -43,9 +43,6 @@ def span_of(*, rollout_id: str = "ro-1", attempt_id: str = "at-1", **fields) -> 
     return Span(**{**ids, "name": "n", "start_time": 1.0, "end_time": 2.0, **fields})
 
 
-# --- secrets -----------------------------------------------------------------------------------------------------
-
-
 CREDENTIALS = [
     "authorization", "Authorization", "http.request.header.authorization",
     "http.request.header.proxy-authorization", "http.response.header.set-cookie", "http.request.header.cookie.0",
@@ -219,9 +216,6 @@ async def test_secrets_reach_the_store_on_no_way(store, caplog):
     assert OPENAI_KEY not in caplog.text
 
 
-# --- content -----------------------------------------------------------------------------------------------------
-
-
 CONTENT = {
     semconv.GEN_AI_INPUT_MESSAGES: "[]",
     semconv.GEN_AI_OUTPUT_MESSAGES: "[]",
@@ -305,9 +299,6 @@ def test_another_capture_is_refused():
         redaction("some")
 
 
-# --- the hook ----------------------------------------------------------------------------------------------------
-
-
 def without_ada(span: Span) -> Span | None:
     if span.name == "private":
         return None
@@ -355,8 +346,6 @@ async def test_nothing_is_written_if_the_hook_fails(hook, fault):
     assert await store.query_spans(ids["rollout_id"]) == []
     await store.close()
 
-
-# --- conversations that grow -------------------------------------------------------------------------------------
 
 PIECES = st.sampled_from(
     [
