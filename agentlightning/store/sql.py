@@ -198,7 +198,7 @@ class SqlStore(LightningStore):
         for readers in self._readers.values():
             await readers.close()
         await self._writer.close()
-        # Woken, they look again, and are told that the store is closed.
+        # Woken, they look again, and get the error that the store is closed.
         for waiters in (self._finishes, self._queued, self._finished, self._complete):
             waiters.wake()
         await asyncio.to_thread(self._opened.release)
@@ -272,7 +272,7 @@ class SqlStore(LightningStore):
                 return not wants
 
             self._finishes.wake(was_last)
-        if changes.removed:  # they cannot finish any more: who waits for one looks again, and is told so
+        if changes.removed:  # they cannot finish any more: their waiters look again, and get NotFoundError
             self._finishes.wake(lambda wants: not wants.isdisjoint(changes.removed))
         if changes.runs_with_groups:
             self._complete.wake()
