@@ -1,4 +1,4 @@
-"""Algorithms: what improves the agent. Most train weights by reinforcement learning, `Baseline` only evaluates."""
+"""Algorithms: they improve the agent. Most train weights by reinforcement learning; `Baseline` only evaluates."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Runs the agent on tasks without training: before, beside and after training, and alone (`Baseline`)."""
+"""Runs the agent on tasks without training: before, beside and after training, and separately (`Baseline`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUPERVISED: Final = RolloutConfig(timeout_seconds=300.0, max_attempts=3, retry_c
 
 @dataclass(frozen=True)
 class EvaluatedTask:
-    """One rollout of a task, with everything stored of it."""
+    """One rollout of a task, with all its stored data."""
 
     traced: TracedRollout
     spans: tuple[Span, ...]
@@ -37,7 +37,7 @@ class EvaluatedTask:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Rewards over tasks. `step` and `policy_version` say which weights were evaluated."""
+    """Rewards over tasks, for the weights of `step` and `policy_version`."""
 
     step: int
     policy_version: int
@@ -45,7 +45,7 @@ class Evaluation:
 
     @property
     def reward(self) -> float:
-        """The mean reward. A rollout that failed or was not rewarded counts 0, so that failing cannot help."""
+        """The mean reward. A rollout without a reward counts 0, so failing cannot help."""
         return sum(task.reward or 0.0 for task in self.tasks) / max(1, len(self.tasks))
 
     @property
@@ -58,7 +58,7 @@ class Evaluation:
 
 
 def evaluation_id(run_id: str, mode: Mode, step: int, version: int) -> str:
-    """The beginning of the ids of an evaluation's rollouts."""
+    """The prefix of the ids of an evaluation's rollouts."""
     return f"{run_id}-{mode}-{step}-v{version}"
 
 
@@ -100,7 +100,7 @@ async def evaluate(
     names = [request.rollout_id or "" for request in requests]
     while len(finished) < len(names):
         waiting = [name for name in names if name not in finished]
-        # A short wait only paces the display; finished rollouts wake it, and none is asked for twice.
+        # A short wait only paces the display; finished rollouts end it, and none is queried twice.
         for rollout in await context.unless_stopped(context.store.wait_for_rollouts(waiting, timeout=1.0)):
             finished[rollout.rollout_id] = rollout
         context.progress.advance(len(finished), "evaluate" if beside else None)
@@ -117,8 +117,8 @@ async def evaluate(
 async def refuse_uncalled(context: RunContext, rollouts: Sequence[TracedRollout]) -> None:
     """TrainingError if a model is served and no successful rollout called it."""
     succeeded = [traced for traced in rollouts if traced.rollout.status == "succeeded"]
-    ignored = FROZEN if context.policies else None  # a judge's calls are none of the policy's
-    if not succeeded or any(one.transitions or set(one.left_out.values()) - {ignored} for one in succeeded):
+    ignored = FROZEN if context.policies else None  # calls of a judge do not count
+    if not succeeded or any(traced.transitions or set(traced.left_out.values()) - {ignored} for traced in succeeded):
         return
     if not any(isinstance(one, LLM) and one.gateway for one in (await context.resources()).resources.values()):
         return

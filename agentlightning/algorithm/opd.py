@@ -60,10 +60,10 @@ class OPD(GRPO):
         return super().fewest_rewarded if self.reward_coefficient else 1
 
     def try_advantages(self) -> None:
-        """`make_credit` has tried the credit, and the teacher is opened when training begins."""
+        """`make_credit` has tried the credit, and the teacher is opened when training starts."""
 
     def why_useless(self, group: RewardedGroup) -> str | None:
-        return None  # whatever was sampled, the teacher has something to say
+        return None  # the teacher scores whatever was sampled
 
     @asynccontextmanager
     async def groups(self, context: RunContext) -> AsyncGenerator[Groups]:
@@ -84,7 +84,7 @@ class OPD(GRPO):
         items = [item for group in credited for calls in group for item in calls]
         differences = [next(teacher) - item.transition.logprobs for item in items]
         total = sum(map(len, differences))
-        self.measured = {"teacher_kl": -float(sum(one.sum() for one in differences)) / max(1, total)}
+        self.measured = {"teacher_kl": -float(sum(difference.sum() for difference in differences)) / max(1, total)}
         sums = (
             self.teacher_coefficient * difference + self.reward_coefficient * item.advantages
             for item, difference in zip(items, differences, strict=True)

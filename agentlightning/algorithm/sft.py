@@ -23,7 +23,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.learner.losses import LossKind
 from agentlightning.store.base import LightningStore
 
-# Settings that are about rollouts that are run.
+# Settings for new rollouts.
 _OF_FRESH: Final = ("max_staleness", "dynamic_sampling", "difficulty", "curriculum", "target_reward")
 
 
@@ -57,7 +57,7 @@ class SFT(Reinforcement):
         if self.loss != "policy_gradient":
             raise ConfigError(f"loss is {self.loss!r}; fine-tuning has one loss, −log p: leave it out")
         if self.old != "behaviour":
-            raise ConfigError(f"old is {self.old!r}; fine-tuning asks for no importance ratio: leave it out")
+            raise ConfigError(f"old is {self.old!r}; fine-tuning has no importance ratio: leave it out")
         self._check_traces()
         if self.best is not None and not 1 <= self.best < (math.inf if self.traces else self.group_size):
             raise ConfigError(
@@ -76,9 +76,7 @@ class SFT(Reinforcement):
             self.traces = str(Path(self.traces).expanduser().absolute())
         given = [*(name for name in _OF_FRESH if getattr(self, name)), *["next_task"] * self.picks_tasks]
         if self.traces is not None and given:
-            raise ConfigError(
-                f"{given[0]} is about rollouts that are run, and with traces none is: leave one of them out"
-            )
+            raise ConfigError(f"{given[0]} is for new rollouts, and with traces there are none: leave one of them out")
 
     @property
     def imitates(self) -> bool:
@@ -123,7 +121,7 @@ class SFT(Reinforcement):
         """Which rollouts of a step are kept; `best` are the best of their groups."""
         count = len(rewards) if self.fraction is None else math.ceil(self.fraction * len(rewards))
         least = -math.inf if self.threshold is None else self.threshold
-        ranks = list(zip(rewards, best, strict=True))  # of equals, the best of groups come first
+        ranks = list(zip(rewards, best, strict=True))  # among equals, the best of groups come first
         highest = _highest(ranks, count)
         return [high and among and reward >= least for high, (reward, among) in zip(highest, ranks, strict=True)]
 

@@ -25,14 +25,14 @@ from agentlightning.errors import ConfigError, imported, nearest
 from agentlightning.store.base import LightningStore
 from agentlightning.types import Metrics, Run
 
-METRICS_FILE: Final = "metrics.jsonl"  # in the run's directory: an object a step, in order of steps
+METRICS_FILE: Final = "metrics.jsonl"  # in the run's directory: an object per step, in order
 CLOSING_SECONDS: Final = 60.0  # how long the end of a run waits for a tracker to send what it holds
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker gets at its start. `directory` is the run's; `history` are the earlier metrics of a resumed run,
-    oldest first."""
+    """What a tracker gets at its start. `directory` is the run's; `history` has a resumed run's earlier metrics, oldest
+    first."""
 
     run_id: str
     kind: str
@@ -89,7 +89,7 @@ class Tracking:
     async def resume_after(self, step: int) -> None:
         """Continue after `step` of a resumed run; later metrics will come again."""
         self._measured = [one for one in await self._store.query_metrics(self._run.run_id) if one.step <= step]
-        self.history = {one.step: dict(one.values) for one in self._measured}
+        self.history = {metrics.step: dict(metrics.values) for metrics in self._measured}
         self._write(sorted(self.history))
 
     async def record(self, step: int, values: Mapping[str, float]) -> None:
@@ -173,7 +173,7 @@ class TensorBoard:
         from tensorboardX import SummaryWriter
 
         directory = Path(self.directory or run.directory / "tensorboard").expanduser()
-        # What another process wrote of later steps is not shown: they are made again.
+        # Hides later steps of an interrupted process: they are repeated.
         again = run.history[-1].step + 1 if run.history else None
         self._writer = SummaryWriter(str(directory), purge_step=again, write_to_disk=True)
         return f"tensorboard --logdir {directory}"
@@ -212,7 +212,7 @@ class WandB:
             dir=os.environ.get("WANDB_DIR") or str(run.directory),
             settings=wandb.Settings(console="off"),
         )
-        # Our steps, not those it counts itself: it refuses an evaluation that is late.
+        # Our steps instead of its own counter, which refuses late evaluations.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         return f"wandb sync {Path(self._run.dir).parent}" if self._run.offline else self._run.url
@@ -247,7 +247,7 @@ class MLflow:
             made = self._client.create_run(experiment, tags={tag: run.run_id}, run_name=run.directory.name)
             self._id = made.info.run_id
             for name, value in _flat(run.config):
-                self._client.log_param(self._id, _allowed(name), str(value)[:500])  # all that every version shows
+                self._client.log_param(self._id, _allowed(name), str(value)[:500])  # accepted by every version
         return f"run {self._id} of experiment {self.experiment!r} at {self._client.tracking_uri}"
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -283,7 +283,7 @@ def make_tracker(spec: str | Mapping[str, Any] | Tracker) -> Tracker:
         except TypeError as error:
             raise ConfigError(f"trackers: {name}: {error}") from None
     if not isinstance(made, Tracker):
-        raise ConfigError(f"{made!r} is no tracker: it needs a name, and the methods start, log and close")
+        raise ConfigError(f"{made!r} is not a tracker: it needs a name, and the methods start, log and close")
     return made
 
 

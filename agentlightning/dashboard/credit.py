@@ -1,5 +1,4 @@
-"""How the rewards of a group become the advantages of its calls, by the functions that train; and the group's prefix
-tree."""
+"""A group's advantages, computed from its rewards by the functions that train; and its prefix tree."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ _TEXT: Final = 200  # characters of a node
 
 
 class CreditedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that trains. `given` are its intermediate rewards; its `return_` and its mean `advantage` are None where
-    its rollout counts for nothing."""
+    """A call that trains. `given` is the sum of its intermediate rewards; `return_` and its mean `advantage` are None
+    if its rollout does not count."""
 
     span_id: str
     call_index: int
@@ -48,7 +47,7 @@ class CreditedCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CreditMember(msgspec.Struct, frozen=True, kw_only=True):
-    """A rollout, the mean `advantage` of its tokens, and the terms its reward is the sum of."""
+    """A rollout, the mean `advantage` of its tokens, and the terms that add up to its reward."""
 
     row: RolloutRow
     advantage: float | None
@@ -57,7 +56,7 @@ class CreditMember(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CreditView(msgspec.Struct, frozen=True, kw_only=True):
-    """The members of a group, or one rollout without any; `problem` says why there are no advantages."""
+    """The members of a group, or a single rollout; `problem` is why there are no advantages."""
 
     group: Group | None
     credit: CreditSettings
@@ -67,7 +66,7 @@ class CreditView(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class TracedGroup:
-    """The rollouts that are compared, as their run trains them. Without a `group` it is one rollout."""
+    """The rollouts that are compared, with their run's settings. Without a `group`, a single rollout."""
 
     group: Group | None
     traced: Sequence[TracedRollout]
@@ -78,8 +77,8 @@ class TracedGroup:
         return self.training.credit or CreditSettings()
 
     def advantages(self, settings: CreditSettings) -> dict[str, FloatArray]:
-        """By the span of each call that counts, float32[T], an advantage for each sampled token. ConfigError where the
-        settings do not go together."""
+        """An advantage for each sampled token, float32[T], by the call's span id, for the calls that count. ConfigError
+        if the settings do not go together."""
         group = rewarded_group(self.traced, self.training.unrewarded)
         credited = settings.credit(self.training.reward).advantages([group])[0]
         return {item.transition.span_id: item.advantages for rollout in credited for item in rollout}
@@ -93,7 +92,7 @@ class TracedGroup:
         try:
             if self.training.credit is None and self.training.name is not None:
                 raise ConfigError(f"what {self.training.name} made of these rewards is not known here")
-            # Without a baseline an advantage is the return itself.
+            # Without a baseline, an advantage is the return itself.
             plain = CreditSettings(returns=settings.returns, returns_options=settings.returns_options, baseline="none")
             returns = self.advantages(plain)
             if settings.credit(self.training.reward).needs_batch:
@@ -135,13 +134,13 @@ def _credited(one: Transition, returns: Mapping[str, FloatArray], advantages: Ma
 
 
 async def trained_by(store: LightningStore, run_id: str | None) -> Training:
-    """How the run of this id trains; of none, that every call counts."""
+    """How a run trains; without a run, all calls count."""
     runs = [] if run_id is None else await store.query_runs()
     return training_of(next((run for run in runs if run.run_id == run_id), None))
 
 
 async def trace_group(store: LightningStore, rollout_ids: Sequence[str], group: Group | None) -> TracedGroup:
-    """NotFoundError where one of the rollouts was removed."""
+    """NotFoundError if one of the rollouts was removed."""
     found = await asyncio.gather(*map(store.get_rollout_by_id, rollout_ids))
     rollouts = [rollout for rollout in found if rollout is not None]
     if len(rollouts) < len(found):
@@ -160,7 +159,7 @@ async def trace_group(store: LightningStore, rollout_ids: Sequence[str], group: 
 
 
 async def credit_view(store: LightningStore, group: TracedGroup) -> CreditView:
-    rows = await rows_of(store, [one.rollout for one in group.traced])
+    rows = await rows_of(store, [member.rollout for member in group.traced])
     return await asyncio.to_thread(group.credited, rows)
 
 
@@ -168,8 +167,8 @@ async def credit_view(store: LightningStore, group: TracedGroup) -> CreditView:
 
 
 class TreeNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A run of tokens after those of its `parent`. `sampled` of them some rollout has sampled; `value` is the mean
-    reward of the `rollouts` that pass; `ends` are the calls whose answer ends here."""
+    """A run of tokens after those of its `parent`. `sampled` of them were sampled by some rollout; `value` is the mean
+    reward of the `rollouts` that pass through; `ends` are the calls whose answer ends here."""
 
     parent: int | None
     tokens: int
@@ -182,7 +181,7 @@ class TreeNode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefixTree(msgspec.Struct, frozen=True, kw_only=True):
-    """`tokens` counts those of all calls laid end to end, `shared` how many of them stand in the tree already."""
+    """`tokens` is the sum over all calls; `shared` of them are in the tree already."""
 
     tokens: int
     shared: int
@@ -192,17 +191,17 @@ class PrefixTree(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass(frozen=True)
 class _Path:
     ids: IntArray
-    answer: int  # where it begins
+    answer: int  # where it starts
     call: Transition
 
 
 def prefix_tree(traced: Sequence[TracedRollout], token_bytes: TokenBytes | None) -> PrefixTree:
-    """The calls of these rollouts over token ids: branches part where ids do, and where an answer ends."""
-    rewards = {one.rollout.rollout_id: one.reward for one in traced}
+    """The calls of these rollouts as a tree of token ids, which branches where ids differ and where an answer ends."""
+    rewards = {member.rollout.rollout_id: member.reward for member in traced}
     paths = [
         _Path(np.concatenate([call.prompt_ids, call.response_ids]), len(call.prompt_ids), call)
-        for one in traced
-        for call in one.transitions
+        for member in traced
+        for call in member.transitions
     ]
     nodes: list[TreeNode] = []
     waiting: list[tuple[list[_Path], int, int | None]] = [(paths, 0, None)]

@@ -10,13 +10,13 @@ import msgspec
 from agentlightning.store.base import LightningStore
 from agentlightning.types import And, Condition, Filter, Order
 
-_MOST: Final = 500  # of the latest failures that are read
-_SHOWN: Final = 20  # rollouts of a cause that are named
+_MOST: Final = 500  # latest failures to read
+_SHOWN: Final = 20  # rollouts shown per cause
 _PARTICULAR: Final = re.compile(r"0x[0-9a-f]+|[\w-]*\d[\w.-]*|'[^']*'|\"[^\"]*\"")
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """A cause of failures: one `reason` of its `count` rollouts, of which the latest are named."""
+    """A cause of failures: a typical `reason`, the `count` of rollouts, and the latest of them."""
 
     reason: str
     count: int
@@ -28,8 +28,8 @@ def failed(run_id: str) -> Filter:
 
 
 async def causes(store: LightningStore, run_id: str) -> list[Cause]:
-    """The causes of the latest failures of a run, the most frequent first. Reasons that differ in numbers, ids and
-    quoted words alone are one cause."""
+    """The causes of a run's latest failures, the most frequent first. Reasons that differ only in numbers, ids and
+    quoted words have one cause."""
     newest = Order(field="start_time", descending=True)
     rollouts = (await store.page_rollouts(failed(run_id), [newest], limit=_MOST)).items
     names = [rollout.rollout_id for rollout in rollouts]

@@ -1,4 +1,4 @@
-"""Why a run's held-out reward moved: by tag over its evaluations, with tools and lengths, and task by task."""
+"""Why a run's held-out reward changed: by tag over its evaluations, with tools and lengths, and task by task."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from agentlightning.data.transitions import trace_rollout
 from agentlightning.store.base import LightningStore
 from agentlightning.types import And, Condition, Rollout
 
-_MOST: Final = 300  # rollouts that are read of an evaluation
-_SHOWN: Final = 50  # tasks that are set side by side
+_MOST: Final = 300  # rollouts to read per evaluation
+_SHOWN: Final = 50  # tasks to compare side by side
 ALL: Final = "all tasks"
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """A mean over the rollouts of each evaluation; None where there is none."""
+    """A mean over the rollouts of each evaluation; None without rollouts."""
 
     name: str
     means: list[float | None]
 
 
 class TaskPair(msgspec.Struct, frozen=True, kw_only=True):
-    """What the first weights did on a task, and the newest."""
+    """The results of the first and the newest weights on a task."""
 
     task: str
     before: float
@@ -37,8 +37,8 @@ class TaskPair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """`steps` are those after which the run was evaluated. `rewards` are by tag, `behaviour` calls of each tool, answer
-    tokens and calls per rollout. `tasks` come with the largest change first."""
+    """`steps` are those of the run's evaluations. `rewards` are by tag; `behaviour` has the calls of each tool, answer
+    tokens and calls per rollout; `tasks` start with the largest change."""
 
     steps: list[int]
     rewards: list[Row]
@@ -47,10 +47,10 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Seen(msgspec.Struct, frozen=True):
-    """One rollout: its measure, and how often it did what."""
+    """One rollout: its measures, and counts of its behaviour."""
 
     one: Measured
-    did: dict[str, float]
+    counts: dict[str, float]
 
 
 async def progress(store: LightningStore, run_id: str) -> Progress:
@@ -61,12 +61,12 @@ async def progress(store: LightningStore, run_id: str) -> Progress:
         if isinstance(step, int) and rollout.status in ("succeeded", "failed"):
             by_step.setdefault(step, []).append(rollout)
     seen = [[await _see(store, one) for one in by_step[step][:_MOST]] for step in sorted(by_step)]
-    names = list(dict.fromkeys(name for part in seen for one in part for name in one.did))
+    names = list(dict.fromkeys(name for part in seen for one in part for name in one.counts))
     tags = sorted({tag for part in seen for one in part for tag in one.one.tags})
     return Progress(
         steps=sorted(by_step),
         rewards=[_row(tag or ALL, [_rewards(part, tag) for part in seen]) for tag in ("", *tags)],
-        behaviour=[_row(name, [[one.did.get(name, 0.0) for one in part] for part in seen]) for name in names],
+        behaviour=[_row(name, [[one.counts.get(name, 0.0) for one in part] for part in seen]) for name in names],
         tasks=_pairs(seen[0], seen[-1]) if len(seen) > 1 else [],
     )
 
@@ -74,13 +74,13 @@ async def progress(store: LightningStore, run_id: str) -> Progress:
 async def _see(store: LightningStore, rollout: Rollout) -> _Seen:
     spans = await store.query_spans(rollout.rollout_id, "latest")
     traced = await asyncio.to_thread(trace_rollout, rollout, spans)
-    did = {"calls": float(len(traced.transitions)), "answer tokens": 0.0}
+    counts = {"calls": float(len(traced.transitions)), "answer tokens": 0.0}
     for call in traced.transitions:
-        did["answer tokens"] += len(call.response_ids)
+        counts["answer tokens"] += len(call.response_ids)
         for tool in call.tools:
-            did[f"tool {tool.tool}"] = did.get(f"tool {tool.tool}", 0.0) + 1
-            did["failed tools"] = did.get("failed tools", 0.0) + (tool.status < 0)
-    return _Seen(measured(traced, spans), did)
+            counts[f"tool {tool.tool}"] = counts.get(f"tool {tool.tool}", 0.0) + 1
+            counts["failed tools"] = counts.get("failed tools", 0.0) + (tool.status < 0)
+    return _Seen(measured(traced, spans), counts)
 
 
 def _rewards(part: Sequence[_Seen], tag: str) -> list[float]:

@@ -1,5 +1,4 @@
-"""Rollouts in a list, and one of them whole: its attempts, steps, conversations, rewards and logs; and the score or
-comment that a person gives one."""
+"""Lists of rollouts, and single ones: attempts, steps, conversations, rewards and logs; and scores given by people."""
 
 from __future__ import annotations
 
@@ -31,13 +30,13 @@ from agentlightning.tracing.timeline import Timeline, timeline
 from agentlightning.tracing.tree import arranged, totals, traceback_of
 from agentlightning.types import Attempt, Attributes, Rollout, Span
 
-_AT_ONCE: Final = 8  # rollouts whose spans are in memory for a list
+_AT_ONCE: Final = 8  # rollouts of a list whose spans are in memory at once
 SCORED_BY: Final = "agentlightning.reward.by"  # who gave a reward by hand
 COMMENT: Final = "agentlightning.reward.comment"
 
 
 class RolloutRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A rollout and what its last attempt came to; `error` is why that failed."""
+    """A rollout and the results of its last attempt; `error` is why that failed."""
 
     rollout: Rollout
     reward: float | None
@@ -56,7 +55,7 @@ class RolloutList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def rows_of(store: LightningStore, rollouts: Sequence[Rollout]) -> list[RolloutRow]:
-    """What is known of rollouts, read from their last attempts."""
+    """The rows of rollouts, read from their last attempts."""
 
     few = asyncio.Semaphore(_AT_ONCE)
 
@@ -70,7 +69,7 @@ async def rows_of(store: LightningStore, rollouts: Sequence[Rollout]) -> list[Ro
 
 
 def summed_up(rollout: Rollout, attempt: Attempt | None, spans: Sequence[Span]) -> RolloutRow:
-    """The row of a rollout, its last attempt and the spans of that."""
+    """The row of a rollout, from its last attempt and that attempt's spans."""
     steps = read_steps(spans)
     took = totals(steps)
     names = (agent_of(step).name for step in steps if step.kind == "call")
@@ -93,7 +92,7 @@ def summed_up(rollout: Rollout, attempt: Attempt | None, spans: Sequence[Span]) 
 
 
 class StepView(msgspec.Struct, frozen=True, kw_only=True):
-    """A step in depth-first order, shown below the one at `parent`. What was written to a stream is of kind `log`."""
+    """A step in depth-first order, below the step at `parent`. Output to a stream has the kind `log`."""
 
     span_id: str
     parent: int | None
@@ -116,7 +115,7 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallView(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of a conversation: what it was sent beyond the call before it, and what it answered."""
+    """A call of a conversation: its messages beyond those of the previous call, and its answer."""
 
     span_id: str
     call_index: int | None
@@ -143,7 +142,7 @@ class RewardView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutView(msgspec.Struct, frozen=True, kw_only=True):
-    """`shown` is the number of the attempt that everything after it is of."""
+    """`shown` is the number of the attempt that the fields after it describe."""
 
     row: RolloutRow
     attempts: list[Attempt]
@@ -279,7 +278,7 @@ def _reward(span: Span) -> RewardView:
 async def give_score(
     store: LightningStore, rollout: Rollout, given: Mapping[str, float], comment: str | None, by: str
 ) -> None:
-    """InvalidError for neither a reward nor a comment; ConflictError for a rollout that was never tried."""
+    """InvalidError without a reward and a comment; ConflictError for a rollout without an attempt."""
     if not given and not comment:
         raise InvalidError("give a reward, a comment, or both")
     attempt = await store.get_latest_attempt(rollout.rollout_id)

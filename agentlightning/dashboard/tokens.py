@@ -1,4 +1,4 @@
-"""The exact tokens of a call, as they were sampled, with what is known of each; and whose tokenizer tells their texts.
+"""The exact sampled tokens of a call, with everything known about each; and the tokenizer that provides their texts.
 
 Knows transitions, tokenizers and where a run keeps its own. It does not know models.
 """
@@ -36,7 +36,7 @@ class TokenCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """`shared` of them, from the first on, an earlier call of the rollout holds."""
+    """An earlier call of the rollout has the first `shared` of these tokens."""
 
     ids: list[int]
     texts: list[str] | None
@@ -52,7 +52,7 @@ class SampledTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExplainedBreak(msgspec.Struct, frozen=True, kw_only=True):
-    """A break, what can be done about it, and the texts of its tokens where a tokenizer is known."""
+    """A break, what you can do about it, and the texts of its tokens if a tokenizer is known."""
 
     found: Break
     suggestion: str
@@ -81,8 +81,8 @@ class SpellsTokens(Protocol):
 
 
 class Tokenizers:
-    """The tokenizer of the models behind a gateway, else of the run that keeps its files beside the store of which
-    `address_of` a rollout tells the file."""
+    """The tokenizer of the models behind a gateway, or else of the rollout's run, whose files are beside the store;
+    `address_of` a rollout is the store's address."""
 
     def __init__(self, address_of: Callable[[str], str | None], served: Mapping[str, TokenBytes] | None = None) -> None:
         self._address_of = address_of
@@ -90,13 +90,13 @@ class Tokenizers:
         self._read: dict[Path, TokenBytes] = {}
 
     def find(self, rollout_id: str) -> tuple[str, TokenBytes] | None:
-        """Its name and the bytes of its tokens; None where there is none. It may read a file."""
+        """The tokenizer's name and its tokens' bytes; None if there is none. May read a file."""
         for name, token_bytes in self._served.items():
             return name, token_bytes
         address = self._address_of(rollout_id)
         if address is None or "://" in address or address == ":memory:":
             return None
-        # Training does not change it: any checkpoint's is the run's.
+        # Training does not change the tokenizer, so any checkpoint has it.
         folder = Path(address).parent
         files = [folder / "start" / _FILE, *sorted(folder.glob(f"checkpoints/*/{_FILE}"))]
         file = next((one for one in files if one.is_file()), None)
@@ -116,8 +116,8 @@ class Tokenizers:
 
 
 def texts_of(ids: Sequence[int], token_bytes: TokenBytes | None) -> list[str] | None:
-    """The text of each token by itself; what is part of a character is U+FFFD."""
-    return None if token_bytes is None else [token_bytes[one].decode(errors="replace") for one in ids]
+    """The text of each token separately; incomplete characters become U+FFFD."""
+    return None if token_bytes is None else [token_bytes[token].decode(errors="replace") for token in ids]
 
 
 def token_view(
@@ -127,8 +127,8 @@ def token_view(
     span_id: str | None,
     tokenizer: tuple[str, TokenBytes] | None,
 ) -> TokenView:
-    """The call of a span, or the first one; `group` is what the rollout is compared with. NotFoundError where the
-    rollout has no such call that trains."""
+    """The call of a span, or the first one; `group` has the rollouts to compare with. NotFoundError if the rollout has
+    no such call that trains."""
     one = next((call for call in traced.transitions if span_id in (None, call.span_id)), None)
     if one is None:
         why = traced.left_out.get(span_id or "") or "no call of it is recorded with token ids that train"

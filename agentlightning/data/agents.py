@@ -17,17 +17,17 @@ from agentlightning.tracing.steps import Step
 from agentlightning.types import Span
 
 _ROLE: Final = re.compile(r"you are (?:the |an? )?([^.,;:!\n]+)", re.IGNORECASE)
-_PROMPT_KEYS: Final = ('"system"', '"instructions"')  # of a request of Anthropic's protocol, or of Responses
+_PROMPT_KEYS: Final = ('"system"', '"instructions"')  # in Anthropic's protocol and in Responses
 _INSTRUCTING: Final = ("system", "developer")
 _DSPY_BEGINS: Final = "Your input fields are:"  # the prompts of all its modules
 _LONGEST_NAME: Final = 60
-_LONGEST_LINE: Final = 1000  # of which a name is read
+_LONGEST_LINE: Final = 1000  # characters in which a name is looked for
 
 
 @dataclass(frozen=True)
 class AgentName:
-    """The agent of a call: all `names` it has, the best first (none where nothing tells), and all `words` it can be
-    chosen by. A call for `housekeeping` (a title, a compaction) has the name of what it is for."""
+    """The agent of a call: all its `names`, best first (empty if unknown), and the `words` by which it can be chosen. A
+    `housekeeping` call (a title, a compaction) is named after its purpose."""
 
     names: tuple[str, ...]
     words: tuple[str, ...]
@@ -38,15 +38,15 @@ class AgentName:
         return self.names[0] if self.names else None
 
     def __str__(self) -> str:
-        return " = ".join(self.names) or "one without a name"
+        return " = ".join(self.names) or "an unnamed agent"
 
 
 def agent_of(step: Step) -> AgentName:
-    """The agent of a call: as its framework calls it, else its role if the prompt tells it to be one, else the alias of
-    the model that was asked for, else the prompt's first line.
+    """The agent of a call: the name its framework gives it, else the role in the prompt, the model alias it asked for,
+    or the prompt's first line.
 
-    A role is what follows `You are the` (`a`, `an`) in the first line of the system prompt (of the objective in
-    DSPy's), up to the first punctuation. An agent that no framework names can be chosen by any word of it too."""
+    A role follows `You are the` (`a`, `an`) in the first line of the system prompt (with DSPy, of the objective) and
+    ends at the first punctuation mark. An agent without a framework name can be chosen by any word of its role."""
     attributes = step.span.attributes
     if kind := text_of(step.span, semconv.CALL_HOUSEKEEPING):
         return AgentName((kind,), (kind, "housekeeping"), housekeeping=True)
@@ -61,11 +61,11 @@ def agent_of(step: Step) -> AgentName:
     return _unnamed(alias, prompt[:_LONGEST_LINE])
 
 
-@lru_cache(maxsize=256)  # one agent asks many times
+@lru_cache(maxsize=256)  # an agent makes many calls
 def _unnamed(alias: str | None, prompt: str) -> AgentName:
     found = role_in(prompt)
     role = found or prompt.partition("\n")[0].strip()[:_LONGEST_NAME]
-    # Most programs ask one model for all of their agents; but every model is told to be a helpful assistant.
+    # Many programs use one model for all agents, but nearly every prompt says `helpful assistant`.
     tells = found is not None and not role.endswith("assistant")
     names = tuple(name for name in ((role, alias) if tells else (alias, role)) if name)
     return AgentName(names, (*names, *re.findall(r"[\w-]+", role)))
@@ -78,29 +78,29 @@ def role_in(prompt: str) -> str | None:
 
 
 def agent_pattern(pattern: str) -> re.Pattern[str]:
-    """`"writer|rewriter"` as what `chosen` takes. ConfigError if it is no regular expression."""
+    """Compile `"writer|rewriter"` for `chosen`. ConfigError if it is not a regular expression."""
     try:
         return re.compile(pattern, re.IGNORECASE)
     except re.error as error:
         raise ConfigError(
-            f"agents is {pattern!r}, which is no pattern ({error}); give names with | between them, such as "
+            f"agents is {pattern!r}, which is not a pattern ({error}); give names with | between them, such as "
             "'writer|rewriter'"
         ) from None
 
 
 def chosen(pattern: re.Pattern[str] | None, agent: AgentName) -> bool:
-    """Whether the pattern is the whole of one of the agent's words, in upper or lower case. None chooses all but
+    """Whether the pattern matches a whole word of the agent, ignoring case. None chooses all agents except
     housekeeping."""
     return not agent.housekeeping if pattern is None else any(pattern.fullmatch(word) for word in agent.words)
 
 
 def _system_prompt(call: Span) -> str:
-    """What the request tells the model to be, in the words of any of the three protocols; empty if nothing."""
+    """The system prompt of a request in any of the three protocols; empty if there is none."""
     recorded = text_of(call, semconv.CALL_REQUEST) or ""
     request = mapping(json_of(recorded)) if any(map(recorded.__contains__, _PROMPT_KEYS)) else {}
-    if said := request.get("system") or request.get("instructions"):
-        return joined(said)
+    if system := request.get("system") or request.get("instructions"):
+        return joined(system)
     messages = text_of(call, semconv.GEN_AI_INPUT_MESSAGES) or ""
     first = mapping(first_item(messages))
     several = [first] if first.get("role") in _INSTRUCTING else map(mapping, items(json_of(messages)))
-    return next((joined(one.get("content")) for one in several if one.get("role") in _INSTRUCTING), "")
+    return next((joined(message.get("content")) for message in several if message.get("role") in _INSTRUCTING), "")

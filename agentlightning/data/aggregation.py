@@ -1,8 +1,8 @@
 """Aggregation: how much each token counts in the loss of a batch.
 
-An aggregation is a function `(tokens, **options) → weights`, float[N], of the tokens of a whole batch (`Tokens`). The
-loss of a batch is Σ weight · loss of each token: weights hold all denominators, so that micro-batches and processes add
-up to the batch. A function of the same signature may stand in for any of them.
+An aggregation is a function `(tokens, **options) → weights`, float[N], of all tokens of a batch (`Tokens`). The loss of
+a batch is Σ weight · loss over its tokens: weights contain all denominators, so micro-batches and processes add up to
+the batch. You can pass your own function with this signature.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Aggregation: TypeAlias = "str | Callable[..., npt.ArrayLike]"
 
 
 class Tokens:
-    """The tokens of these sequences that have a loss, in order: those sampled, or those `observed`."""
+    """The tokens of these sequences that have a loss, in order: the sampled ones, or the `observed` ones."""
 
     def __init__(self, sequences: Sequence[TrainingSequence], *, observed: bool = False) -> None:
-        rows = ((one, one.observed if observed else one) for one in sequences)
+        rows = ((sequence, sequence.observed if observed else sequence) for sequence in sequences)
         self._rows = [(one, of) for one, of in rows if of is not None]
         self._observed = observed
         self.lengths = [len(of.positions) for _, of in self._rows]
@@ -36,7 +36,7 @@ class Tokens:
 
     @classmethod
     def trial(cls) -> Tokens:
-        """Five tokens in two calls, each a rollout, to try a function on."""
+        """Five tokens in two calls of different rollouts, to try a function on."""
         return cls([_trial_sequence(name, count, reward) for name, count, reward in (("a", 3, 0.0), ("b", 2, 1.0))])
 
     def __len__(self) -> int:
@@ -50,7 +50,7 @@ class Tokens:
         counts = [int(of.transitions[-1]) + 1 if len(of.transitions) else 0 for _, of in self._rows]
         found = np.concatenate([of.transitions for _, of in self._rows], dtype=np.int64)
         found += np.repeat(np.cumsum([0, *counts[:-1]]), self.lengths)
-        # Calls without such a token are not counted.
+        # Calls without tokens are not counted.
         return np.unique(found, return_inverse=True)[1] if self._observed else found
 
     @cached_property
@@ -61,7 +61,7 @@ class Tokens:
 
     @cached_property
     def origins(self) -> Sequence[Origin]:
-        """Where each rollout is from, by its number."""
+        """The origin of each rollout, by its number."""
         found = {one.rollout_id: one.origin or Origin() for one, _ in self._rows}
         return [found[name] for name in self._numbers]
 
@@ -72,7 +72,7 @@ class Tokens:
 
     def each(self, value: Callable[[Origin], float]) -> npt.NDArray[np.float64]:
         """The `value` of each token's rollout, float64[N]."""
-        return np.array([value(one) for one in self.origins], np.float64)[self.rollouts]
+        return np.array([value(origin) for origin in self.origins], np.float64)[self.rollouts]
 
 
 def _trial_sequence(name: str, count: int, reward: float) -> TrainingSequence:
@@ -99,7 +99,7 @@ def rollout_mean(tokens: Tokens) -> FloatArray64:
 
 
 def constant(tokens: Tokens, *, length: int) -> FloatArray64:
-    """1 / (calls · `length`), a length that favours no answer for being short (Dr. GRPO, arXiv:2503.20783)."""
+    """1 / (calls · `length`): a constant, so short answers are not favoured (Dr. GRPO, arXiv:2503.20783)."""
     return np.full(len(tokens), 1.0 / ((int(tokens.calls.max()) + 1) * length))
 
 
@@ -119,13 +119,13 @@ AGGREGATIONS: Final[dict[str, Callable[..., Any]]] = {
 def aggregation_weights(
     sequences: Sequence[TrainingSequence], aggregation: Aggregation, length: int | None = None
 ) -> list[FloatArray]:
-    """The weight of each sampled token in the loss of this batch, and after them that of each observed one: one
-    float32[N + M] per sequence. `length` is that of `constant`. ConfigError where a function gives no weights.
+    """The loss weight of each sampled token, then of each observed one: float32[N + M] per sequence. `length` is for
+    `constant`. ConfigError if a function returns invalid weights.
 
-    Observed tokens are aggregated by themselves, and weigh that times their own weight."""
+    Observed tokens are aggregated separately, and the result is multiplied by their own weights."""
     tokens = Tokens(sequences)
     made = _split(weights_of(tokens, aggregation, length), tokens.lengths)
-    if all(one.observed is None for one in sequences):
+    if all(sequence.observed is None for sequence in sequences):
         return made
     tokens = Tokens(sequences, observed=True)
     observed = iter(_split(weights_of(tokens, aggregation, length), tokens.lengths))
@@ -140,28 +140,28 @@ def _split(values: FloatArray, lengths: Sequence[int]) -> list[FloatArray]:
 
 
 def weights_of(tokens: Tokens, aggregation: Aggregation, length: int | None = None) -> FloatArray:
-    """What the aggregation gives these tokens, float32[N]."""
+    """The weight of each token, float32[N]."""
     function = find_function("aggregation", aggregation, AGGREGATIONS)
     if not len(tokens):
         return np.zeros(0, np.float32)
     weights = np.asarray(function(tokens, length=length) if function is constant else function(tokens), np.float64)
     if weights.shape != (len(tokens),) or not np.isfinite(weights).all():
         raise ConfigError(
-            f"aggregation {function_name(function, AGGREGATIONS)} must give a finite weight for each of {len(tokens)} "
-            f"tokens, and gave {weights!r:.200}"
+            f"aggregation {function_name(function, AGGREGATIONS)} must return a finite weight for each of "
+            f"{len(tokens)} tokens, but returned {weights!r:.200}"
         )
     return weights.astype(np.float32)
 
 
 def try_aggregation(aggregation: Aggregation, length: int | None) -> None:
-    """ConfigError unless it gives five tokens weights."""
+    """ConfigError unless it returns weights for five tokens."""
     try:
         weights_of(Tokens.trial(), aggregation, length)
     except (ConfigError, LookupError, AttributeError) as error:
         if isinstance(error, ConfigError):
-            raise  # else it may look for what these made-up tasks do not have
+            raise  # a user's function may need fields that these tasks lack
     except Exception as error:
         raise ConfigError(
-            f"aggregation {aggregation!r} fails on five tokens: {type(error).__name__}: {error}. It is given tokens "
-            "(calls, rollouts, each), and gives the weight of each"
+            f"aggregation {aggregation!r} fails on five tokens: {type(error).__name__}: {error}. It gets tokens "
+            "(calls, rollouts, each), and must return the weight of each"
         ) from error

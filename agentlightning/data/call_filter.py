@@ -1,7 +1,7 @@
-"""Which calls of a rollout train, and why one does not.
+"""Which calls of a rollout train, and why the others do not.
 
-Knows models, names of agents, reasons and limits; it does not know rewards, groups or sequences. The gateway's own
-reasons (`agentlightning.call.untrainable`) are named here again, because whoever trains may keep such calls.
+Knows models, agent names, reasons and limits; it does not know rewards, groups or sequences. The gateway's own reasons
+(`agentlightning.call.untrainable`) are repeated here because users may choose to keep such calls.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from agentlightning.data.agents import agent_pattern
 from agentlightning.errors import ConfigError, check_settings, nearest
 
-# Why a call does not train, beyond what the gateway says of it.
+# Why a call does not train, in addition to the gateway's reasons.
 NOT_RECEIVED: Final = "nobody received the answer"
 CALL_MISSING: Final = "another call of the attempt was not recorded"
 OTHER_AGENT: Final = "other agent"
@@ -49,20 +49,24 @@ KEEPABLE: Final = (
     "SGLang's logprobs are those before top_p and top_k",
     "ids and reported usage differ",
 )
-"""Reasons that `CallFilter.keep` may name: the tokens of such a call are all there, whatever else is known of it."""
+"""Reasons that `CallFilter.keep` may name: the tokens of such calls are complete."""
 
-_ROUNDING: Final = 1e-3  # by so much a log-probability may be above 0
+_ROUNDING: Final = 1e-3  # how far rounding may lift a log-probability above 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallFilter:
-    """Which calls train. Every other one is left out and counted by its reason; none is cut.
+    """Which calls train. The others are left out and counted by reason; no call is cut.
 
-    `models` are the names of the models being trained (None: every trainable one), `agents` is what the agents being
-    trained are called, as in `"writer|rewriter"` (None: all; what only does housekeeping, such as titles, trains where
-    it is named). Calls with a reason in `keep` (of `KEEPABLE`) train all the same, and are counted too; answers that
-    were cut off at max_tokens do if `train_truncated`. `max_prompt_length` and `max_response_length` are in tokens of
-    one call. ConfigError for what cannot be meant."""
+    Settings:
+        models: names of the models being trained; None: all trainable ones.
+        agents: names of the agents being trained, such as `"writer|rewriter"`; None: all. Housekeeping calls, such as
+            titles, train only if named.
+        keep: reasons (of `KEEPABLE`) for which calls are flagged, to train such calls anyway. They are still counted.
+        train_truncated: train answers that were cut off at max_tokens.
+        max_prompt_length, max_response_length: tokens of one call.
+
+    ConfigError for invalid settings."""
 
     models: Collection[str] | None = None
     agents: str | None = None
@@ -73,7 +77,7 @@ class CallFilter:
 
     def __post_init__(self) -> None:
         if self.agents is not None:
-            agent_pattern(self.agents)  # refuses what is none
+            agent_pattern(self.agents)  # raises for an invalid pattern
         if isinstance(self.keep, str):
             raise ConfigError(f"keep is {self.keep!r}; give a list of reasons")
         for reason in self.keep:
@@ -82,7 +86,7 @@ class CallFilter:
         check_settings(self, least={"max_prompt_length": 1, "max_response_length": 1})
 
     def keeps(self, reason: str) -> bool:
-        """Whether a call trains although this speaks against it."""
+        """Whether a call trains despite this reason."""
         return reason in self.keep or (reason == TRUNCATED and self.train_truncated)
 
 

@@ -1,8 +1,8 @@
-"""Spans of several machines on one clock, the gateway's: what caused what tells how far the agent's is off.
+"""Puts spans of several machines on one clock, the gateway's, by using cause and effect to find the offset.
 
-A span around a call began before it and ended after it; a tool began after the call that asked for it had ended, and
-ended before the call that was sent its result began. Each gives a range for how much the agent's clock is ahead. Knows
-spans and their ids; it does not know what is rewarded or trained.
+A span around a call starts before it and ends after it. A tool starts after the call that requested it has ended, and
+ends before the call that receives its result. Each pair limits the offset of the agent's clock. Knows spans and their
+ids; it does not know what is rewarded or trained.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ _MARGIN: Final = 0.05  # seconds
 
 
 def align_clocks(spans: Sequence[Span]) -> tuple[Sequence[Span], float | None]:
-    """The spans of ONE attempt with the agent's times as the gateway's clock would have shown them, and how many
-    seconds the agent's clock was ahead (None: nothing tells).
+    """The spans of ONE attempt with the agent's times converted to the gateway's clock, and how many seconds the
+    agent's clock was ahead (None: unknown).
 
-    Times stay as they are where they agree with all that is known, and where it contradicts itself: then the agent ran
-    on several machines. Otherwise the shift is the smallest that agrees, and a little more: nothing follows a call as
-    fast as the fastest that was seen."""
+    Times stay unchanged if they agree with all limits, or if the limits contradict each other (the agent ran on several
+    machines). Otherwise the shift is the smallest that fits plus a margin, since reactions take time."""
     bounds = list(_bounds(spans))
     low, high = max((low for low, _ in bounds), default=-math.inf), min((high for _, high in bounds), default=math.inf)
     if low > high or (math.isinf(low) and math.isinf(high)):
@@ -50,7 +49,7 @@ def _bounds(spans: Sequence[Span]) -> Iterator[tuple[float, float]]:
     for call in calls:
         if (outer := others.get(call.parent_id or "")) is not None:
             yield _around(outer, call)
-    said = [text_of(call, semconv.GEN_AI_OUTPUT_MESSAGES) or "" for call in calls]
+    outputs = [text_of(call, semconv.GEN_AI_OUTPUT_MESSAGES) or "" for call in calls]
     for span in others.values():
         kind = kind_of(span)
         if kind == "call":
@@ -58,25 +57,25 @@ def _bounds(spans: Sequence[Span]) -> Iterator[tuple[float, float]]:
             result = "" if named else result_of(span) or ""
             yield from (_around(span, call) for name, call in answers.items() if name == named or name in result)
         elif kind == "tool" and (call_id := text_of(span, *TOOL_CALL_IDS)):
-            yield _between(span, f'"{call_id}"', calls, said)
+            yield _between(span, f'"{call_id}"', calls, outputs)
 
 
 def _around(outer: Span, call: Span) -> tuple[float, float]:
-    # What outlived its attempt was ended for it.
+    # A span still open at the end of its attempt was ended by the runner.
     end = math.inf if outer.resource.get(semconv.UNFINISHED) else outer.end_time
     return outer.start_time - call.start_time, end - call.end_time
 
 
-def _between(tool: Span, call_id: str, calls: Sequence[Span], said: Sequence[str]) -> tuple[float, float]:
-    """`said` are the answers of the calls."""
-    asked = [index for index, answer in enumerate(said) if call_id in answer]
-    if len(asked) != 1:  # some servers count the ids of tool calls from 0 in each answer
+def _between(tool: Span, call_id: str, calls: Sequence[Span], outputs: Sequence[str]) -> tuple[float, float]:
+    """`outputs` are the answers of the calls."""
+    callers = [index for index, answer in enumerate(outputs) if call_id in answer]
+    if len(callers) != 1:  # some servers number tool calls from 0 in each answer
         return -math.inf, math.inf
-    later = calls[asked[0] + 1 :]
-    sent = ((one, text_of(one, semconv.GEN_AI_INPUT_MESSAGES) or "") for one in later)
-    answered = next((one for one, messages in sent if messages.rfind(call_id) >= 0), None)  # it is mostly near the end
-    low = -math.inf if answered is None else tool.end_time - answered.start_time
-    return low, tool.start_time - calls[asked[0]].end_time
+    later = calls[callers[0] + 1 :]
+    sent = ((call, text_of(call, semconv.GEN_AI_INPUT_MESSAGES) or "") for call in later)
+    receiver = next((one for one, messages in sent if messages.rfind(call_id) >= 0), None)  # usually near the end
+    low = -math.inf if receiver is None else tool.end_time - receiver.start_time
+    return low, tool.start_time - calls[callers[0]].end_time
 
 
 def _earlier(span: Span, seconds: float) -> Span:
@@ -86,5 +85,5 @@ def _earlier(span: Span, seconds: float) -> Span:
 
 
 def _by_gateway(span: Span) -> bool:
-    """Whether the gateway's machine gave the span its times."""
+    """Whether the span's times come from the gateway's clock."""
     return is_gateway_call(span) or span.name == semconv.UNDELIVERED or semconv.REWARD_POSTED in span.attributes

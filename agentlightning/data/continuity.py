@@ -1,11 +1,11 @@
-"""Which call of an attempt goes on from which, and where one should and its tokens do not.
+"""Which call of an attempt continues which, and where a call should continue another but its tokens differ.
 
-    A1 S1 A2 S2 A3, two agents by turns  →  A2 continues A1, A3 continues A2, S2 continues S1: two conversations
+    A1 S1 A2 S2 A3, two interleaved agents  →  A2 continues A1, A3 continues A2, S2 continues S1: two conversations
     (1, 2) + (7, 8), then (1, 2, 9, 3, 4) by the same agent, with the same answer in its messages  →  a break at 2
 
-A prompt continues an earlier call if it begins with that call's prompt and answer. Only where none is found, or where
-another call went on from there already, are messages read: they tell a call that was meant to go on (a break) from one
-that begins anew. Without messages, a prompt that begins with all of a conversation's first prompt was meant to go on.
+A prompt continues an earlier call if it starts with that call's prompt and answer. If there is no such call, or another
+call continues it already, messages decide: they distinguish a call that was meant to continue (a break) from a new
+start. Without messages, a prompt that starts with a conversation's whole first prompt was meant to continue it.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ SUGGESTIONS: Final[Mapping[BreakKind, str]] = {
     "tools changed": "Offer the same tools, in the same order, at each call of a conversation.",
     "unknown": "Record messages (--capture full): without them only tokens tell.",
 }
-"""What a user can do about each kind of break."""
+"""What you can do about each kind of break."""
 
-_BEFORE: Final = 6  # tokens of a break that are shown
+_BEFORE: Final = 6  # tokens shown of a break
 _AFTER: Final = 12
 
-Message: TypeAlias = tuple[str, bytes]  # its role, and its words (`words_of`)
+Message: TypeAlias = tuple[str, bytes]  # role and normalised content (`words_of`)
 
 
 @dataclass(frozen=True)
 class Break:
-    """A call whose prompt should begin with the prompt and the answer of call `earlier`, and differs from token
-    `position` on, which is `inside` that prompt or that answer. Calls are named by their index in the attempt.
-    `before` are ids just before that place, `recorded` and `found` those of either side from there on."""
+    """A call whose prompt should start with the prompt and answer of call `earlier`, but differs from token `position`
+    on, `inside` that prompt or answer. Calls are identified by their index in the attempt. `before` are the ids just
+    before that position; `recorded` and `found` are the earlier and the new ids from there on."""
 
     agent: str | None
     call_index: int
@@ -67,9 +67,9 @@ class Break:
 
 @dataclass(frozen=True)
 class Continuity:
-    """Of each transition the place of the one it continues (None for none) and the number of its conversation, from 0
-    on; and the breaks, in call order. A call that breaks with another, or asks the same prompt again, is of the
-    conversation of that one."""
+    """For each transition, the position of the transition it continues (or None) and the number of its conversation,
+    from 0; and the breaks, in call order. A call that breaks with another, or repeats its prompt, belongs to the same
+    conversation."""
 
     continues: tuple[int | None, ...]
     conversations: tuple[int, ...]
@@ -77,8 +77,8 @@ class Continuity:
 
 
 def continuity(transitions: Sequence[Transition], spans: Sequence[Span]) -> Continuity:
-    """How the transitions of one attempt, in call order, go on from one another. The attempt's `spans`, in any order,
-    are read for messages and tools."""
+    """How the transitions of one attempt, in call order, continue each other. `spans` are the attempt's, in any order;
+    messages and tools are read from them."""
     attributes = {span.span_id: span.attributes for span in spans}
     calls: list[_Call] = []
     breaks: list[Break] = []
@@ -86,14 +86,14 @@ def continuity(transitions: Sequence[Transition], spans: Sequence[Span]) -> Cont
     for place, transition in enumerate(transitions):
         call = _Call(transition, attributes.get(transition.span_id, {}), place)
         parent = continued = _continued(call, calls)
-        if calls and (continued is None or continued.goes_on):
-            again = next((one for one in calls if np.array_equal(one.prompt, call.prompt)), None)
-            meant = None if again else _meant(call, calls, continued)
-            if meant is not None:
-                breaks.append(_break(call, *meant))
-            parent = continued or (meant[0] if meant else again)
+        if calls and (continued is None or continued.has_next):
+            again = next((other for other in calls if np.array_equal(other.prompt, call.prompt)), None)
+            intended = None if again else _intended(call, calls, continued)
+            if intended is not None:
+                breaks.append(_break(call, *intended))
+            parent = continued or (intended[0] if intended else again)
         if continued is not None:
-            call.continues, continued.goes_on = continued.place, True
+            call.continues, continued.has_next = continued.place, True
         if parent is None:
             call.conversation, call.root = conversations, call
             conversations += 1
@@ -106,7 +106,7 @@ def continuity(transitions: Sequence[Transition], spans: Sequence[Span]) -> Cont
 
 
 class _Call:
-    """A transition, and what its span says, which is read when it is asked for."""
+    """A transition and the content of its span, read on demand."""
 
     root: _Call  # the first call of its conversation
     conversation: int
@@ -117,10 +117,10 @@ class _Call:
         self.prompt, self.answer = transition.prompt_ids, transition.response_ids
         self.speaker = transition.agent, transition.model
         self.continues: int | None = None
-        self.goes_on = False  # whether another call continues it
+        self.has_next = False  # whether another call continues it
         self.tools = attributes.get(semconv.GEN_AI_TOOL_DEFINITIONS)
         text = attributes.get(semconv.CALL_PROMPT)
-        self.text = text if isinstance(text, str) else None  # that was continued, of a call without messages
+        self.text = text if isinstance(text, str) else None  # the prompt of a completion call, which has no messages
         self._attributes = attributes
 
     @cached_property
@@ -129,68 +129,68 @@ class _Call:
 
     @cached_property
     def messages(self) -> list[Message]:
-        """What was asked; empty where the span does not say."""
+        """The request's messages; empty if not recorded."""
         return [(str(message.get("role")), words_of(message)) for message in input_messages(self._attributes)]
 
     @cached_property
     def history(self) -> list[Message]:
-        """What a call that continues this one asks to begin with; empty where that is not known."""
+        """The messages with which a continuing call's request starts; empty if unknown."""
         replies = [(str(one.get("role")), words_of(one)) for one in output_messages(self._attributes)[:1]]
         return [*self.messages, *replies] if self.messages and replies else []
 
     @property
     def continuation(self) -> str | None:
-        """The text that was continued, with its answer; None of a chat."""
+        """The prompt of a completion call and its answer; None for a chat."""
         replies = output_messages(self._attributes)
         return self.text + text_of(replies[0]) if self.text is not None and replies else None
 
 
 def _continued(call: _Call, earlier: Sequence[_Call]) -> _Call | None:
-    """The longest that the prompt begins with; of equals the last."""
+    """The call with the longest prefix of this prompt; if several are equal, the last."""
     prompt, found = call.prompt, None
-    for one in reversed(earlier):
-        start, end = len(one.prompt), len(one.prompt) + len(one.answer)
+    for other in reversed(earlier):
+        start, end = len(other.prompt), len(other.prompt) + len(other.answer)
         longer = found is None or end > len(found.prompt) + len(found.answer)
-        # The answer first: where another stands there, the rest need not be read.
-        if longer and end <= len(prompt) and np.array_equal(prompt[start:end], one.answer):
-            found = one if np.array_equal(prompt[:start], one.prompt) else found
+        # Compare the answer first: if it differs, the rest need not be read.
+        if longer and end <= len(prompt) and np.array_equal(prompt[start:end], other.answer):
+            found = other if np.array_equal(prompt[:start], other.prompt) else found
     return found
 
 
-# --- what was meant -----------------------------------------------------------------------------------------------
+# --- what was intended -------------------------------------------------------------------------------------------
 
-_Meant: TypeAlias = tuple[_Call, BreakKind]
+_Intended: TypeAlias = tuple[_Call, BreakKind]
 
 
-def _meant(call: _Call, earlier: Sequence[_Call], continued: _Call | None) -> _Meant | None:
-    """The call that this one should continue and does not, and why not."""
-    own = [one for one in earlier if one.speaker == call.speaker and one is not continued]
+def _intended(call: _Call, earlier: Sequence[_Call], continued: _Call | None) -> _Intended | None:
+    """The call that this call should continue but does not, and the reason."""
+    own = [other for other in earlier if other.speaker == call.speaker and other is not continued]
     if call.text is not None:
-        glued = [one for one in own if (text := one.continuation) is not None and call.text.startswith(text)]
+        glued = [other for other in own if (text := other.continuation) is not None and call.text.startswith(text)]
         return (max(glued, key=lambda one: len(one.text or "")), "retokenised") if glued else None
     if call.messages:
-        answers = {one.history[-1] for one in earlier if one.history}
+        answers = {other.history[-1] for other in earlier if other.history}
         least = len(continued.history) if continued else 0
-        kept = [(*_kept(one.history, call.messages, answers), one.place, one) for one in own if one.history]
+        kept = [(*_kept(other.history, call.messages, answers), other.place, other) for other in own if other.history]
         count, whole, _, one = max(kept, default=(0, False, 0, None))
         return (one, "retokenised" if whole else "edited history") if one is not None and count > least else None
-    shared = [(shared_length(one.tokens, call.prompt), one.place, one) for one in own]
+    shared = [(shared_length(other.tokens, call.prompt), other.place, other) for other in own]
     length, _, one = max(shared, default=(0, 0, None))
-    begun = None if one is None else one.prompt if continued else one.root.prompt
-    if one is None or begun is None or not len(begun) <= length < len(call.prompt):
+    start = None if one is None else one.prompt if continued else one.root.prompt
+    if one is None or start is None or not len(start) <= length < len(call.prompt):
         return None
     return one, "unknown"
 
 
 def _kept(history: Sequence[Message], later: Sequence[Message], answers: set[Message]) -> tuple[int, bool]:
-    """How many messages of an earlier call's history, with its answer at the end, a later call was sent, and whether
-    all of them, unchanged. (0, False) where the later call does not go on from there.
+    """How many messages of an earlier call's history (its answer last) a later call repeats, and whether it repeats
+    them all, unchanged. (0, False) if the later call does not continue it.
 
         s u a  →  s u a t      (3, True)
-        s u a  →  s u b t      (2, False): b stands where the answer was
+        s u a  →  s u b t      (2, False): b replaces the answer
         s u a t b  →  s t b v  (3, False): u and a were left out, the answer b was kept
-        s u a  →  s u          (0, False): goes back and asks again
-        s u a  →  s v          (0, False): another conversation that begins alike"""
+        s u a  →  s u          (0, False): repeats the question
+        s u a  →  s v          (0, False): another conversation with the same start"""
     pairs = enumerate(zip(history, later, strict=False))
     same = next((place for place, (one, other) in pairs if one != other), min(len(history), len(later)))
     if same == len(history):
@@ -227,22 +227,22 @@ _NOTHING_SAID: Final = msgspec.json.encode(("", ()))
 
 
 def words_of(message: Mapping[str, Any]) -> bytes:
-    """Names what a message says: notation, white space, case and ids of tool calls do not count. A message in no known
-    notation is taken as it is."""
+    """The normalised content of a message: notation, white space, case and tool-call ids are ignored. Unknown notations
+    are kept unchanged."""
     parts, calls = message.get("content"), items(message.get("tool_calls"))
-    if not all(isinstance(one, Mapping) for one in items(parts)) or not all(
+    if not all(isinstance(part, Mapping) for part in items(parts)) or not all(
         isinstance(mapping(call).get("function"), Mapping) for call in calls
     ):
         return msgspec.json.encode(message, order="sorted")
     content = message.get("content") or ""
     functions = [mapping(mapping(call)["function"]) for call in calls]
     named = [(function.get("name"), _arguments(function.get("arguments"))) for function in functions]
-    said = canonical(joined(content)) if isinstance(content, str | list) else content
-    return msgspec.json.encode((said, named), order="sorted")
+    text = canonical(joined(content)) if isinstance(content, str | list) else content
+    return msgspec.json.encode((text, named), order="sorted")
 
 
 def canonical(text: str) -> str:
-    """What is left of a text when Unicode's forms, case and white space do not count."""
+    """The text without differences in Unicode form, case and white space."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 

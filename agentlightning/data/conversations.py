@@ -1,7 +1,7 @@
-"""The calls of an attempt as conversations, in the one form of OpenAI's chat completions.
+"""The calls of an attempt as conversations, in the form of OpenAI's chat completions.
 
-A conversation is a chain of calls, each of which was sent all that the one before was sent and answered. This module
-knows steps, and messages in the words of chat completions, responses, Anthropic and the tracing dialects. It knows no
+A conversation is a chain of calls, each of which repeats all messages of the call before it, answer included. This
+module knows steps, and messages of chat completions, Responses, Anthropic and the tracing dialects. It knows no
 rewards, groups or files.
 """
 
@@ -23,7 +23,7 @@ from agentlightning.types import Span
 
 Message: TypeAlias = dict[str, Any]
 
-# Why nothing is to be learned from the answer of a call.
+# Why the answer of a call cannot be learned from.
 NOT_RECORDED: Final = "calls whose messages were not recorded"
 EARLIER_ELSEWHERE: Final = "calls whose earlier messages only their server knows"
 FAILED: Final = "calls that failed"
@@ -34,17 +34,17 @@ FROZEN: Final = "calls of models that are not trained"
 OTHER_AGENT: Final = "calls of other agents"
 HOUSEKEEPING: Final = "calls for housekeeping"
 
-_CALL_FAILED: Final = ("call failed", "client disconnected")  # the gateway's flags that say something of the answer
+_CALL_FAILED: Final = ("call failed", "client disconnected")  # the gateway's flags of an unusable answer
 _NO_CALL: Final = ("embeddings", "messages/count_tokens")
 
 
 @dataclass(frozen=True)
 class ChatCall:
-    """One call: what it was sent, what tools it offered and what its first choice answered. `unlearnable` says why
-    nothing is to be learned from the answer, None if it may be.
+    """One call: the messages sent, the tools offered and the first choice of the answer. `unlearnable` is why the
+    answer cannot be learned from, or None.
 
-    `sent` and `answered` tell whether two calls were sent or answered the same: a text per message, in which the ids of
-    tool calls are numbered from the start of the conversation, because they are drawn anew in every rollout."""
+    `sent` and `answered` identify messages for comparison: one text per message, with tool-call ids numbered from the
+    start of the conversation, since every rollout draws new ones."""
 
     messages: list[Message]
     tools: list[dict[str, Any]]
@@ -58,10 +58,10 @@ class ChatCall:
 def read_calls(
     spans: Sequence[Span], models: frozenset[str] | None = None, agents: re.Pattern[str] | None = None
 ) -> tuple[list[ChatCall], list[str]]:
-    """The calls of ONE attempt in their order, and why each of the others cannot be read.
+    """The calls of ONE attempt in order, and for each unreadable call the reason.
 
-    `models` are those to learn from, frozen or not; None takes all that are not frozen. `agents` are the agents to
-    learn from, None takes all."""
+    `models` are those to learn from, frozen or not (None: all that are not frozen); `agents` the agents to learn from
+    (None: all)."""
     steps = [step for step in read_steps(spans) if step.kind == "call"]
     steps = [step for step in steps if step.span.attributes.get(semconv.CALL_ENDPOINT) not in _NO_CALL]
     discarded = discarded_calls(spans)
@@ -85,9 +85,9 @@ def read_calls(
 
 
 def conversations(calls: Sequence[ChatCall]) -> list[list[ChatCall]]:
-    """The chains of an attempt's calls: A1 S1 A2, where A2 was sent A1's messages and answer → A1 A2, S1.
+    """The chains of an attempt's calls: A1 S1 A2, where A2 repeats A1's messages and answer → A1 A2, S1.
 
-    A call that continues none begins one; each call is in one chain only."""
+    A call that continues none starts a chain; each call is in one chain."""
     chains: list[list[ChatCall]] = []
     for call in calls:
         continued = [chain for chain in chains if _continues(call, chain[-1])]
@@ -104,18 +104,18 @@ def _continues(call: ChatCall, earlier: ChatCall) -> bool:
 
 
 def call_index(span: Span) -> int | None:
-    """0, 1, 2 … within the attempt; None where the gateway did not count it."""
+    """0, 1, 2 … within the attempt; None if the gateway did not number it."""
     index = span.attributes.get(semconv.CALL_INDEX)
     return index if isinstance(index, int) else None
 
 
 def call_order(span: Span) -> tuple[int, float, int]:
-    """What the calls of an attempt are sorted by."""
+    """The sort key of an attempt's calls."""
     return call_index(span) or 0, span.start_time, span.sequence_id
 
 
 def discarded_calls(spans: Iterable[Span]) -> set[int]:
-    """Indices of calls whose answers nobody received: the client asked again, or had left."""
+    """Indices of calls whose answers were not received: the client retried or disconnected."""
     named = [indices for span in spans if (indices := span.attributes.get(semconv.CALL_DISCARDS))]
     return {index for indices in named if isinstance(indices, Sequence) for index in indices if isinstance(index, int)}
 
@@ -137,7 +137,7 @@ def _unlearnable(step: Step, models: frozenset[str] | None, agents: re.Pattern[s
 
 
 def _sent(span: Span) -> list[Message]:
-    """All messages of a request, the system prompt included where its protocol keeps that apart."""
+    """All messages of a request, including a system prompt that the protocol keeps in a separate field."""
     messages = chat_messages(input_messages(span.attributes))
     request = mapping(json_of(text_of(span, semconv.CALL_REQUEST)))
     system = _content(request.get("system") or request.get("instructions"))
@@ -148,46 +148,46 @@ def _sent(span: Span) -> list[Message]:
 
 
 def _continues_elsewhere(span: Span) -> bool:
-    """Whether the request names an earlier response whose messages this gateway never saw."""
+    """Whether the request refers to an earlier response whose messages this gateway never saw."""
     request = mapping(json_of(text_of(span, semconv.CALL_REQUEST)))
     named = request.get("previous_response_id") or request.get("conversation")
     return bool(named) and semconv.CALL_RESPONSE in span.attributes
 
 
-def chat_messages(said: Iterable[Mapping[str, Any]], *, answer: bool = False) -> list[Message]:
-    """Messages of any of the three protocols in the form of chat completions, with the fields this form has and no
-    others: reasoning is left out. What is no message of any of them keeps its role, which is then unknown."""
+def chat_messages(recorded: Iterable[Mapping[str, Any]], *, answer: bool = False) -> list[Message]:
+    """Messages of any of the three protocols as chat-completions messages, with only the fields of that form: reasoning
+    is dropped. A message of none of them keeps its role, which is then unknown."""
     messages: list[Message] = []
-    for one in said:
-        kind = one.get("type") or "message"
+    for source in recorded:
+        kind = source.get("type") or "message"
         if kind == "function_call":
             calls = _turn(messages).setdefault("tool_calls", [])
-            calls.append(_tool_call(one.get("call_id"), one.get("name"), one.get("arguments")))
+            calls.append(_tool_call(source.get("call_id"), source.get("name"), source.get("arguments")))
         elif kind == "function_call_output":
-            messages.append(_tool_result(one.get("call_id"), one.get("output")))
+            messages.append(_tool_result(source.get("call_id"), source.get("output")))
         elif kind == "message":
-            role = "assistant" if answer else one.get("role")
-            messages += _of_assistant(one) if role == "assistant" else _of_others(one, role)
+            role = "assistant" if answer else source.get("role")
+            messages += _of_assistant(source) if role == "assistant" else _of_others(source, role)
         elif kind != "reasoning":
             messages.append({"role": str(kind), "content": None})
     return messages
 
 
 def _turn(messages: list[Message]) -> Message:
-    """The assistant's turn that is under way, or a new one."""
+    """The current assistant turn, or a new one."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
     return messages[-1]
 
 
-def _of_assistant(one: Mapping[str, Any]) -> list[Message]:
-    message: Message = {"role": "assistant", "content": _content(one.get("content")) or None}
+def _of_assistant(source: Mapping[str, Any]) -> list[Message]:
+    message: Message = {"role": "assistant", "content": _content(source.get("content")) or None}
     calls = [
         _tool_call(call.get("id"), function.get("name"), function.get("arguments"))
-        for call in map(mapping, items(one.get("tool_calls")))
+        for call in map(mapping, items(source.get("tool_calls")))
         for function in [mapping(call.get("function"))]
     ]
-    for block in map(mapping, items(one.get("content"))):
+    for block in map(mapping, items(source.get("content"))):
         if block.get("type") == "tool_use":
             calls.append(_tool_call(block.get("id"), block.get("name"), block.get("input")))
     if calls:
@@ -197,20 +197,20 @@ def _of_assistant(one: Mapping[str, Any]) -> list[Message]:
     return [message]
 
 
-def _of_others(one: Mapping[str, Any], role: object) -> list[Message]:
+def _of_others(source: Mapping[str, Any], role: object) -> list[Message]:
     if role == "tool":
-        return [_tool_result(one.get("tool_call_id"), one.get("content"))]
-    blocks = [mapping(block) for block in items(one.get("content"))]
+        return [_tool_result(source.get("tool_call_id"), source.get("content"))]
+    blocks = [mapping(block) for block in items(source.get("content"))]
     results = [
         _tool_result(block.get("tool_use_id"), block.get("content"), failed=block.get("is_error") is True)
         for block in blocks
         if block.get("type") == "tool_result"
     ]
-    content = _content(one.get("content"))
+    content = _content(source.get("content"))
     if results and not content:
         return results
     message: Message = {"role": str(role), "content": content}
-    return [*results, message | ({"name": one["name"]} if isinstance(one.get("name"), str) else {})]
+    return [*results, message | ({"name": source["name"]} if isinstance(source.get("name"), str) else {})]
 
 
 def _tool_call(call_id: object, name: object, arguments: object) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def _tool_call(call_id: object, name: object, arguments: object) -> dict[str, An
 
 
 def _tool_result(call_id: object, content: object, *, failed: bool = False) -> Message:
-    """A failed call's result begins with `Error: `, as the gateway writes it: this form has no mark of failure."""
+    """A failed call's result starts with `Error: `, as in the gateway: this form has no failure flag."""
     text = _content(content)
     if failed:
         text = f"Error: {text}" if isinstance(text, str) else [{"type": "text", "text": "Error: "}, *text]
@@ -227,7 +227,7 @@ def _tool_result(call_id: object, content: object, *, failed: bool = False) -> M
 
 
 def _content(content: object) -> str | list[dict[str, Any]]:
-    """A text as it is, one part that is a text as that text, several parts as parts."""
+    """A text unchanged, a single text part as its text, several parts as parts."""
     if isinstance(content, str) or content is None:
         return content or ""
     if not isinstance(content, list):
@@ -239,7 +239,7 @@ def _content(content: object) -> str | list[dict[str, Any]]:
 
 
 def _part(block: Mapping[str, Any]) -> dict[str, Any] | None:
-    """One part of a content; None for what stands elsewhere in a chat, or nowhere."""
+    """One part of the content; None if it belongs elsewhere in a chat, or nowhere."""
     match block:
         case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
             return {"type": "text", "text": text}
@@ -260,7 +260,7 @@ def _part(block: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def chat_tools(span: Span) -> list[dict[str, Any]]:
-    """The tools that a request offered, in the form of chat completions; one that has no such form stays as it is."""
+    """The tools offered by a request, in the form of chat completions; a tool without such a form stays unchanged."""
     definitions = items(json_of(text_of(span, semconv.GEN_AI_TOOL_DEFINITIONS)))
     for index in range(len(span.attributes) if not definitions else 0):  # OpenInference numbers them
         definition = mapping(json_of(text_of(span, f"llm.tools.{index}.tool.json_schema")))
@@ -282,7 +282,7 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _signatures(messages: Iterable[Message]) -> list[str]:
-    """What tells one message from another, ids of tool calls numbered as they come."""
+    """Texts that identify messages, with tool-call ids numbered in order."""
     numbers: dict[str, int] = {}
     texts: list[str] = []
     for message in messages:
@@ -291,13 +291,13 @@ def _signatures(messages: Iterable[Message]) -> list[str]:
             for call in message.get("tool_calls", ())
         ]
         answers = numbers.get(message["tool_call_id"], -1) if "tool_call_id" in message else None
-        said = (message["role"], message.get("name"), message["content"] or "", calls, answers)
-        texts.append(msgspec.json.encode(said, order="sorted").decode())
+        signature = (message["role"], message.get("name"), message["content"] or "", calls, answers)
+        texts.append(msgspec.json.encode(signature, order="sorted").decode())
     return texts
 
 
 def _plain(function: Mapping[str, Any]) -> Any:
-    """Arguments without the white space that frameworks write anew."""
+    """Arguments without white space, which frameworks reformat."""
     try:
         return msgspec.json.decode(function["arguments"])
     except (ValueError, RecursionError):
@@ -325,6 +325,6 @@ def render_message(message: Mapping[str, Any]) -> str:
     """`assistant → search({"from": "Oslo"})` or `user: Find a flight.`"""
     calls = [f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or []]
     role = str(message.get("role"))
-    said = message.get("content")
-    text = said if isinstance(said, str) else "" if said is None else msgspec.json.encode(said).decode()
+    content = message.get("content")
+    text = content if isinstance(content, str) else msgspec.json.encode(content).decode() if content is not None else ""
     return " ".join([f"{role}:", text] if text or not calls else [role]) + "".join(f" → {call}" for call in calls)

@@ -1,11 +1,11 @@
-"""Credit: rewards → return per transition → baseline → advantage per sampled token, each arrow one pure function.
+"""Credit: rewards → return per transition → baseline → advantage per sampled token; each arrow is one pure function.
 
 A return is a function `(reward, transitions, **options) → float64[T]` of R and the transitions of ONE rollout; only
-`tree` sees a group. A baseline is a function `(returns, **options) → advantages`, float64[N] for each transition or
-float64[M] for each sampled token of a batch. Its statistics are over rollouts, each of which weighs the same however
-long it is: the mean is that of their mean returns, the variance the total one, of the means plus the mean of the
-variances within. A group of one has nothing to be compared with and gets 0. A function of the same signature may stand
-in for any of them. `@returns(…)` and `@baseline(…)` say what `credit_table` must know to refuse what does not fit.
+`tree` sees a group. A baseline is a function `(returns, **options) → advantages`, float64[N], one per transition, or
+float64[M], one per sampled token of a batch. Its statistics are over rollouts, which count equally whatever their
+length: the mean is the mean of their mean returns; the variance is that of the means plus the mean of the variances
+within rollouts. A group of one has nothing to compare and gets 0. You can pass your own function with the same
+signature; `@returns(…)` and `@baseline(…)` declare what `credit_table` needs to reject combinations that do not fit.
 
 Suffixes give shapes: T transitions of a rollout, in call order; R rollouts and N transitions of a batch; M its sampled
 tokens, transition by transition; G rollouts of a group.
@@ -33,7 +33,7 @@ WhitenOver: TypeAlias = Literal["rollouts", "tokens"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-ROUNDING = 1e-9  # spreads below this share of the values are those of rounding
+ROUNDING = 1e-9  # smaller spreads, relative to the values, are rounding errors
 
 
 # --- properties --------------------------------------------------------------------------------------------------
@@ -46,15 +46,14 @@ def returns(
     intermediate: bool = False,
     follows_reward: bool = False,
 ) -> Callable[[F], F]:
-    """Says what a return is made of, all of it false of a function without this mark.
+    """Declare properties of a return function; without this decorator all are false.
 
     Args:
-        compares: a return that compares a `group` is a baseline already: it is called with the rewards and the
-            transitions of all G rollouts, and gives one float64[T] for each.
-        repeats_reward: R is in the return of every call, so that returns must not be added up over calls.
-        intermediate: the rewards of single calls are in it, so that R must not hold them.
-        follows_reward: rollouts of equal R have nothing to compare, so that `equal_rewards` is refused.
-    """
+        compares: `group` for a return that is a baseline already: it gets the rewards and transitions of all G rollouts
+            and returns a list of float64[T].
+        repeats_reward: every call's return contains R, so returns must not be summed over calls.
+        intermediate: it contains the rewards of single calls, so R must not contain them.
+        follows_reward: rollouts with equal R have equal returns, so `equal_rewards` is refused."""
     return _marked(
         compares=compares, repeats_reward=repeats_reward, intermediate=intermediate, follows_reward=follows_reward
     )
@@ -63,14 +62,13 @@ def returns(
 def baseline(
     *, compares: Literal["nothing", "group"], whitens: bool = False, values: bool = False, terms: bool = False
 ) -> Callable[[F], F]:
-    """Says what a baseline compares. Of a function without this mark it is not known, and nothing is refused.
+    """Declare what a baseline compares. Without this decorator it is unknown, and nothing is refused.
 
     Args:
-        compares: whether one rollout is compared with the others of its `group`, so that a group needs two.
-        whitens: whether all groups of a step must be there at once.
-        values: whether a critic's values of the sampled tokens, float64[M], are its second argument.
-        terms: whether it reads the terms of R and not the returns, so that these must be `identical`.
-    """
+        compares: whether it compares the rollouts of a `group`, so that a group needs two.
+        whitens: whether it needs all groups of a step at once.
+        values: whether its second argument is a critic's values of the sampled tokens, float64[M].
+        terms: whether it uses the terms of R instead of the returns, which must then be `identical`."""
     return _marked(compares=compares, whitens=whitens, values=values, terms=terms)
 
 
@@ -83,7 +81,7 @@ def _marked(**properties: Any) -> Callable[[F], F]:
 
 
 def property_of(function: Callable[..., Any], name: str) -> Any:
-    """What `@returns` or `@baseline` says of a function, also of a `functools.partial` of it; None without a mark."""
+    """A property declared by `@returns` or `@baseline`, also through a `functools.partial`; None if undeclared."""
     return mark_of(function, "properties", {}).get(name)
 
 
@@ -92,7 +90,7 @@ def property_of(function: Callable[..., Any], name: str) -> Any:
 
 @returns(repeats_reward=True, follows_reward=True)
 def identical(reward: float, transitions: Sequence[Transition]) -> Float64Array:
-    """x_t = R: each call is as good as the whole (LightningRL, arXiv:2508.03680)."""
+    """x_t = R: every call gets the whole reward (LightningRL, arXiv:2508.03680)."""
     return np.full(len(transitions), reward, np.float64)
 
 
@@ -107,7 +105,7 @@ def air(
 
 @returns(intermediate=True)
 def air_dense(reward: float, transitions: Sequence[Transition], *, tool_weights: ToolWeights = 1.0) -> Float64Array:
-    """x_t = r_t of `intermediate`, and R on the last transition, with what it was given itself (not its tools' status).
+    """x_t = r_t of `intermediate`; the last transition gets R plus the rewards given to it (not its tools' status).
 
     Flight: memory 0.3, search 0.2 and an answer worth 1.0 → [0.3, 0.2, 1.0]."""
     values = intermediate(transitions, tool_weights)
@@ -117,7 +115,7 @@ def air_dense(reward: float, transitions: Sequence[Transition], *, tool_weights:
 
 @returns(repeats_reward=True, intermediate=True)
 def discounted(reward: float, transitions: Sequence[Transition], *, gamma: float = 0.9) -> Float64Array:
-    """x_t = Σ_k γ^k·r_{t+k} over the rewards the transitions were given, with R added to the last."""
+    """x_t = Σ_k γ^k·r_{t+k} over the transitions' own rewards, with R added to the last."""
     _check_share("gamma", gamma)
     given = np.array([transition.reward or 0.0 for transition in transitions])
     given[-1] += reward
@@ -128,9 +126,9 @@ def discounted(reward: float, transitions: Sequence[Transition], *, gamma: float
 def tree(rewards_G: Sequence[float], transitions_G: Sequence[Sequence[Transition]]) -> list[Float64Array]:
     """x_t = R_i − the mean R of the other rollouts that reached the same state; one float64[T] per rollout.
 
-    A state is the prompt of a call, and a rollout reached it if a prompt of its own begins with it, once however often.
-    Of the states on the way to a call, the deepest that two rollouts reached counts; without one, the whole group does.
-    Whatever calls followed, it is a baseline that the call itself has no part in."""
+    A state is the prompt of a call. A rollout reached it if one of its prompts starts with it, and counts once. For
+    each call, the deepest state on its path that two rollouts reached is used, or else the whole group. The baseline
+    does not depend on the call itself, so it is unbiased."""
     prompts = [{transition.prompt_ids.tobytes() for transition in transitions} for transitions in transitions_G]
     states = set[bytes]().union(*prompts)
     reached = {
@@ -153,11 +151,11 @@ def tree(rewards_G: Sequence[float], transitions_G: Sequence[Sequence[Transition
 
 
 def intermediate(transitions: Sequence[Transition], tool_weights: ToolWeights = 1.0) -> Float64Array:
-    """r_t of each transition, float64[T]: the rewards it was given, else the mean of w_tool · status (+1 returned, −1
-    failed) over the tool calls it made, else 0.
+    """r_t of each transition, float64[T]: its own rewards if given, else the mean of w_tool · status (+1 returned, −1
+    failed) over its tool calls, else 0.
 
-    `tool_weights` is one w for all tools, or those that count by name. A mean, lest calling more tools at once earn
-    more."""
+    `tool_weights` is one w for all tools, or a mapping from name to w, where other tools weigh 0. It is a mean, so
+    calling more tools at once earns no more."""
     return np.array([_earned(transition, tool_weights) for transition in transitions], np.float64)
 
 
@@ -172,7 +170,7 @@ def _earned(transition: Transition, tool_weights: ToolWeights) -> float:
 
 
 def discount(rewards_T: npt.ArrayLike, gammas_T: npt.ArrayLike) -> Float64Array:
-    """G_t = r_t + γ_t·G_{t+1}, with γ_t what lies between t and the next."""
+    """G_t = r_t + γ_t·G_{t+1}; γ_t discounts from t to the next."""
     values = np.array(rewards_T, np.float64)
     gammas = np.asarray(gammas_T, np.float64)
     for index in range(len(values) - 2, -1, -1):
@@ -185,11 +183,17 @@ def discount(rewards_T: npt.ArrayLike, gammas_T: npt.ArrayLike) -> Float64Array:
 
 @dataclass(frozen=True)
 class Returns:
-    """The returns of a batch. `values` float64[N] are those of the transitions, rollout by rollout; `rollouts` int64[N]
-    tells the rollout of each; `tokens` int64[N] how many tokens it sampled. `groups` int64[R] tells the group of each
-    rollout, `rewards` float64[R] its R. Where `equal_rewards` do not count, a group whose R are all equal compares
-    nothing. `calls` are the transitions themselves; `terms` has float64[R] of each term of R, by name, and `weights`
-    what it was multiplied by."""
+    """The returns of a batch.
+
+    Fields:
+        values: float64[N], of each transition, rollout by rollout.
+        rollouts: int64[N], the rollout of each transition.
+        tokens: int64[N], how many tokens each transition sampled.
+        groups: int64[R], the group of each rollout.
+        rewards: float64[R], R of each rollout.
+        equal_rewards: if False, groups whose R are all equal are not compared.
+        calls: the transitions.
+        terms: float64[R] of each term of R, by name; `weights`: the factor of each."""
 
     values: Float64Array
     rollouts: IndexArray
@@ -203,8 +207,8 @@ class Returns:
 
     @cached_property
     def states(self) -> IndexArray:
-        """A number for the state that each transition was asked in, int64[N]: the same for calls of one group in which
-        the agent named equal states or, where it named none, that were given equal prompts."""
+        """A number for the state of each transition, int64[N]. Calls of one group share it if the agent named equal
+        states or, if it named none, if their prompts are equal."""
         numbers: dict[tuple[int, str | bytes], int] = {}
         groups = self.groups[self.rollouts].tolist()
         states = (call.prompt_ids.tobytes() if call.state is None else call.state for call in self.calls)
@@ -212,27 +216,27 @@ class Returns:
 
     @cached_property
     def means(self) -> Float64Array:
-        """The mean return of each rollout, float64[R]; R for one without transitions."""
+        """The mean return of each rollout, float64[R]; R for a rollout without transitions."""
         first = self.rewards.copy()
-        first[self.rollouts[::-1]] = self.values[::-1]  # added to differences, equal returns have exactly their mean
+        first[self.rollouts[::-1]] = self.values[::-1]  # averaging differences gives equal returns exactly their mean
         return first + _mean_by(self.rollouts, self.values - first[self.rollouts], len(first))
 
     @cached_property
     def within(self) -> Float64Array:
-        """The variance of the returns of each rollout, float64[R]."""
+        """The variance of the returns within each rollout, float64[R]."""
         return _mean_by(self.rollouts, (self.values - self.means[self.rollouts]) ** 2, len(self.means))
 
     def per_group(self, statistic: Callable[..., npt.ArrayLike], *of: Float64Array) -> Float64Array:
-        """`statistic` of what each group's rollouts have `of` each, by default their mean returns, repeated for each of
-        its rollouts: float64[R]."""
+        """`statistic` over each group's rollouts of the arrays `of` (default: mean returns), repeated for each rollout:
+        float64[R]."""
         out = np.empty(len(self.groups))
         for group in np.unique(self.groups):
-            out[self.groups == group] = statistic(*(one[self.groups == group] for one in of or (self.means,)))
+            out[self.groups == group] = statistic(*(array[self.groups == group] for array in of or (self.means,)))
         return out
 
     @cached_property
     def compared(self) -> npt.NDArray[np.bool_]:
-        """Whether the rollout of each transition has others in its group to be compared with, bool[N]."""
+        """Whether each transition's rollout has others in its group to compare with, bool[N]."""
         others = self.per_group(len) > 1
         if not self.equal_rewards:
             others &= self.per_group(_spread, self.rewards) > 0
@@ -259,9 +263,9 @@ def dr_grpo(returns: Returns) -> Float64Array:
 @baseline(compares="group")
 def grpo(returns: Returns, *, epsilon: float = 1e-6, ddof: int = 1) -> Float64Array:
     """A_t = (x_t − mean) / (std + ε) over the group (GRPO, arXiv:2402.03300), with std² = Σ (mean of a rollout − mean)²
-    / (G − `ddof`) + the mean of the variances within rollouts. The second is 0 where a rollout has one return.
+    / (G − `ddof`) + the mean of the variances within rollouts; the second term is 0 if each rollout has one return.
 
-    0 where nothing differs."""
+    0 if all are equal."""
     spread = returns.per_group(partial(_spread, ddof=ddof), returns.means, returns.within)[returns.rollouts]
     return np.where(spread > 0, dr_grpo(returns) / (spread + epsilon), 0.0)
 
@@ -277,7 +281,7 @@ def rloo(returns: Returns) -> Float64Array:
 def gigpo(returns: Returns, *, weight: float = 1.0, std: bool = True, epsilon: float = 1e-6) -> Float64Array:
     """A_t = A of the rollout + `weight` · A of the step (GiGPO, arXiv:2505.10978). The first is (R − mean) / (std + ε)
     over the group; the second (x_t − mean) / (std + ε) over all calls of the group in the same state
-    (`Returns.states`), 0 for a call alone in its state. Without `std` neither is divided."""
+    (`Returns.states`), 0 for the only call in its state. Without `std` neither is divided."""
     of_rollout = _standard(returns.rewards, returns.groups, epsilon, std)[returns.rollouts]
     of_step = _standard(returns.values, returns.states, epsilon, std)
     return np.where(returns.compared, of_rollout + weight * of_step, 0.0)
@@ -285,9 +289,9 @@ def gigpo(returns: Returns, *, weight: float = 1.0, std: bool = True, epsilon: f
 
 @baseline(compares="group", whitens=True, terms=True)
 def gdpo(returns: Returns, *, epsilon: float = 1e-6) -> Float64Array:
-    """Each term k of R by itself, then together (GDPO, arXiv:2601.05242): S = Σ_k w_k · (r_k − mean) / (std + ε) over
-    the group, and A = (S − mean) / (std + ε) over the rollouts of the batch. r_k is the term before it was multiplied
-    by its weight w_k. A term that does not differ within the group adds 0, and so does a rollout that lacks it."""
+    """Each term k of R is normalised separately (GDPO, arXiv:2601.05242): S = Σ_k w_k · (r_k − mean) / (std + ε) over
+    the group, and A = (S − mean) / (std + ε) over the rollouts of the batch. r_k is the term before its weight w_k. A
+    term that is equal throughout the group adds 0, and so does a missing one."""
     sums = np.zeros(len(returns.groups))
     for name, weighted in (returns.terms or {"final": returns.rewards}).items():
         if weight := returns.weights.get(name, 1.0):
@@ -304,11 +308,11 @@ def reinforce_plus_plus(
     across_calls: bool = False,
     whiten_over: WhitenOver = "rollouts",
 ) -> Float64Array:
-    """Discounted token by token from the end of the episode, then whitened over the batch (REINFORCE++,
-    arXiv:2501.03262), float64[M].
+    """Discounted per token from the end of the episode, then whitened over the batch (REINFORCE++, arXiv:2501.03262),
+    float64[M].
 
-    Each transition is an episode that ends in its return; with `across_calls` the rollout is one, whose transitions end
-    in rewards. What the agent observed between its calls is no step of an episode."""
+    Each transition is an episode that ends in its return; with `across_calls` the whole rollout is one, with rewards at
+    the ends of transitions. Tokens observed between calls are not steps."""
     _check_share("gamma", gamma)
     ends = returns.values
     if across_calls:
@@ -335,11 +339,11 @@ def gae(
     across_calls: bool = False,
     whiten_over: WhitenOver | None = None,
 ) -> tuple[Float64Array, Float64Array]:
-    """(advantages, targets of the values), float64[M] each, from a critic's values of the sampled tokens:
-    δ_k = r_k + γ·V_{k+1} − V_k, A_k = δ_k + γλ·A_{k+1} (GAE, arXiv:1506.02438). With `whiten_over` the advantages, and
-    not the targets, are whitened over the batch, as PPO has it.
+    """(advantages, value targets), float64[M] each, from a critic's values of the sampled tokens: δ_k = r_k + γ·V_{k+1}
+    − V_k, A_k = δ_k + γλ·A_{k+1} (GAE, arXiv:1506.02438). With `whiten_over`, advantages (not targets) are whitened
+    over the batch, as in PPO.
 
-    Episodes and what lies between calls are those of `reinforce_plus_plus`."""
+    Episodes are those of `reinforce_plus_plus`."""
     _check_share("gamma", gamma)
     _check_share("lam", lam)
     values = np.asarray(values_M, np.float64)
@@ -348,18 +352,18 @@ def gae(
     ends = np.cumsum(returns.tokens) - 1
     rewards = np.zeros(len(values))
     rewards[ends] = returns.values
-    goes_on = np.ones(len(values))  # whether the next token is of the same episode
-    goes_on[ends] = np.append(np.diff(returns.rollouts) == 0, False) if across_calls else 0.0
-    deltas = rewards + gamma * goes_on * np.append(values[1:], 0.0) - values
-    advantages = discount(deltas, gamma * lam * goes_on)
+    continues = np.ones(len(values))  # whether the next token is of the same episode
+    continues[ends] = np.append(np.diff(returns.rollouts) == 0, False) if across_calls else 0.0
+    deltas = rewards + gamma * continues * np.append(values[1:], 0.0) - values
+    advantages = discount(deltas, gamma * lam * continues)
     targets = advantages + values
     return advantages if whiten_over is None else whiten(advantages, returns.token_rollouts, whiten_over), targets
 
 
 def whiten(values_M: npt.ArrayLike, rollouts_M: IndexArray, over: WhitenOver = "rollouts") -> Float64Array:
-    """(v − mean) / sqrt(variance + 1e-8): over the rollouts, each of which weighs the same, with the variance of their
-    means (one less in its denominator) plus the mean of the variances within; or, as verl has it, over all tokens (one
-    less in the denominator). 0 where nothing differs."""
+    """(v − mean) / sqrt(variance + 1e-8). Over `rollouts`, each rollout counts equally, and the variance is that of
+    their means (with Bessel's correction) plus the mean variance within. Over `tokens`, as in verl, all tokens count
+    equally (with Bessel's correction). 0 if all are equal."""
     if over not in ("rollouts", "tokens"):
         raise ConfigError(f"whiten_over is {over!r}; give 'rollouts' or 'tokens'")
     values = np.asarray(values_M, np.float64)
@@ -378,13 +382,13 @@ def _check_share(name: str, value: float) -> None:
 
 
 def _remaining(returns: Returns) -> Float64Array:
-    """How many tokens follow each in its transition, float64[M]."""
+    """How many tokens follow each token in its transition, float64[M]."""
     ends = np.repeat(np.cumsum(returns.tokens) - 1, returns.tokens)
     return (ends - np.arange(len(ends))).astype(np.float64)
 
 
 def _mean(values: Float64Array) -> float:
-    """The mean; of equal values exactly their value, where a plain sum leaves 1e-17."""
+    """The mean; exact if all values are equal (a plain sum is off by 1e-17)."""
     return float(values[0] + (values - values[0]).mean())
 
 
@@ -394,8 +398,8 @@ def _mean_of_others(values: Float64Array) -> Float64Array:
 
 
 def _standard(values: Float64Array, keys: IndexArray, epsilon: float, std: bool = True) -> Float64Array:
-    """(v − mean) / (std + ε) over the values of the same key from 0, with one less in the denominator of the variance;
-    0 where nothing differs. Without `std` it is not divided."""
+    """(v − mean) / (std + ε) over the values with the same key, with Bessel's correction; 0 if all are equal. Without
+    `std` it is not divided."""
     if not len(values):
         return values
     first = np.zeros(keys.max() + 1)
@@ -409,13 +413,13 @@ def _standard(values: Float64Array, keys: IndexArray, epsilon: float, std: bool 
 
 
 def _mean_by(keys: IndexArray, values: Float64Array, count: int = 0) -> Float64Array:
-    """The mean of the values of each key from 0; 0 for a key without values."""
+    """The mean of the values of each key from 0 on; 0 for a key without values."""
     return np.bincount(keys, values, count) / np.bincount(keys, minlength=count).clip(min=1)
 
 
 def _spread(means: Float64Array, within: Float64Array | float = 0.0, ddof: int = 1) -> float:
-    """The standard deviation of what has these means and, on average, these variances within; 0 where there is nothing
-    but rounding, or too few."""
+    """The standard deviation of values with these means and mean variances within; 0 for mere rounding or too few
+    values."""
     if len(means) <= ddof:
         return 0.0
     spread = math.hypot((means - means[0]).std(ddof=ddof), math.sqrt(np.mean(within)))

@@ -1,15 +1,15 @@
-"""Which return, baseline and loss go together, and the whole way from the rewards of a batch to its advantages.
+"""Which return, baseline and loss go together, and how a batch's rewards become its advantages.
 
 | | a baseline of the group or none | reinforce++ or gae, an episode per call | reinforce++ or gae across calls |
 |---|---|---|---|
-| `identical`, `air`, `discounted` | yes | yes | no: they hold R in every call |
-| `air_dense` | yes | yes | yes: it holds each reward once |
+| `identical`, `air`, `discounted` | yes | yes | no: every call contains R |
+| `air_dense` | yes | yes | yes: it contains each reward once |
 | `tree` | `none` only: it is a baseline itself | no | no |
 
-`gdpo` goes with `identical` alone: it compares the terms of R, not returns.
+`gdpo` needs `identical`: it compares the terms of R, not returns.
 
-`gae` is for algorithms that have a critic. Every row goes with every loss; `policy_gradient` with one optimiser step
-per batch only. The table follows from what `@returns` and `@baseline` say of a function, your own included.
+`gae` is for algorithms with a critic. Every row goes with every loss; `policy_gradient` only with one optimiser step
+per batch. The table follows from what `@returns` and `@baseline` declare, also for your own functions.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ BASELINES: Final[dict[str, CreditFunction]] = {
 
 @dataclass(frozen=True)
 class RewardedGroup:
-    """The rollouts of one task that count: of each its transitions, in call order, its reward, the `terms` that add up
-    to that, by name, and the record of it, whose `input` is the task."""
+    """The rollouts of one task that count. For each: its transitions, in call order; its reward; the `terms` that add
+    up to the reward, by name; and its record, whose `input` is the task."""
 
     transitions: Sequence[Sequence[Transition]]
     rewards: Sequence[float]
@@ -64,17 +64,17 @@ class RewardedGroup:
 
     @property
     def task(self) -> Any:
-        """What the agent was given; None in a group that no agent made."""
+        """The agent's input; None in a group made up for a trial."""
         return self.rollouts[0].input if self.rollouts else None
 
     def of_model(self, model: str) -> RewardedGroup:
-        """The calls of one model alone."""
+        """The same with one model's calls only."""
         own = [[call for call in transitions if call.model == model] for transitions in self.transitions]
         return replace(self, transitions=own)
 
     @classmethod
     def trial(cls, *rewards: float) -> RewardedGroup:
-        """Rollouts of two calls each that no agent made, to try on what is to credit those that agents make."""
+        """Made-up rollouts of two calls each, to try functions on."""
         return cls([[_trial_call(f"trial-{index}", call) for call in (0, 1)] for index in range(len(rewards))], rewards)
 
 
@@ -89,8 +89,8 @@ def _trial_call(rollout: str, index: int) -> Transition:
 
 @dataclass(frozen=True)
 class Credit:
-    """A return and a baseline that go together, with their options. Where `equal_rewards` do not count, a group whose R
-    are all equal is not trained on, however its calls differ."""
+    """A return and a baseline that go together, with their options. Without `equal_rewards`, a group whose R are all
+    equal is not trained on, even if its calls differ."""
 
     returns: CreditFunction
     baseline: CreditFunction
@@ -101,7 +101,7 @@ class Credit:
 
     @property
     def compares_group(self) -> bool:
-        """Whether one rollout of a task by itself would have nothing to be compared with."""
+        """Whether a rollout needs others of its task to compare with."""
         return "group" in (property_of(self.returns, "compares"), property_of(self.baseline, "compares"))
 
     @property
@@ -110,16 +110,16 @@ class Credit:
 
     @property
     def needs_batch(self) -> bool:
-        """Whether the groups of a step must be together, as those that are whitened."""
+        """Whether all groups of a step are needed at once, as for whitening."""
         return bool(property_of(self.baseline, "whitens"))
 
     def advantages(
         self, groups: Sequence[RewardedGroup], values: Sequence[FloatArray] | None = None
     ) -> list[list[list[CreditedTransition]]]:
-        """For each group, for each of its rollouts, its transitions with an advantage for each sampled token.
+        """For each group and each of its rollouts, its transitions with an advantage per sampled token.
 
-        `values` float32[T] of each transition, in order, are a critic's; without them it says 0. ConfigError where a
-        user's function gives another shape than is asked of it, or numbers that are not finite."""
+        `values` are a critic's, float32[T] per transition, in order; default: 0. ConfigError if a user's function
+        returns a wrong shape or values that are not finite."""
         rollouts = [calls for group in groups for calls in group.transitions]
         transitions = [transition for calls in rollouts for transition in calls]
         if not transitions:
@@ -137,14 +137,14 @@ class Credit:
             weights={name: self.reward.weight_of(name) for name in terms},
         )
         if property_of(self.baseline, "values"):
-            said = np.zeros(tokens.sum()) if values is None else np.concatenate(values, dtype=np.float64)
-            advantages, targets = self.baseline(returns, said, **self.baseline_options)
-            of_tokens = [advantages, said, targets]
+            estimates = np.zeros(tokens.sum()) if values is None else np.concatenate(values, dtype=np.float64)
+            advantages, targets = self.baseline(returns, estimates, **self.baseline_options)
+            of_tokens = [advantages, estimates, targets]
         else:
             advantages = np.asarray(self.baseline(returns, **self.baseline_options), np.float64)
             of_tokens = [np.repeat(advantages, tokens) if advantages.shape == tokens.shape else advantages]
-        for one in of_tokens:
-            _check(self.baseline, one, tokens.sum(), f"{len(tokens)} transitions or each of their tokens")
+        for array in of_tokens:
+            _check(self.baseline, array, tokens.sum(), f"{len(tokens)} transitions or each of their tokens")
         split = [np.split(one.astype(np.float32), np.cumsum(tokens)[:-1]) for one in of_tokens]
         credited = map(CreditedTransition, transitions, *split)
         return [[[next(credited) for _ in calls] for calls in group.transitions] for group in groups]
@@ -172,9 +172,9 @@ def make_credit(
     reward: RewardSpec = PLAIN,
     critic: bool = False,
 ) -> Credit:
-    """The credit that these names, references (`file.py:function`) or functions mean, where R is made as `reward` says
-    and groups of `equal_rewards` count or not, with or without a critic. ConfigError, with the reason, where one is
-    unknown, has no such option, or does not go with the others."""
+    """The credit described by these names, references (`file.py:function`) or functions, for this reward and with or
+    without a critic. ConfigError, with the reason, if one is unknown, lacks an option, or does not go with the others.
+    """
     first = find_function("returns", returns, RETURNS, returns_options)
     second = find_function("baseline", baseline, BASELINES, baseline_options)
     credit = Credit(first, second, dict(returns_options), dict(baseline_options), equal_rewards, reward)
@@ -185,17 +185,17 @@ def make_credit(
         )
     if property_of(first, "compares") == "group" and second is not formulas.no_baseline:
         raise ConfigError(
-            f"returns {_name(first)!r} subtracts what other rollouts got, and a second baseline would take it away "
-            "again; give baseline='none'"
+            f"returns {_name(first)!r} compares with other rollouts already, and a second baseline would repeat it; "
+            "give baseline='none'"
         )
     if property_of(second, "terms") and first is not formulas.identical:
         raise ConfigError(
-            f"baseline {_name(second)!r} compares the terms of R and not returns {_name(first)!r}, which would change "
-            "nothing; give returns='identical'"
+            f"baseline {_name(second)!r} compares the terms of R and would ignore returns {_name(first)!r}; "
+            "give returns='identical'"
         )
     if baseline_options.get("across_calls") and property_of(first, "repeats_reward"):
         raise ConfigError(
-            f"across_calls adds up the rewards of a rollout's calls, and returns {_name(first)!r} holds R in each: R "
+            f"across_calls adds up the rewards of a rollout's calls, and returns {_name(first)!r} puts R in each: R "
             "would count once per call; give returns='air_dense'"
         )
     if reward.base == "sum" and property_of(first, "intermediate"):
@@ -205,10 +205,10 @@ def make_credit(
         )
     if equal_rewards and (property_of(first, "follows_reward") or property_of(second, "compares") == "nothing"):
         raise ConfigError(
-            f"equal_rewards trains on a group whose rewards are all equal and whose calls differ, which returns "
-            f"{_name(first)!r} with baseline {_name(second)!r} does not ask: leave it out"
+            f"equal_rewards trains on groups whose rewards are equal but whose calls differ, and with returns "
+            f"{_name(first)!r} and baseline {_name(second)!r} they do not: leave it out"
         )
-    try:  # show a mistake now rather than after the first rollouts
+    try:  # show mistakes before the first rollouts
         credit.advantages([RewardedGroup.trial(0.0, 1.0)])
     except (TypeError, ValueError) as error:
         options = f"returns_options {returns_options} or baseline_options {baseline_options}"
@@ -216,20 +216,20 @@ def make_credit(
     except (AssertionError, AttributeError, LookupError):
         if credit.built_in:
             raise
-        # Your own function may look for what these made-up calls do not have.
+        # A user's function may need fields that these made-up calls lack.
     return credit
 
 
 def _terms(groups: Sequence[RewardedGroup]) -> dict[str, Float64Array]:
-    """The terms of R of each rollout, float64[R] by name; 0 where it lacks one."""
+    """The terms of R of each rollout, float64[R] by name; 0 if missing."""
     terms = [one for of in groups for one in of.terms or [{"final": reward} for reward in of.rewards]]
-    names = {name: None for one in terms for name in one}
-    return {name: np.array([one.get(name, 0.0) for one in terms], np.float64) for name in names}
+    names = {name: None for term in terms for name in term}
+    return {name: np.array([term.get(name, 0.0) for term in terms], np.float64) for name in names}
 
 
 def _check(function: CreditFunction, values: Float64Array, count: int, of: str) -> Float64Array:
     if values.shape != (count,) or not np.isfinite(values).all():
-        raise ConfigError(f"{_name(function)} must give a finite number for each of {of}, and gave {values!r:.200}")
+        raise ConfigError(f"{_name(function)} must return a finite number for each of {of}, not {values!r:.200}")
     return values
 
 

@@ -1,8 +1,8 @@
-"""Token sequences → a forest in which every shared prefix stands once, and the cuts of a batch into such forests.
+"""Token sequences → a forest that contains each shared prefix once, and how to cut a batch into such forests.
 
-(P A), (P A O B), (P C) → P A O B, and C as a branch that hangs on the last token of P: each distinct prefix is computed
-once, whatever made the sequences alike (turns of one conversation, samples of one prompt, agents that interleave).
-Knows token ids alone. It does not know losses, rollouts or models.
+(P A), (P A O B), (P C) → P A O B, and C as a branch after the last token of P: each distinct prefix is computed once,
+whatever its origin (turns of a conversation, samples of a prompt, interleaved agents). Knows token ids only; no losses,
+rollouts or models.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Slots = npt.NDArray[np.int64]
 # A token costs as much as attending to about this many others: six times the width of a transformer of width 700. It
 # decides only between places to cut a batch, all of which give the same gradient.
 PAIRS_PER_TOKEN = 4096
-# And a forest more costs about this many tokens, so that a batch is not cut where nothing is gained.
+# An additional forest costs about this many tokens; a batch is cut only if that gains more.
 TOKENS_PER_FOREST = 64
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A run of tokens that follow one another: slots `start` to `stop`, after the slots `before` int64[M], which are
-    its path from the root. A branch with an empty path is the trunk of a tree."""
+    """Consecutive tokens: slots `start` to `stop`, after the slots `before` int64[M], their path from the root. A
+    branch with an empty path is the trunk of a tree."""
 
     start: int
     stop: int
@@ -35,10 +35,9 @@ class Branch:
 
 @dataclass(frozen=True)
 class Forest:
-    """Trees over token ids, laid out in L slots. `token_ids` int32[L]; `depths` int64[L] is the position of each token
-    in the sequences it belongs to; `previous` int64[L] the slot of the token before it (−1 at a root). What follows a
-    token stands right after it. `branches` cover the slots in order, and a path names only slots of earlier
-    branches."""
+    """Trees of token ids in L slots. `token_ids` int32[L]; `depths` int64[L], the position of each token in its
+    sequences; `previous` int64[L], the slot of the token before it (−1 at a root). `branches` cover the slots in order,
+    and paths refer only to slots of earlier branches."""
 
     token_ids: IntArray
     depths: Slots
@@ -47,14 +46,14 @@ class Forest:
 
     @property
     def pairs(self) -> int:
-        """How often a token attends to a token, itself included."""
+        """The number of (query, key) pairs in attention, each token with itself included."""
         return int((self.depths + 1).sum())
 
 
 def prefix_order(sequences: Sequence[IntArray]) -> tuple[list[int], Slots]:
-    """An order in which each sequence has its longest shared prefix with the one before, and follows those that extend
-    it; and the length of that prefix, int64[n] (0 for the first)."""
-    keys = [sequence.astype(">u4").tobytes() for sequence in sequences]  # bytes compare as the token ids do
+    """An order in which each sequence follows the one with which it shares the longest prefix, and the length of that
+    prefix, int64[n] (0 for the first). A sequence comes after those that extend it."""
+    keys = [sequence.astype(">u4").tobytes() for sequence in sequences]  # big-endian bytes sort like token ids
     order = sorted(range(len(sequences)), key=keys.__getitem__, reverse=True)
     shared = np.zeros(len(order), np.int64)
     for place in range(1, len(order)):
@@ -63,17 +62,17 @@ def prefix_order(sequences: Sequence[IntArray]) -> tuple[list[int], Slots]:
 
 
 def shared_length(one: IntArray, other: IntArray) -> int:
-    """How many tokens two sequences have in common from the first on."""
+    """How many leading tokens two sequences share."""
     length = min(len(one), len(other))
     different = one[:length] != other[:length]
     return int(different.argmax()) if different.any() else length
 
 
 def cut(lengths: Slots, shared: Slots, sampled: Slots, max_tokens: int, max_sampled: int) -> list[tuple[int, int]]:
-    """Where to cut sequences in prefix order into forests, as ranges of places: at most `max_tokens` tokens and
-    `max_sampled` of the `sampled` ones each (a sequence of more than that goes alone), at the least cost.
+    """Cut sequences in prefix order into forests, at the least cost; returns ranges of positions. A forest has at most
+    `max_tokens` tokens and `max_sampled` of the `sampled` ones; a longer sequence gets its own.
 
-    What a cut costs is the prefix that the next forest computes anew: its tokens, and their attention to each other."""
+    The cost of a cut is the prefix that the next forest recomputes: its tokens and their attention."""
     size = len(lengths)
     added = np.concatenate([[0], np.cumsum(lengths - shared)])
     rows = np.concatenate([[0], np.cumsum(sampled)])
@@ -98,8 +97,8 @@ def cut(lengths: Slots, shared: Slots, sampled: Slots, max_tokens: int, max_samp
 
 
 def plant(sequences: Sequence[IntArray], shared: Slots) -> tuple[Forest, list[Slots]]:
-    """Lay sequences in prefix order into a forest; `shared` is what `prefix_order` said of them (the first shares
-    nothing here, whatever it says). With the forest, the slot of each token of each sequence, int64[len]."""
+    """Lay sequences in prefix order into a forest; `shared` are the lengths from `prefix_order` (ignored for the
+    first). Also returns the slot of each token of each sequence, int64[len]."""
     branches: list[Branch] = []
     paths: list[Slots] = []
     size = 0

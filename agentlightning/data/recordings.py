@@ -1,7 +1,7 @@
 """The finished rollouts of a store, group by group, each with the spans of its last attempt; and how their run trains
-them, read back from its manifest: which calls, what reward, whose credit.
+them, read from its manifest: which calls, which reward, which credit.
 
-Knows stores, rollouts and manifests. Your own functions are named there, and never loaded here.
+Knows stores, rollouts and manifests. Users' functions are named in manifests and never loaded here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agentlightning.tracing.rewards import find_final_reward
 from agentlightning.types import And, Condition, Filter, Order, Rollout, Run, Span
 
 ENDED: Final = ("succeeded", "failed", "cancelled")
-LEARNED_FROM: Final = ("train", "test")  # all but those that training is measured by
+LEARNED_FROM: Final = ("train", "test")  # all but held-out rollouts
 _AT_ONCE: Final = 200  # rollouts held in memory, without their spans
 
 
@@ -38,7 +38,7 @@ class Recorded:
 
     @property
     def reward(self) -> float | None:
-        """R as the agent gave it, None where it gave none or did not succeed."""
+        """R as the agent gave it; None if it gave none or did not succeed."""
         reward = find_final_reward(self.spans) if self.rollout.status == "succeeded" else None
         return reward if reward is not None and math.isfinite(reward) else None
 
@@ -46,13 +46,13 @@ class Recorded:
 def finished_rollouts(
     run_id: str | None = None, modes: Sequence[str] = LEARNED_FROM, statuses: Sequence[str] = ENDED
 ) -> Filter:
-    """Those of a run (None: of all) in these modes that ended so."""
+    """Filter for the rollouts of a run (None: all runs) with these modes and final statuses."""
     conditions = [Condition("status", "in", list(statuses)), Condition("mode", "in", list(modes))]
     return And(conditions if run_id is None else [*conditions, Condition("run_id", "eq", run_id)])
 
 
 async def recorded_groups(store: LightningStore, where: Filter) -> AsyncGenerator[list[Recorded]]:
-    """The rollouts of each group together, then those without one, each alone."""
+    """The rollouts of each group together, then those without a group, one by one."""
     group: list[Recorded] = []
     cursor = None
     while True:
@@ -84,7 +84,7 @@ class CreditSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     equal_rewards: bool = False
 
     def credit(self, reward: RewardSpec = PLAIN) -> Credit:
-        """ConfigError for what is none of the built-in ones, or does not go together."""
+        """ConfigError if a name is not built in or they do not go together."""
         for what, name, known in (("returns", self.returns, RETURNS), ("baseline", self.baseline, BASELINES)):
             if name not in known:
                 raise ConfigError(f"{what} {name!r} is not built in; choose one of {', '.join(known)}")
@@ -92,8 +92,8 @@ class CreditSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run does with its rollouts; `credit` is None where it trains nothing, or settings do not say all.
-    `unrewarded` is what a rollout without a reward counts for: nothing (`exclude`), or a number."""
+    """What a run does with its rollouts. `credit` is None if it trains nothing, or if the settings do not determine it.
+    `unrewarded` is the reward of a rollout without one: none (`exclude`), or a number."""
 
     calls: CallFilter = EVERY_CALL
     reward: RewardSpec = PLAIN
@@ -106,7 +106,7 @@ UNTRAINED: Final = Training()
 
 
 def training_of(run: Run | None) -> Training:
-    """What the run's manifest says; of no run, one without a policy, or another program's, that all calls count."""
+    """What the run's manifest says. Without a run, a policy or a known manifest, all calls count."""
     config = mapping(run.manifest.get("config")) if run else {}
     algorithm = mapping(config.get("algorithm"))
     if "reward" not in algorithm:
@@ -123,11 +123,12 @@ def training_of(run: Run | None) -> Training:
 
 
 def rewarded_group(group: Sequence[TracedRollout], unrewarded: str | float) -> RewardedGroup:
-    """The members of a group that count: those with a reward, the others with `unrewarded` if that is a number."""
-    counted = [one for one in group if one.reward is not None or unrewarded != "exclude"]
+    """The group's members that count: those with a reward and, if `unrewarded` is a number, the others with that
+    reward."""
+    counted = [member for member in group if member.reward is not None or unrewarded != "exclude"]
     return RewardedGroup(
-        [one.transitions for one in counted],
-        [float(unrewarded if one.reward is None else one.reward) for one in counted],
-        [one.reward_terms or {"unrewarded": float(unrewarded)} for one in counted],
-        [one.rollout for one in counted],
+        [member.transitions for member in counted],
+        [float(unrewarded if member.reward is None else member.reward) for member in counted],
+        [member.reward_terms or {"unrewarded": float(unrewarded)} for member in counted],
+        [member.rollout for member in counted],
     )

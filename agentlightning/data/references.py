@@ -1,6 +1,7 @@
-"""`module:attribute` and `file.py:attribute`: how a command line or a run file names a Python object.
+"""References: `module:attribute` and `file.py:attribute`, which name a Python object on a command line or in a run
+file.
 
-This module knows nothing about what the object is for.
+This module does not know what the objects are for.
 """
 
 from __future__ import annotations
@@ -19,19 +20,18 @@ from agentlightning.errors import ConfigError, nearest
 
 
 def is_reference(text: str) -> bool:
-    """Whether `text` has the form of a reference, `something:attribute`, and not that of a URL or a Windows path."""
+    """Whether `text` looks like a reference, `something:attribute`, and not like a URL or a Windows path."""
     module, colon, attribute = text.rpartition(":")
     return bool(colon) and len(module) > 1 and all(part.isidentifier() for part in attribute.split("."))
 
 
 def load_reference(reference: str) -> Any:
-    """The object that `package.module:attribute` or `path/to/file.py:attribute` names.
+    """The object named by `package.module:attribute` or `path/to/file.py:attribute`.
 
-    A module is looked up from the current directory as well. ConfigError if the reference is malformed, the module
-    cannot be found or raises while it is imported, or has no such attribute.
-    """
+    The current directory is on the import path. ConfigError if the reference is malformed, the module cannot be found
+    or fails to import, or the attribute is missing."""
     if not is_reference(reference):
-        raise ConfigError(f"{reference!r} names no Python object; write module:attribute or path/to/file.py:attribute")
+        raise ConfigError(f"{reference!r} is not a reference; write module:attribute or path/to/file.py:attribute")
     module_name, _, attributes = reference.rpartition(":")
     module = _load_file(Path(module_name)) if module_name.endswith(".py") else _load_module(module_name)
     found: Any = module
@@ -46,8 +46,8 @@ def load_reference(reference: str) -> Any:
 def find_function(
     what: str, given: Any, known: Mapping[str, Callable[..., Any]], options: Iterable[str] = ()
 ) -> Callable[..., Any]:
-    """The function that `given` is, or names: one of `known`, or a reference. ConfigError, which calls it `what`, where
-    it is none, or has no such options."""
+    """The function `given`, or named by it: one of `known`, or a reference. ConfigError, which calls it `what`, if
+    there is no such function or it lacks an option."""
     function = given
     if isinstance(given, str):
         if given not in known and not is_reference(given):
@@ -68,7 +68,7 @@ def find_function(
 
 
 def read_function(what: str, given: Any, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """As `find_function`; `given` may also be {name: …, option: value}, with options of the function."""
+    """Like `find_function`; `given` may also be {name: …, option: value}."""
     if not isinstance(given, Mapping):
         return find_function(what, given, known)
     options = dict(cast("Mapping[str, Any]", given))
@@ -77,21 +77,21 @@ def read_function(what: str, given: Any, known: Mapping[str, Callable[..., Any]]
 
 
 def mark_of(function: Any, name: str, default: Any = None) -> Any:
-    """What a decorator has noted of a function under this name, also of a `functools.partial` of it."""
+    """A value that a decorator stored on a function, also through a `functools.partial`."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, name, default)
 
 
 def function_name(function: Callable[..., Any], known: Mapping[str, Callable[..., Any]]) -> str:
-    """What messages call a function: its name in `known`, or its own."""
+    """The function's name for messages: its name in `known`, or its own."""
     if isinstance(function, functools.partial):
         return function_name(function.func, known)
     return next((name for name, one in known.items() if one is function), getattr(function, "__name__", repr(function)))
 
 
 def _load_file(path: Path) -> ModuleType:
-    """Import a file under the name of its stem, with its folder last on the import path, for its neighbours."""
+    """Import a file under its stem, with its folder last on the import path so that it can import its neighbours."""
     if not path.is_file():
         raise ConfigError(f"no file {path} (looked in {Path.cwd()})")
     path = path.resolve()

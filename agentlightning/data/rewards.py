@@ -1,4 +1,4 @@
-"""Which reward belongs to what: intermediate rewards to calls, R to the rollout, and what a training adds to R.
+"""Assigns rewards: intermediate rewards to calls, R to the rollout, and the terms that training adds to R.
 
 Knows spans, steps and numbers; it does not know transitions, groups or advantages.
 """
@@ -23,21 +23,21 @@ from agentlightning.tracing.rewards import find_final_rewards, find_reward_spans
 from agentlightning.tracing.steps import DEPTH, Step, tool_requests
 from agentlightning.types import Span
 
-# Why a reward is no transition's and not the rollout's.
+# Why a reward belongs to no transition and not to the rollout.
 NOT_FINITE: Final = "not a finite number"
 BEFORE_ANY_CALL: Final = "given before any call had ended"
 NOT_TRAINED: Final = "of a call that does not train"
 
 RELATIVE: Final = ("relative_length", "relative_turns", "relative_tool_calls")  # terms that compare a group
 
-_IDS: Final = (*TOOL_CALL_IDS, "tool_call_id", semconv.GEN_AI_RESPONSE_ID)  # by which a reward may name its call
+_IDS: Final = (*TOOL_CALL_IDS, "tool_call_id", semconv.GEN_AI_RESPONSE_ID)  # they may name a reward's call
 
 
 @dataclass(frozen=True)
 class GivenRewards:
-    """The rewards of one attempt. `final` is the agent's last word, whose dimensions are in `named`; `of_calls` holds
-    the intermediate rewards of each gateway call, added up, by its span id; `total` is the sum of all intermediate
-    rewards, those of no call included; `lost` counts rewards that came to no call or are no number, by reason."""
+    """The rewards of one attempt. `final` is the last final reward, and `named` its dimensions; `of_calls` are the
+    intermediate rewards of each gateway call, summed, by span id; `total` is the sum of all intermediate rewards,
+    including those without a call; `lost` counts rewards without a call or that are not numbers, by reason."""
 
     final: float | None
     named: Mapping[str, float]
@@ -47,12 +47,12 @@ class GivenRewards:
 
 
 def given_rewards(spans: Sequence[Span], steps: Sequence[Step]) -> GivenRewards:
-    """The rewards of ONE attempt: its spans, and the steps read from them.
+    """The rewards of ONE attempt, from its spans and the steps read from them.
 
-    An intermediate reward belongs to the call that it names, by the id of its answer or of a tool call in it; else to
-    the latest call that had ended before it: among the calls below the nearest span around it that has one, where a
-    tool without calls of its own stands for the call that asked for it, else those of its agent, else all. Calls for
-    housekeeping count only where named. It never displaces the final reward."""
+    An intermediate reward belongs to the call that it names, by response id or tool-call id. Otherwise it belongs to
+    the latest call that ended before it: among the calls below the nearest enclosing span that has any (a tool without
+    calls stands for the call that requested it), else those of the same agent, else all. Housekeeping calls count only
+    if named. Intermediate rewards never replace the final one."""
     lost: Counter[str] = Counter()
     of_calls: dict[str, float] = {}
     values: list[float] = []
@@ -71,13 +71,13 @@ def given_rewards(spans: Sequence[Span], steps: Sequence[Step]) -> GivenRewards:
             else:
                 of_calls[call.span_id] = of_calls.get(call.span_id, 0.0) + value
     dimensions = find_final_rewards(rewards)
-    named = dict(dimensions) if all(math.isfinite(one.value) for one in dimensions) else {}
+    named = dict(dimensions) if all(math.isfinite(dimension.value) for dimension in dimensions) else {}
     final = dimensions[0].value if named else None
     return GivenRewards(final, named, of_calls, math.fsum(values) if values else None, lost)
 
 
 class _Receivers:
-    """Which call of an attempt a reward belongs to."""
+    """Finds the call that a reward belongs to."""
 
     def __init__(self, spans: Sequence[Span], steps: Sequence[Step]) -> None:
         self._steps = steps
@@ -86,7 +86,7 @@ class _Receivers:
     def of(self, reward: Span) -> Span | None:
         if (named := self._named(reward)) is not None:
             return named
-        trained = [one for one in self._calls if semconv.CALL_HOUSEKEEPING not in one[0].span.attributes]
+        trained = [call for call in self._calls if semconv.CALL_HOUSEKEEPING not in call[0].span.attributes]
         ended = [(step.span, around) for step, around in trained if step.span.end_time <= reward.start_time]
         found = [call for call, _ in ended]
         for outer in ancestors(reward, self._above):
@@ -105,7 +105,7 @@ class _Receivers:
             link.value_match for link in extract_links_from_attributes(reward.attributes) if link.key_match in _IDS
         ]
         ids = links or [value for name in _IDS if isinstance(value := reward.attributes.get(name), str)]
-        named = [call for one in ids for call in self._by_id.get(one, ())]
+        named = [call for name in ids for call in self._by_id.get(name, ())]
         return named[0] if len(named) == 1 else None
 
     @cached_property
@@ -122,7 +122,7 @@ class _Receivers:
 
     @cached_property
     def _by_id(self) -> dict[str, list[Span]]:
-        """The calls that an id names: more than one where a server counts the ids of tool calls from 0 every time."""
+        """The calls with this id: several if a server numbers tool calls from 0 in every answer."""
         named: dict[str, list[Span]] = {}
         for step, _ in self._calls:
             ids = {request.id for request in tool_requests(step.span)}
@@ -132,7 +132,7 @@ class _Receivers:
 
 
 def ancestors(span: Span, above: Mapping[str, str | None]) -> list[str]:
-    """The ids of the spans around this one, the nearest first, at most DEPTH."""
+    """The ids of the enclosing spans, nearest first, at most DEPTH."""
     found: list[str] = []
     at = span.parent_id
     while at is not None and at in above and at not in found and len(found) < DEPTH:
@@ -142,19 +142,20 @@ def ancestors(span: Span, above: Mapping[str, str | None]) -> list[str]:
 
 
 class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What R is made of in training: `base`, plus the terms that have a weight. Evaluation measures `base`.
+    """What R consists of in training: `base` plus every term with a weight. Evaluation measures `base`.
 
-    `base` is the `final` reward, or its `sum` with all intermediate ones. With `weights` of named rewards, R begins
-    with Σ weight · reward instead, one term for each name. The other terms read the calls that train:
+    `base` is the `final` reward, or the `sum` of it and all intermediate ones. With `weights` of named rewards, R
+    starts with Σ weight · reward instead, one term per name. The other terms are computed from the calls that train:
     - `tool_success` · mean status (+1 or −1) of their tool calls, 0 without any;
-    - `format_bonus` if all of the last answer matches the regular expression `answer_format` (`.` is any character);
+    - `format_bonus` if the whole last answer matches the regular expression `answer_format` (`.` matches any
+      character);
     - −`length_penalty` · sampled tokens / 1000;
     - `overlong_penalty` · DAPO's soft punishment (arXiv:2503.14476) of the longest answer: 0 up to `overlong_length` −
       `overlong_buffer` tokens, then falling to −1 at `overlong_length` tokens;
     - `relative_length`, `relative_turns`, `relative_tool_calls` · `relative_costs` of the sampled tokens, the calls and
       the tool calls, compared with the rewarded rollouts of the group.
 
-    `failed_tool` is a regular expression found in the results of failed tools, instead of the words of
+    `failed_tool` is a regular expression that is searched in tool results to detect failures, instead of the words in
     `tracing/tool_failures.py`. It sets the status of tools here, in evaluation and in `returns`."""
 
     base: Literal["final", "sum"] = "final"
@@ -192,11 +193,11 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             try:
                 re.compile(getattr(self, name) or "")
             except re.error as error:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}, which is no pattern: {error}") from None
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, which is not a pattern: {error}") from None
 
     def given_terms(self, given: GivenRewards) -> dict[str, float]:
-        """What R begins with, by name; empty where the rollout has no reward. ConfigError for a weight of a reward that
-        the agent did not give."""
+        """The starting terms of R, by name; empty if the rollout has no reward. ConfigError for a weight of a reward
+        that the agent did not give."""
         if self.weights and given.named:
             if unknown := self.weights.keys() - given.named.keys():
                 raise ConfigError(
@@ -210,18 +211,18 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return {self.base: given.total + (given.final or 0.0)}
 
     def given_part(self, terms: Mapping[str, float]) -> float:
-        """The part of R that the agent gave, of the `terms` of a rollout."""
+        """The part of R that the agent gave, from a rollout's `terms`."""
         return math.fsum(terms.get(name, 0.0) for name in self.weights or (self.base,))
 
     def weight_of(self, term: str) -> float:
-        """What a term of R was multiplied by."""
+        """The factor of a term of R."""
         if term in self.weights:
             return self.weights[term]
         return 1.0 if term in ("final", "sum") else float(getattr(self, term, 1.0))
 
     def terms(self, statuses: Sequence[int], lengths: Sequence[int], last_answer: str) -> dict[str, float]:
-        """What is added to R, by name. `statuses` are those of the tool calls, `lengths` the sampled tokens of each
-        call, `last_answer` the text of the last one."""
+        """The added terms of R, by name. `statuses` are those of the tool calls, `lengths` the sampled tokens of each
+        call, `last_answer` the text of the last answer."""
         terms: dict[str, float] = {}
         if self.tool_success:
             terms["tool_success"] = self.tool_success * (sum(statuses) / len(statuses) if statuses else 0.0)
@@ -238,12 +239,12 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 PLAIN: Final = RewardSpec()
-"""The final reward, and nothing added."""
+"""The final reward, with nothing added."""
 
 
 def relative_costs(costs: Sequence[float], earned: Sequence[bool]) -> list[float]:
-    """½ − (cost − least) / (most − least) of each rollout of a group, at most 0 for one that earned nothing; 0 where
-    all cost the same (the length reward of Kimi k1.5, arXiv:2501.12599).
+    """½ − (cost − least) / (most − least) of each rollout of a group, at most 0 for one that earned nothing; 0 if all
+    cost the same (the length reward of Kimi k1.5, arXiv:2501.12599).
 
     ([10, 30, 20, 10], [True, True, True, False]) → [0.5, −0.5, 0, 0]."""
     least, most = min(costs, default=0.0), max(costs, default=0.0)

@@ -1,9 +1,9 @@
 """Transitions with advantages → training sequences → micro-batches.
 
-A training sequence is a row of token ids with a loss row per sampled token. At level `transition` each call is a
-sequence of its own; at level `tree` too, and whatever prefix the sequences of a batch share is computed once. At level
-`trajectory` a call whose prompt extends an earlier sequence token for token is appended to it. Which token belongs to
-which transition is kept: "sequence" in a loss means a transition, however it was packed.
+A training sequence is a row of token ids, with the loss inputs of each sampled token. At level `transition` each call
+is a sequence; at level `tree` too, but prefixes shared within a batch are computed once. At level `trajectory` a call
+whose prompt extends an earlier sequence token for token is appended to it. Each token keeps its transition: "sequence"
+in a loss means a transition, however it is packed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Level: TypeAlias = Literal["transition", "trajectory", "tree"]
 
 @dataclass(frozen=True)
 class CreditedTransition:
-    """A transition with the advantage of each of its sampled tokens, float32[T]; where a critic had a say, also what it
-    said each was worth, and what it is to say, float32[T] each. `weights` float32[P + T] are of all its tokens, prompt
-    included: of a token of the prompt, that of its −log p (0 unless given); of a sampled one, a factor of its advantage
-    (1 unless given), where 0 leaves the token out of the batch."""
+    """A transition with the advantage of each sampled token, float32[T]; with a critic, also its `values` and
+    `value_targets`, float32[T] each. `weights` float32[P + T] cover all tokens, prompt included: of a prompt token, the
+    weight of its −log p (default 0); of a sampled token, a factor of its advantage (default 1), where 0 leaves the
+    token out of the batch."""
 
     transition: Transition
     advantages: FloatArray
@@ -46,15 +46,14 @@ class CreditedTransition:
 
     @property
     def trains(self) -> bool:
-        """Whether anything is learned from it, by the policy or by a critic."""
+        """Whether the policy or the critic learns anything from it."""
         return bool(self.advantages.any()) or not np.array_equal(_or_empty(self.values), _or_empty(self.value_targets))
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The rollout that a sequence is from: the number of its `group` in the batch, the rewards of all of the group, the
-    `task` that the agent was given and its metadata, its own reward and the `terms` that this is the sum of, by name.
-    What is not known is as here."""
+    """The rollout of a sequence: the number of its `group` in the batch, the rewards of the whole group, the agent's
+    `task` and metadata, its own reward and the `terms` that add up to it, by name. Defaults mean unknown."""
 
     group: int = -1
     group_rewards: Sequence[float] = ()
@@ -66,8 +65,8 @@ class Origin:
 
 @dataclass(frozen=True)
 class Observed:
-    """Tokens of a sequence that the policy did not sample and learns to predict: `positions` and `transitions` int32[M]
-    are as in `TrainingSequence`, `weights` float32[M] that of −log p of each. Two calls may observe one token."""
+    """Tokens of a sequence that the policy did not sample but learns to predict. `positions` and `transitions` int32[M]
+    are as in `TrainingSequence`; `weights` float32[M] are of −log p. Two calls may observe one token."""
 
     positions: IntArray
     transitions: IntArray
@@ -76,12 +75,12 @@ class Observed:
 
 @dataclass(frozen=True)
 class TrainingSequence:
-    """One row to compute. `token_ids` int32[L]; the rest are per sampled token, float32[N] or int32[N].
+    """One row to compute. `token_ids` int32[L]; the other arrays are per sampled token, float32[N] or int32[N].
 
-    `positions` are the indices of the sampled tokens in `token_ids`; `transitions` numbers the transition each token
-    belongs to (from 0 within this sequence), `versions` the policy that sampled it (−1: unknown). `values` and
-    `value_targets` are those of `CreditedTransition`. `tree` asks that prefixes which sequences of the batch share be
-    computed once. `observed` are tokens that it learns from besides, None without any."""
+    `positions` are indices of the sampled tokens in `token_ids`; `transitions` the number of each token's transition
+    (from 0 in this sequence); `versions` the policy that sampled it (−1: unknown). `values` and `value_targets` are
+    those of `CreditedTransition`. With `tree`, prefixes shared within the batch are computed once. `observed` are
+    additional tokens to learn from."""
 
     rollout_id: str
     token_ids: IntArray
@@ -100,7 +99,7 @@ class TrainingSequence:
         return len(self.token_ids)
 
     def only(self, kept: npt.NDArray[np.bool_]) -> TrainingSequence:
-        """The same row with the loss of some of its sampled tokens alone, bool[N]."""
+        """The same row with only some of its sampled tokens, bool[N]."""
         names = ("positions", "logprobs", "advantages", "versions", "values", "value_targets")
         parts: dict[str, Any] = {name: one[kept] for name in names if (one := getattr(self, name)) is not None}
         _, numbers = np.unique(self.transitions[kept], return_inverse=True)
@@ -108,28 +107,29 @@ class TrainingSequence:
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest policy that sampled a token of it; None where none is known."""
+        """The oldest policy that sampled a token; None if unknown."""
         known = self.versions[self.versions >= 0]
         return int(known.min()) if len(known) else None
 
     @property
     def tokens_alone(self) -> int:
-        """How many tokens training each of its transitions by itself would compute."""
+        """How many tokens would be computed if each transition were trained separately."""
         ends = self.positions[np.flatnonzero(np.diff(self.transitions, append=-1))]
         return int(ends.sum()) + len(ends)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Right-padded rows, or one row that holds a forest. `token_ids` int32[B, L] (0 where padded); per sampled token of
-    all rows, in row order: `logprobs`, `advantages`, `weights` and, for a critic, `values` and `value_targets`
-    float32[N], `versions` int32[N], `transitions` int64[N] which transition of the micro-batch it belongs to (from 0;
-    none is spread over two micro-batches). `rows` and `positions` int64[N + M] say where the sampled tokens stand, and
-    after them those that are observed, whose weights are `observed` float32[M]. In a forest one place may stand for the
-    same token of several transitions.
+    """Right-padded rows, or one row that contains a forest.
 
-    The loss is Σ weights · loss(token): weights already hold the aggregation's denominators over the whole batch, so
-    that the sum over micro-batches is the loss of the batch. `tokens` counts those that are not padding."""
+    `token_ids` int32[B, L] (0 is padding). Per sampled token, in row order: `logprobs`, `advantages`, `weights` and,
+    for a critic, `values` and `value_targets` float32[N], `versions` int32[N], and `transitions` int64[N], the number
+    of its transition in the micro-batch (a transition is never split). `rows` and `positions` int64[N + M] locate the
+    sampled and then the observed tokens; `observed` float32[M] are the weights of the latter. In a forest, several
+    transitions may share one position.
+
+    The loss is Σ weights · loss(token). Weights contain the denominators of the whole batch, so the losses of
+    micro-batches add up. `tokens` does not count padding."""
 
     token_ids: IntArray
     rows: npt.NDArray[np.int64]
@@ -148,7 +148,7 @@ class MicroBatch:
 
     @property
     def predictors(self) -> npt.NDArray[np.int64]:
-        """Where, in `token_ids` as one line, the token stands that predicts each with a loss, int64[N + M]."""
+        """The index in the flattened `token_ids` of the token before each token with a loss, int64[N + M]."""
         if self.forest is not None:
             return self.forest.previous[self.positions]
         return self.rows * self.token_ids.shape[1] + self.positions - 1
@@ -157,10 +157,10 @@ class MicroBatch:
 def build_sequences(
     credited: Sequence[CreditedTransition], level: Level, origin: Origin | None = None
 ) -> list[TrainingSequence]:
-    """Lay the transitions of one rollout (in call order), of this `origin`, into training sequences.
+    """Lay the transitions of one rollout (in call order, with this `origin`) into training sequences.
 
-    At level `trajectory`: (O1, A1), (O1+A1+O2, A2) → one sequence O1 A1 O2 A2 with loss on A1 and A2; a prompt that
-    extends no earlier sequence starts a new one, and interleaved conversations each keep their own."""
+    At level `trajectory`: (O1, A1), (O1+A1+O2, A2) → one sequence O1 A1 O2 A2 with loss on A1 and A2. A prompt that
+    extends no earlier sequence starts a new one, so interleaved conversations get one each."""
     if level in ("transition", "tree"):
         return [_sequence([item], origin, tree=level == "tree") for item in credited]
     chains: list[list[CreditedTransition]] = []
@@ -186,7 +186,7 @@ def _extends(prompt: IntArray, earlier: IntArray) -> bool:
 def _sequence(
     chain: Sequence[CreditedTransition], origin: Origin | None = None, *, tree: bool = False
 ) -> TrainingSequence:
-    """The chain as one row: the tokens of its last call, which hold those of the others."""
+    """The chain as one row: the tokens of its last call, which contain the others."""
     last = chain[-1].transition
     starts = [len(item.transition.prompt_ids) for item in chain]
     lengths = [len(item.transition.response_ids) for item in chain]
@@ -209,7 +209,7 @@ def _sequence(
 
 
 def _weighed(sequence: TrainingSequence, chain: Sequence[CreditedTransition]) -> TrainingSequence:
-    """The sequence of this chain, by the weights of its tokens."""
+    """The chain's sequence with its token weights applied."""
     factors: list[FloatArray] = []
     observed: list[tuple[npt.NDArray[np.int64], FloatArray]] = []
     for item in chain:
@@ -233,11 +233,10 @@ def _weighed(sequence: TrainingSequence, chain: Sequence[CreditedTransition]) ->
 def weighed(
     calls: Sequence[CreditedTransition], weigh: Callable[[Sequence[Transition]], Iterable[Any]]
 ) -> list[CreditedTransition]:
-    """The calls of a rollout, with the weights that `weigh` gives the tokens of each. ConfigError where it gives none
-    for some."""
-    found = [np.asarray(one, np.float32) for one in weigh([item.transition for item in calls])]
+    """A rollout's calls with the token weights that `weigh` returns for each. ConfigError if some are missing."""
+    found = [np.asarray(array, np.float32) for array in weigh([item.transition for item in calls])]
     if len(found) != len(calls):
-        raise ConfigError(f"token_weights must give an array for each of {len(calls)} calls, and gave {len(found)}")
+        raise ConfigError(f"token_weights must return an array for each of {len(calls)} calls, not {len(found)}")
     return [replace(item, weights=one) for item, one in zip(calls, found, strict=True)]
 
 
@@ -256,10 +255,10 @@ def micro_batches(
     max_tokens: int,
     max_sampled: int | None = None,
 ) -> Iterator[MicroBatch]:
-    """Rows of similar length together, none shorter than half the longest: at most `max_tokens` padded tokens and
-    `max_sampled` sampled ones each, where a sequence longer than that goes alone. Sequences of level `tree` go together
-    with those they share a prefix with, at most `max_tokens` distinct tokens each. `weights` are those of the sampled
-    tokens of each sequence and of those that it observed, float32[N + M], or of the sampled ones alone, float32[N]."""
+    """Rows of similar length together, none shorter than half the longest: at most `max_tokens` padded and
+    `max_sampled` sampled tokens; a longer sequence goes alone. At level `tree`, sequences go with those that share
+    their prefixes, at most `max_tokens` distinct tokens. `weights` are float32[N + M] per sequence, for sampled then
+    observed tokens, or float32[N] for the sampled ones only."""
     max_sampled = max_sampled or max_tokens
     if any(sequence.tree for sequence in sequences):
         yield from _forests(sequences, weights, max_tokens, max_sampled)
@@ -294,8 +293,8 @@ def pack(
     forest: Forest | None = None,
     paths: Sequence[npt.NDArray[np.int64]] = (),
 ) -> MicroBatch:
-    """The sequences as one micro-batch of padded rows or, where `paths` say where their tokens are in it, a forest.
-    `weights` are as of `micro_batches`."""
+    """The sequences as one micro-batch: padded rows or, with the `paths` of their tokens in it, a forest. `weights` are
+    as in `micro_batches`."""
     if forest is None:
         token_ids = np.zeros((len(sequences), max(map(len, sequences))), np.int32)
         for row, sequence in zip(token_ids, sequences, strict=True):
@@ -304,13 +303,13 @@ def pack(
     else:
         token_ids, rows = forest.token_ids[None], np.zeros(len(sequences), np.int64)
     places = [sequence.positions for sequence in sequences]
-    lengths = [len(one) for one in places]
+    lengths = [len(place) for place in places]
     observed: Sequence[FloatArray] = ()
     if sum(map(len, weights)) > sum(lengths):
         observed = [of[count:] for of, count in zip(weights, lengths, strict=True)]
         weights = [of[:count] for of, count in zip(weights, lengths, strict=True)]
         places += [np.zeros(0, np.int32) if one.observed is None else one.observed.positions for one in sequences]
-        lengths += [len(one) for one in observed]
+        lengths += [len(part) for part in observed]
         rows = np.concatenate([rows, rows])
     if forest is not None:
         places = [path[at] for path, at in zip([*paths, *paths], places, strict=False)]

@@ -1,6 +1,6 @@
-"""Which state each call of an attempt was asked in, where the agent names states: `emit_annotation({"state": …})`.
+"""The state in which each call of an attempt was made, if the agent names states: `emit_annotation({"state": …})`.
 
-A state holds for the calls that begin after it, until the next one. Knows spans; it does not know what states are for.
+A state holds for calls that start after it, until the next one. Knows spans; it does not know what states are for.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ STATE: Final = "state"
 def named_states(spans: Sequence[Span], calls: Container[str]) -> dict[str, str]:
     """The state of each of these `calls` of ONE attempt, by span id, as JSON; calls before the first state have none.
 
-    Of several agents at once each has its own: the states that were named below the nearest span around a call go
-    first, else all of them count."""
+    Concurrent agents have separate states: states named below the nearest span around a call take precedence; without
+    any, all count."""
     named = [(span, state) for span in spans if (state := _state(span)) is not None]
     if not named:
         return {}
@@ -40,7 +40,7 @@ def named_states(spans: Sequence[Span], calls: Container[str]) -> dict[str, str]
         if span.span_id in calls:
             near = (by_parent[outer] for outer in ancestors(span, above) if outer in by_parent)
             earlier = (_latest(moments, span.start_time) for moments in (*near, everywhere))
-            if (state := next((one for one in earlier if one is not None), None)) is not None:
+            if (state := next((name for name in earlier if name is not None), None)) is not None:
                 found[span.span_id] = state
     return found
 
@@ -51,7 +51,7 @@ def _latest(moments: Sequence[tuple[float, int, str]], time: float) -> str | Non
 
 
 def _state(span: Span) -> str | None:
-    """The state that an annotation names: a value, or a mapping, which is spread below the name."""
+    """The state in an annotation: a value, or a mapping, whose items are stored below the name."""
     if span.name != semconv.ANNOTATION:
         return None
     value = span.attributes.get(STATE)

@@ -1,4 +1,4 @@
-"""The bytes behind token ids, and how a tokenizer cuts texts.
+"""The bytes of token ids, and how a tokenizer splits texts.
 
 Knows tokenizers only.
 """
@@ -10,17 +10,17 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-# Special tokens that begin tool calls in some formats: kept in the text while tool calls are looked for.
+# Special tokens that start tool calls in some formats; the text keeps them until tool calls are parsed.
 MARKERS = frozenset({"[TOOL_CALLS]", "<|python_tag|>", "<tool_call>", "</tool_call>"})
 
 _AT_THE_BEGINNING = ("Metaspace", "Prepend", "Strip", "Precompiled", "BertNormalizer")
 
 
 class TokenBytes:
-    """The bytes behind every token id, and which ids are special (not part of the visible text).
+    """The bytes of every token id, and which ids are special (not part of the visible text).
 
-    `exact` tells whether a text is the concatenation of its tokens' bytes, as in byte-level vocabularies. Where it is
-    not (SentencePiece), text has to be decoded in context."""
+    With `exact`, a text is the concatenation of its tokens' bytes, as in byte-level vocabularies. Otherwise
+    (SentencePiece) tokens must be decoded in context."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -45,7 +45,7 @@ class TokenBytes:
         return bytes(_BYTE_OF[character] for character in token)
 
     def text(self, token_ids: list[int]) -> str:
-        """The full text of an answer, special tokens spelled out."""
+        """The full text of an answer, special tokens included."""
         if self.exact:
             return b"".join(self[token_id] for token_id in token_ids).decode(errors="replace")
         return self.tokenizer.decode(token_ids, skip_special_tokens=False)
@@ -54,8 +54,8 @@ class TokenBytes:
 def splits_at_special_tokens(tokenizer: Tokenizer) -> bool:
     """Whether encode(A + B) = encode(A) + encode(B) for every A that ends with a special token.
 
-    True where nothing is put before or taken from a text's beginning: no Metaspace, no Prepend or Strip normaliser, no
-    `add_prefix_space`, and no special token that swallows the space beside it."""
+    True if nothing is added to or removed from the start of a text: no Metaspace, no Prepend or Strip normaliser, no
+    `add_prefix_space`, and no special token that absorbs the space beside it."""
     parts = _state(tokenizer.normalizer) + _state(tokenizer.pre_tokenizer)
     if '"add_prefix_space":true' in parts or any(f'"type":"{kind}"' in parts for kind in _AT_THE_BEGINNING):
         return False
@@ -64,7 +64,7 @@ def splits_at_special_tokens(tokenizer: Tokenizer) -> bool:
 
 
 def _state(component: Any) -> str:
-    """A tokenizer's component as the JSON it is saved as, without white space."""
+    """The JSON form of a tokenizer's component, without white space."""
     return "" if component is None else json.dumps(json.loads(component.__getstate__()), separators=(",", ":"))
 
 

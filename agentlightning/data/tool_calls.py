@@ -1,7 +1,7 @@
-"""How the tool calls that a model asked for went: what automatic intermediate rewards are made of.
+"""Whether each tool call succeeded or failed: the input of automatic intermediate rewards.
 
-Read from the spans of tools or, in an attempt that has none, from the results that the agent sent to the model. Knows
-steps and the messages of the three protocols; no rewards.
+Read from tool spans or, in an attempt without any, from the results that the agent sent to the model. Knows steps and
+the messages of the three protocols; no rewards.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agentlightning.types import Span
 
 @dataclass(frozen=True)
 class ToolStatus:
-    """One tool call: +1 it returned, −1 it failed. `duration` is in seconds, None where no span tells it."""
+    """One tool call: +1 returned, −1 failed. `duration` is in seconds; None without a span."""
 
     tool: str
     status: Literal[1, -1]
@@ -34,8 +34,8 @@ class _Result(NamedTuple):
 
 
 def tool_statuses(steps: Sequence[Step], failed_tool: str | None = None) -> dict[str, list[ToolStatus]]:
-    """The tool calls of each gateway call of an attempt, by its span id; calls that made none are left out.
-    `failed_tool` is the pattern that the steps were read with."""
+    """The tool calls of each gateway call of an attempt, by span id; calls without any are left out. `failed_tool` is
+    the pattern with which the steps were read."""
     tools = [step for step in steps if step.kind == "tool"]
     if not tools:
         calls = [step.span for step in steps if step.kind == "call" and step.call is not None]
@@ -49,16 +49,17 @@ def tool_statuses(steps: Sequence[Step], failed_tool: str | None = None) -> dict
 
 
 def _from_messages(calls: Sequence[Span], failed_tool: str | None) -> dict[str, list[ToolStatus]]:
-    """What the agent sent the model of its tools' results: each request is answered by the first call that adds it."""
+    """Tool results that the agent sent to the model: each tool call is answered by the first later call that contains
+    its result."""
     statuses: dict[str, list[ToolStatus]] = {}
     asked = [tool_requests(call) for call in calls]
     times_asked = Counter(request.id for requests in asked for request in requests)
-    added: dict[str, dict[str, _Result]] = {}  # by the call that sent them, read when they are asked for
+    added: dict[str, dict[str, _Result]] = {}  # by the call that sent them, read on demand
     for index, call in enumerate(calls):
         for request in asked[index]:
             for before, later in pairwise(calls[index:]):
                 if times_asked[request.id] > 1 and not _continues(later, call):
-                    continue  # the id may be of another conversation: some servers count from 0 in each answer
+                    continue  # may be another conversation's: some servers number from 0
                 if later.span_id not in added:
                     added[later.span_id] = dict(_results(_new_messages(later, before)))
                 result = added[later.span_id].get(request.id)
@@ -70,8 +71,8 @@ def _from_messages(calls: Sequence[Span], failed_tool: str | None) -> dict[str, 
 
 
 def _new_messages(later: Span, before: Span) -> list[Any]:
-    """What `later` was sent beyond what `before` was sent, or all of it where it does not continue that. Most calls of
-    a long attempt continue the one before, so that its history is not read again at each."""
+    """The messages of `later` beyond those of `before`, or all if it does not continue that. Most calls of a long
+    attempt continue the one before, so the history is not read again for each."""
     sent = text_of(later, semconv.GEN_AI_INPUT_MESSAGES) or ""
     if _continues(later, before):
         rest = sent[len(text_of(before, semconv.GEN_AI_INPUT_MESSAGES) or "") - 1 :].lstrip()
@@ -81,13 +82,13 @@ def _new_messages(later: Span, before: Span) -> list[Any]:
 
 
 def _continues(later: Span, call: Span) -> bool:
-    """Whether what `later` was sent begins with all that `call` was sent."""
-    sent, before = (text_of(one, semconv.GEN_AI_INPUT_MESSAGES) or "" for one in (later, call))
+    """Whether the messages of `later` start with all messages of `call`."""
+    sent, before = (text_of(span, semconv.GEN_AI_INPUT_MESSAGES) or "" for span in (later, call))
     return sent.startswith(before.removesuffix("]"))
 
 
 def _results(messages: Sequence[Any]) -> Iterator[tuple[str, _Result]]:
-    """(id of the tool call, its result) for each tool result among the messages of a request, in order."""
+    """(tool-call id, result) for each tool result in a request's messages, in order."""
     for message in map(mapping, messages):
         if message.get("role") == "tool":
             yield str(message.get("tool_call_id")), _Result(message.get("content"))

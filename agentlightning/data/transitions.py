@@ -1,4 +1,4 @@
-"""Spans → transitions: what one rollout offers to learning, and what was left out and why.
+"""Spans → transitions: what a rollout offers for learning, what was left out, and why.
 
 A transition is one choice of one LLM call of the policy: (prompt ids, response ids, behaviour logprobs). This module
 knows spans and rewards; it does not know groups, advantages or models.
@@ -68,11 +68,14 @@ Outcome: TypeAlias = Literal[
 class Transition(msgspec.Struct, frozen=True):
     """One sampled answer of the policy.
 
-    `prompt_ids` int32[P], `response_ids` int32[T] (EOS included where it was sampled), `logprobs` float32[T] under the
-    distribution sampled from, `versions` int32[T] the policy version of each sampled token. `agent` is the name of the
-    agent that asked, `tools` how the tool calls in the answer went, `reward` the intermediate rewards it was given,
-    added up (r_t), None where it was given none, `state` the one that the agent had named, as JSON (`data/states.py`).
-    """
+    Fields:
+        prompt_ids, response_ids: int32[P] and int32[T]; a sampled EOS is included.
+        logprobs: float32[T], under the distribution sampled from.
+        versions: int32[T], the policy version that sampled each token.
+        agent: name of the agent that made the call.
+        tools: outcomes of the answer's tool calls.
+        reward: r_t, the sum of its intermediate rewards; None without any.
+        state: the state named by the agent, as JSON (`data/states.py`)."""
 
     rollout_id: str
     attempt_id: str
@@ -95,14 +98,16 @@ class Transition(msgspec.Struct, frozen=True):
 class TracedRollout:
     """A finished rollout as learning sees it.
 
-    `reward` is R, or None where the rollout has none (failed, cancelled, or never rewarded): an explicit state that
-    the algorithm chooses about. `reward_terms` are the parts it is the sum of, by name (none without a reward), and
-    `rewards_lost` counts rewards that came to no transition or are no number, by reason. `excluded` counts calls that
-    do not train, by reason, and `left_out` has the reason of each by its span id; `kept` counts what speaks against
-    calls that train all the same; `other_agents` are the names of the agents that were not chosen to be trained.
-    `outcome` says it in a word, or how the rollout ended if it did not succeed. `clock_skew` is by how many seconds the
-    agent's clock was ahead of the gateway's, None where nothing tells. `breaks` are the calls that should continue an
-    earlier one and do not, where they were looked for (`data/continuity.py`)."""
+    Fields:
+        reward: R; None if it has none (failed, cancelled or never rewarded).
+        excluded: calls that do not train, counted by reason; `left_out` has each call's reason by span id.
+        other_agents: names of the agents that were not chosen for training.
+        reward_terms: the terms that add up to R, by name.
+        rewards_lost: rewards without a transition or that are not numbers, counted by reason.
+        kept: reasons against calls that train anyway, counted.
+        outcome: a summary in a word, or how the rollout ended if it did not succeed.
+        clock_skew: seconds by which the agent's clock was ahead of the gateway's; None if unknown.
+        breaks: calls that should continue an earlier one but do not, if checked (`data/continuity.py`)."""
 
     rollout: Rollout
     transitions: tuple[Transition, ...]
@@ -119,23 +124,23 @@ class TracedRollout:
 
 
 def tool_success(rollouts: Iterable[TracedRollout]) -> float | None:
-    """The share of tool calls that worked, of those whose outcome is known; None without any."""
-    statuses = [one.status for traced in rollouts for call in traced.transitions for one in call.tools]
+    """The share of tool calls that succeeded, among those with a known outcome; None without any."""
+    statuses = [tool.status for traced in rollouts for call in traced.transitions for tool in call.tools]
     return statuses.count(1) / len(statuses) if statuses else None
 
 
 def trace_rollout(
     rollout: Rollout, spans: Sequence[Span], *, calls: CallFilter = EVERY_CALL, reward: RewardSpec = PLAIN
 ) -> TracedRollout:
-    """All transitions of the rollout's final attempt, in call order, with its reward.
+    """All transitions of the rollout's last attempt, in call order, with its reward.
 
     Args:
-        spans: spans of the rollout, of any of its attempts, in any order; only those of the last attempt count.
+        spans: the rollout's spans, of any attempt, in any order; only the last attempt counts.
         calls: which calls train.
-        reward: what R is made of, and which tools failed.
+        reward: what R consists of, and which tools failed.
 
-    A rollout that did not succeed has reward None even where an earlier reward span exists: a crashed agent's partial
-    score is not the score of its task."""
+    A rollout that did not succeed has reward None even if a reward span exists: the partial score of a crashed agent is
+    not the score of its task."""
     final, clock_skew = align_clocks(_final_attempt(spans))
     steps = read_steps(final, reward.failed_tool)
     given = given_rewards(final, steps)
@@ -161,15 +166,15 @@ def trace_rollout(
 
 
 def compare_costs(group: Sequence[TracedRollout], reward: RewardSpec) -> list[TracedRollout]:
-    """The rollouts of a group with the terms of R that compare them: what each cost beside the others with a reward."""
+    """The rollouts of a group with the terms of R that compare their costs, among those with a reward."""
     names = [name for name in RELATIVE if getattr(reward, name)]
     if not names:
         return list(group)
-    rewarded = [one for one in group if one.reward_terms]
-    earned = [reward.given_part(one.reward_terms) > 0 for one in rewarded]
-    terms = [dict(one.reward_terms) for one in rewarded]
+    rewarded = [traced for traced in group if traced.reward_terms]
+    earned = [reward.given_part(traced.reward_terms) > 0 for traced in rewarded]
+    terms = [dict(traced.reward_terms) for traced in rewarded]
     for name in names:
-        costs = [_cost(name, one.transitions) for one in rewarded]
+        costs = [_cost(name, traced.transitions) for traced in rewarded]
         for own, value in zip(terms, relative_costs(costs, earned), strict=True):
             own[name] = getattr(reward, name) * value
     compared = iter(terms)
@@ -187,7 +192,7 @@ def _cost(term: str, transitions: Sequence[Transition]) -> int:
 
 @dataclass
 class _SortedCalls:
-    """The calls of an attempt: those that train and those that do not."""
+    """The calls of an attempt that train, and those that do not."""
 
     transitions: list[Transition] = field(default_factory=list[Transition])
     left_out: dict[str, str] = field(default_factory=dict[str, str])
@@ -208,7 +213,7 @@ def _sort_calls(
     states = named_states(spans, names)
     pattern = None if calls.agents is None else agent_pattern(calls.agents)
     incomplete, discarded = _lacks_a_call(spans), discarded_calls(spans)
-    before, images = "", False  # the messages of the call before, and whether one has an image
+    before, images = "", False  # messages of the previous call, and whether they contain an image
     for span in sorted((one for one in spans if one.span_id in names and _samples(one)), key=call_order):
         agent = names[span.span_id]
         reasons = list(_call_reasons(span, calls, incomplete=incomplete, discarded=call_index(span) in discarded))
@@ -216,12 +221,12 @@ def _sort_calls(
             reasons.append(HOUSEKEEPING if agent.housekeeping else OTHER_AGENT)
         transition = None
         if span.tokens is not None and all(map(calls.keeps, reasons)):
-            said, earned = tuple(tools.get(span.span_id, ())), given.of_calls.get(span.span_id)
-            transition = _transition(span, span.tokens, agent.name, said, earned, states.get(span.span_id))
+            statuses, earned = tuple(tools.get(span.span_id, ())), given.of_calls.get(span.span_id)
+            transition = _transition(span, span.tokens, agent.name, statuses, earned, states.get(span.span_id))
             reasons += _token_reasons(transition, calls)
             messages = dialects.text_of(span, semconv.GEN_AI_INPUT_MESSAGES) or ""
-            goes_on = messages.startswith(before.removesuffix("]"))
-            images = (goes_on and images) or has_images(messages, len(before) if goes_on else 0)
+            continues = messages.startswith(before.removesuffix("]"))
+            images = (continues and images) or has_images(messages, len(before) if continues else 0)
             before = messages
             if images:
                 reasons.append(HAS_IMAGES)
@@ -238,7 +243,7 @@ def _sort_calls(
 
 
 def _samples(span: Span) -> bool:
-    """Whether the call asks a model for an answer, as one for embeddings does not."""
+    """Whether the call generates an answer; embeddings, for example, do not."""
     return span.attributes.get(semconv.GEN_AI_OPERATION) != "embeddings"
 
 
@@ -253,7 +258,7 @@ def _outcome(rollout: Rollout, spans: Sequence[Span], calls: _SortedCalls, *, re
 
 
 def _added(spec: RewardSpec, transitions: Sequence[Transition], spans: Sequence[Span]) -> dict[str, float]:
-    """The terms that the spec adds to R. ConfigError where it reads the text of an answer and none was recorded."""
+    """The terms that the spec adds to R. ConfigError if it needs the text of an answer and none was recorded."""
     answer = ""
     if spec.answer_format is not None and transitions:
         attributes = next(span.attributes for span in spans if span.span_id == transitions[-1].span_id)
@@ -277,13 +282,13 @@ def _final_attempt(spans: Sequence[Span]) -> list[Span]:
 
 
 def _lacks_a_call(spans: Sequence[Span]) -> bool:
-    """Calls 0, 1 and 3 without 2 are not what the agent did: nothing of such an attempt trains."""
+    """Whether a call is missing, such as 2 in 0, 1, 3: then the attempt is incomplete, and nothing of it trains."""
     indices = {index for span in spans if (index := call_index(span)) is not None}
     return any(index not in indices for index in range(len(indices)))
 
 
 def _call_reasons(span: Span, calls: CallFilter, *, incomplete: bool, discarded: bool) -> Iterator[str]:
-    """What speaks against training a call, whatever its tokens are."""
+    """Reasons against training a call, apart from its tokens."""
     if span.attributes.get(semconv.CALL_TRAINABLE) is False:
         yield FROZEN
     if calls.models is not None and _model(span) not in calls.models:
@@ -308,12 +313,12 @@ def _token_reasons(transition: Transition, calls: CallFilter) -> Iterator[str]:
 
 
 _IMAGE_PARTS: Final = ("image", "image_url", "input_image", "computer_screenshot")  # of the three protocols
-_IMAGE_MARKS: Final = ('"image', '_image"', '_screenshot"')  # a text with such a part holds one of these
+_IMAGE_MARKS: Final = ('"image', '_image"', '_screenshot"')  # JSON with such a part contains one of these
 
 
 def has_images(messages: str, after: int = 0) -> bool:
-    """Whether a request's messages (JSON) have a part that is an image, also in the results of tools. Up to `after`
-    there is none."""
+    """Whether a request's messages (JSON) contain an image, tool results included. The first `after` characters contain
+    none."""
     if not any(messages.find(mark, after) >= 0 for mark in _IMAGE_MARKS):
         return False
     parts: list[Any] = [dialects.json_of(messages)]
@@ -338,7 +343,7 @@ def _transition(
     reward: float | None,
     state: str | None,
 ) -> Transition:
-    # With n > 1 nobody can tell which choices the agent used; the first is what every SDK example reads.
+    # With n > 1 it is unknown which choices the agent used; every SDK example reads the first.
     choice = tokens.choices[0] if tokens.choices else SampledChoice(token_ids=(), logprobs=(), finish_reason="abort")
     return Transition(
         rollout_id=span.rollout_id,

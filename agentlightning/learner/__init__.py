@@ -1,5 +1,5 @@
-"""What makes a gradient step, and where a policy comes from.
+"""Gradient steps, and where a policy comes from.
 
-Import the modules, not the package: `learner.tiny` makes a small policy on the spot, `learner.warm_start` teaches it
-the form of a conversation from demonstrations.
+Import the modules, not the package: `learner.tiny` makes a small policy, `learner.warm_start` teaches it the form of a
+conversation from demonstrations.
 """

@@ -1,6 +1,6 @@
-"""What a learner is: it takes a batch of training sequences and a loss, and makes one optimiser step.
+"""The interface of learners and samplers: a learner makes one optimiser step from a batch of sequences and a loss.
 
-A learner knows weights, optimiser and loss. It does not know groups, rewards, rollouts or which algorithm asked.
+A learner knows weights, optimiser and loss. It does not know groups, rewards, rollouts or algorithms.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DType: TypeAlias = Literal["float32", "bfloat16"]
 CriticTrunk: TypeAlias = Literal["shared", "separate"]
 WeightsForm: TypeAlias = Literal["live", "whole", "adapter", "handle"]
 
-CRITIC_RATE: Final = 10.0  # a critic starts from nothing, a policy does not; verl's defaults differ as much
+CRITIC_RATE: Final = 10.0  # a critic starts untrained, a policy does not; verl's defaults have a similar ratio
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class AdamW:
             )
 
     def until(self, steps: int) -> AdamW:
-        """These settings, with a schedule that ends after so many steps unless `total_steps` is set."""
+        """These settings with a schedule that ends after so many steps, unless `total_steps` is set."""
         ends = self.schedule == "constant" or self.total_steps is not None
         return self if ends else replace(self, total_steps=steps)
 
@@ -92,7 +92,8 @@ class LoRA:
     """Train a low-rank adapter instead of the weights (arXiv:2106.09685): each weight W acts as W + alpha / rank · B·A.
 
     `targets` are names of linear layers, such as `("q_proj", "v_proj")`; default: all but the head. There is no
-    dropout: the trained distribution must be the sampled one. ConfigError unless `rank` and `alpha` are positive."""
+    dropout, since the trained distribution must be the sampled one. ConfigError unless `rank` and `alpha` are positive.
+    """
 
     rank: int = 16
     alpha: float = 32.0
@@ -104,12 +105,12 @@ class LoRA:
 
 @dataclass(frozen=True)
 class Critic:
-    """What says how much a sampled token is worth: a linear layer, 0 at first, on the last hidden state before it. That
-    state is the policy's (`shared`: the critic's gradient goes on into the policy), or that of a `separate` model that
-    starts as a copy of the policy's and shares whatever weights are not trained.
+    """Estimates the value of a sampled token: a linear layer, 0 at first, on the last hidden state before it. That
+    state comes from the policy (`shared`: the critic's gradient also changes the policy), or from a `separate` model
+    that starts as a copy of the policy and shares its frozen weights.
 
-    `learning_rate` is that of all that only the critic has, at the start of the optimiser's schedule; None:
-    `CRITIC_RATE` times the policy's."""
+    `learning_rate` is for the weights that only the critic has, before the optimiser's schedule; default: `CRITIC_RATE`
+    times the policy's."""
 
     trunk: CriticTrunk = "shared"
     learning_rate: float | None = None
@@ -120,18 +121,18 @@ class Critic:
 
 @dataclass(frozen=True)
 class Weights:
-    """A publication: what policy `version` samples with, in the directory `place` that `Learner.export` has written;
-    where there is none, in the learner's live model."""
+    """A publication: the weights of policy `version`, in the directory `place` written by `Learner.export`, or, if
+    None, in the learner's live model."""
 
     version: int
     place: Path | None = None
 
 
 class Sampler(Protocol):
-    """What samples from a policy. `takes` says in which form it is given weights: it reads the learner's `live` model,
-    or loads a directory with the `whole` model, with an `adapter` as `peft` writes it, or with a `handle` of weights
-    that are elsewhere. The gateway routes calls to `backend`. Since it was started it has sampled `generated_tokens`,
-    and for `idle_seconds` it had nothing to do, or was not allowed to."""
+    """Samples from a policy. `takes` is the form in which it receives weights: it reads the learner's `live` model, or
+    loads a directory with the `whole` model, with an `adapter` in `peft`'s format, or with a `handle` of weights stored
+    elsewhere. The gateway routes calls to `backend`. `generated_tokens` counts sampled tokens since the start, and
+    `idle_seconds` the time without work or without permission to work."""
 
     @property
     def takes(self) -> WeightsForm: ...
@@ -146,34 +147,34 @@ class Sampler(Protocol):
     def idle_seconds(self) -> float: ...
 
     async def check(self, train: Sampling) -> None:
-        """ConfigError where what it answers to calls sampled so cannot be trained."""
+        """ConfigError if answers sampled with these parameters cannot be trained."""
         ...
 
     def exclusive(self) -> AbstractAsyncContextManager[Any]:
-        """Inside, it reads no weights of the learner's and uses none of its cores; calls wait and are not refused."""
+        """In the block, it reads no learner weights and uses no learner cores; calls wait."""
         ...
 
     async def publish(self, weights: Weights) -> None:
-        """Sample with these weights, under their version. BackendError where they cannot be loaded."""
+        """Sample with these weights from now on, under their version. BackendError if they cannot be loaded."""
         ...
 
     async def watch(self, calls_held: Callable[[], AbstractAsyncContextManager[None]]) -> None:
-        """Runs beside the job, sees that its servers go on sampling, and never returns; while none does calls are held.
-        BackendError where none will."""
+        """Runs beside the job and monitors its servers; never returns. Calls are held while no server can sample.
+        BackendError if none will recover."""
         ...
 
     async def sample(self) -> list[TrainingSequence]:
-        """A short answer of the present weights by each of its servers, to compare with the learner; none where it
-        reads the learner's own."""
+        """A short answer from each server with the current weights, to compare with the learner; empty if it reads the
+        learner's own weights."""
         ...
 
 
 class Learner(Protocol):
     """Makes gradient steps on the policy's weights; every method blocks.
 
-    `mismatch_tolerance` bounds |exp(learner − engine logprob) − 1| of a token where both hold the same weights: above
-    it, what is trained is no longer what was sampled. `token_bytes` is what the policy's tokens spell; None where its
-    tokenizer does not tell."""
+    `mismatch_tolerance` is the highest |exp(learner − engine logprob) − 1| of a token that rounding explains when both
+    have the same weights. `token_bytes` are the texts of the policy's tokens; None if its tokenizer does not provide
+    them."""
 
     @property
     def mismatch_tolerance(self) -> float: ...
@@ -182,34 +183,33 @@ class Learner(Protocol):
     def token_bytes(self) -> TokenBytes | None: ...
 
     def values(self, batch: Sequence[TrainingSequence]) -> list[FloatArray]:
-        """What the critic says that each sampled token is worth, float32[N] of each sequence. ConfigError where there
-        is no critic."""
+        """The critic's value of each sampled token, float32[N] per sequence. ConfigError without a critic."""
         ...
 
     def step(self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None) -> dict[str, float]:
         """One optimiser step. Returns metrics: loss, grad_norm, learning_rate, ratio and KL statistics, entropy, tokens
-        (sampled), tokens_computed and tokens_saved (against computing each transition by itself; padding aside); with a
-        critic value_loss, value_clip_fraction and critic_grad_norm.
+        (sampled), tokens_computed, and tokens_saved (compared with training each transition separately, without
+        padding); with a critic also value_loss, value_clip_fraction and critic_grad_norm.
 
-        `version` is what the engine calls the weights that this step begins with, None if they have no name. How far
-        engine and learner are apart is measured on tokens sampled by it, if there are any:
-        inference_kl (k3 of KL(engine ‖ learner)) and inference_mismatch (see `mismatch_tolerance`), at worst.
+        `version` is the engine's name for the weights before the step; None if they have none. On tokens that this
+        version sampled, engine and learner are compared: inference_kl (k3 of KL(engine ‖ learner)) and
+        inference_mismatch (the highest; see `mismatch_tolerance`).
 
-        Raises TrainingError, with the weights unchanged, if the loss or the gradient is not finite."""
+        TrainingError, with the weights unchanged, if the loss or the gradient is not finite."""
         ...
 
     def logprobs(self, batch: Sequence[TrainingSequence], temperature: float = 1.0) -> Sequence[Tensor]:
-        """The policy's present log-probability of every sampled token, float32[N] of each sequence, on the CPU."""
+        """The current log-probability of every sampled token, float32[N] per sequence, on the CPU."""
         ...
 
     def export(self, directory: Path, form: WeightsForm) -> None:
-        """Write what a sampler loads, and nothing else, into the new `directory`: the `whole` model, an adapter merged
-        into it, the `adapter` alone, or a `handle`. ConfigError for a form that there is not."""
+        """Write what a sampler loads into the new `directory`: the `whole` model (with an adapter merged), the
+        `adapter` only, or a `handle`. ConfigError for a form that this learner does not have."""
         ...
 
     def save(self, directory: Path, resumable: bool = True) -> None:
-        """Write weights (`transformers` layout, with the tokenizer) into `directory`, and, to go on training from them,
-        the optimiser's state."""
+        """Write the weights (`transformers` layout, with the tokenizer) into `directory` and, if `resumable`, the
+        optimiser's state."""
         ...
 
     def load(self, directory: Path) -> None:

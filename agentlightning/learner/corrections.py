@@ -1,11 +1,11 @@
-"""Corrections for an engine that computes differently from the learner, and for stale rollouts: which sampled tokens
-weigh less, and which are left out.
+"""Corrections for engines that compute differently from the learner, and for stale rollouts: which sampled tokens weigh
+less, and which are left out.
 
-A correction is a function of the log-probabilities of the sampled tokens, float[N] each: those of what sampled them
-(`behaviour`), of the weights at the start of the step (`proximal`) and of the present ones (`present`), and of the
-number of each token's transition, int64[N]. It gives the weight of each token, float[N], and whether it is kept,
-bool[N]. A weight is a factor of the token's advantage. A token that is not kept leaves the batch: no loss, mean or
-denominator counts it. Imports no torch: algorithms read corrections.
+A correction is a function of the log-probabilities of the sampled tokens, float[N] each: under the weights that sampled
+them (`behaviour`), those at the start of the step (`proximal`) and the current ones (`present`), and of the number of
+each token's transition, int64[N]. It returns the weight of each token, float[N], and whether to keep it, bool[N]. A
+weight is a factor of the token's advantage. A token that is not kept leaves the batch: no loss, mean or denominator
+counts it. Imports no torch, because algorithms read corrections.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def correction(*, weighs: bool = True, present: bool = True) -> Callable[[F], F]:
-    """Says of a function whether its weights are ever other than 1, and whether it asks for the present
-    log-probabilities, which cost a forward pass for each optimiser step after the first. Both are taken to be so of a
-    function without this mark."""
+    """Declare whether a function's weights can differ from 1, and whether it uses the present log-probabilities, which
+    cost a forward pass per optimiser step after the first. Without this decorator both are assumed."""
 
     def mark(function: F) -> F:
         vars(function).update(weighs=weighs, present=present)
@@ -61,8 +60,8 @@ def truncate(
     cap: float = 2.0,
 ) -> tuple[Tensor, Tensor]:
     """min(ρ, `cap`), all kept: truncated importance sampling (arXiv:2110.00641; AReaL, arXiv:2505.24298). ρ is
-    exp(proximal − behaviour) of the token, its product over the `sequence`, which is a transition, or its `geometric`
-    mean there."""
+    exp(proximal − behaviour) of the token, its product over the `sequence` (a transition), or its `geometric` mean
+    there."""
     if not cap > 0:
         raise ConfigError(f"truncate: cap is {cap}; it must be above 0")
     weights = _ratio(behaviour, proximal, transitions, level).clamp(max=cap)
@@ -80,8 +79,8 @@ def mask(
     low: float = 0.5,
     high: float = 5.0,
 ) -> tuple[Tensor, Tensor]:
-    """ρ, kept where it is between `low` and `high`: masked importance sampling, by default that of IcePop
-    (arXiv:2510.18855). ρ and `level` are those of `truncate`."""
+    """ρ, kept if between `low` and `high`: masked importance sampling, by default that of IcePop (arXiv:2510.18855). ρ
+    and `level` are as in `truncate`."""
     if not 0 <= low <= 1 <= high:
         raise ConfigError(f"mask: low is {low} and high {high}; low must lie in [0, 1] and high be at least 1")
     ratio = _ratio(behaviour, proximal, transitions, level)
@@ -100,8 +99,8 @@ def bound(
     low: float | None = None,
     high: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """1, kept where an estimate of KL(behaviour ‖ proximal) is between `low` and `high`, in nats: that of the token, or
-    its sum, mean or max `over` the transition. With d = behaviour − proximal the `statistic` k1 is d, k2 d²/2 and k3
+    """1, kept if an estimate of KL(behaviour ‖ proximal) is between `low` and `high`, in nats: of the token, or its
+    sum, mean or max `over` the transition. With d = behaviour − proximal the `statistic` k1 is d, k2 d²/2 and k3
     exp(−d) − 1 + d."""
     if low is None and high is None:
         raise ConfigError("bound leaves nothing out without low or high: give high=0.1, for example")
@@ -129,27 +128,28 @@ CORRECTIONS: Final[dict[str, CorrectionFunction]] = {one.__name__: one for one i
 
 @dataclass(frozen=True)
 class Corrections:
-    """The corrections of a run, by name, with their options: weights are multiplied, and a token is kept if all keep
-    it. `Old` proximal has `truncate` unless it is given others."""
+    """The corrections of a run, by name, with their options. Weights are multiplied; a token is kept if all corrections
+    keep it. The default for `Old` proximal is `truncate`."""
 
     functions: Sequence[tuple[str, CorrectionFunction]]
 
     @classmethod
     def read(cls, given: Any, old: Old) -> Corrections:
-        """What `given` says: a name of `CORRECTIONS`, a reference (`file.py:function`) or a function, each also as
-        {name: …, option: …}, or a list of them. ConfigError for what is unknown, or does not go with `old`."""
+        """The corrections in `given`: a name of `CORRECTIONS`, a reference (`file.py:function`) or a function, each
+        also as {name: …, option: …}, or a list of these. ConfigError for unknown ones, or if they do not go with `old`.
+        """
         if given is None:
             given = "truncate" if old == "proximal" else []
         several = cast("list[Any]", list(given) if isinstance(given, list | tuple) else [given])
-        functions = [read_function("correction", one, CORRECTIONS) for one in several]
+        functions = [read_function("correction", item, CORRECTIONS) for item in several]
         found = [(function_name(one, CORRECTIONS), one) for one in functions]
         for name, function in found:
             if mark_of(function, "weighs", True) and old == "behaviour":
                 raise ConfigError(
-                    f"correction {name!r} weighs tokens, and with old='behaviour' the importance ratio corrects for "
-                    "what sampled already: give old='proximal', or a correction that only leaves tokens out, as bound"
+                    f"correction {name!r} weighs tokens, but with old='behaviour' the importance ratio corrects "
+                    "for older weights already: give old='proximal', or one that only drops tokens, such as bound"
                 )
-            if given != "truncate":  # as by default, which needs no torch
+            if given != "truncate":  # the default is known to be right, and trying it imports torch
                 _try(name, function)
         return cls(found)
 
@@ -161,7 +161,7 @@ class Corrections:
         return any(mark_of(function, "present", True) for _, function in self.functions)
 
     def of(self, *logprobs: Tensor, transitions: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
-        """The weight of each token, whether it is kept, and how many each correction leaves out."""
+        """The weight of each token, whether it is kept, and how many tokens each correction leaves out."""
         weights, kept, masked = logprobs[0].new_ones(len(transitions)), transitions >= 0, dict[str, float]()
         for name, function in self.functions:
             own, keeps = function(*logprobs, transitions)
@@ -174,7 +174,7 @@ class Corrections:
 
 
 def _try(name: str, function: CorrectionFunction) -> None:
-    """ConfigError unless it gives, for five tokens in two transitions, a finite weight and a bool of each."""
+    """ConfigError unless it returns, for five tokens in two transitions, finite weights and bools."""
     import torch
 
     behaviour = torch.tensor([-0.5, -1.0, -2.0, -0.1, -0.7])
@@ -186,13 +186,13 @@ def _try(name: str, function: CorrectionFunction) -> None:
         raise
     except Exception as error:
         raise ConfigError(
-            f"correction {name} fails on five tokens: {type(error).__name__}: {error}. It is given behaviour, proximal "
-            "and present log-probabilities and transitions, and gives the weight of each token and whether it is kept"
+            f"correction {name} fails on five tokens: {type(error).__name__}: {error}. It gets behaviour, proximal "
+            "and present log-probabilities and transitions, and must return each token's weight and whether to keep it"
         ) from error
     if not fits:
         raise ConfigError(
-            f"correction {name} must give, for five tokens, a finite weight of each that is not negative, and a bool "
-            f"that says whether it is kept; it gave {weights!r:.100}, {kept!r:.100}"
+            f"correction {name} must return, for five tokens, a finite weight of each that is not negative, and a bool "
+            f"that says whether it is kept; it returned {weights!r:.100}, {kept!r:.100}"
         )
 
 
@@ -201,7 +201,7 @@ def _try(name: str, function: CorrectionFunction) -> None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A sequence, and the log-probabilities of its sampled tokens, float32[N], by the weights before the step."""
+    """A sequence, and the log-probabilities of its sampled tokens before the step, float32[N]."""
 
     sequence: TrainingSequence
     proximal: FloatArray
@@ -210,8 +210,8 @@ class Prepared:
 def prepare(
     learner: Learner, batch: Sequence[TrainingSequence], temperature: float, version: int | None
 ) -> tuple[list[Prepared], dict[str, float]]:
-    """Before the first optimiser step of a batch: the proximal log-probabilities, and how far engine and learner are
-    apart in the tokens that `version` sampled."""
+    """Before the first optimiser step of a batch: the proximal log-probabilities, and how much engine and learner
+    differ on the tokens that `version` sampled."""
     from torch import from_numpy
 
     totals, made = Totals(version), list[Prepared]()
@@ -225,21 +225,21 @@ def corrected(
     part: Sequence[Prepared], corrections: Corrections, old: Old, present: Sequence[FloatArray] | None = None
 ) -> tuple[list[TrainingSequence], dict[str, float]]:
     """The sequences of one optimiser step without the tokens that corrections leave out, with weighted advantages and
-    the log-probabilities of `old`; and what was left out and weighed. `present` are those of the present weights, the
-    proximal ones unless given.
+    the log-probabilities of `old`; and metrics. `present` are the current log-probabilities; default: the proximal
+    ones.
 
-    A weight may be a factor of the advantage: every loss that goes with `Old` proximal is proportional to it."""
+    A weight can be a factor of the advantage because every loss allowed with `Old` proximal is proportional to it."""
     from torch import from_numpy
 
-    sequences = [one.sequence for one in part]
+    sequences = [item.sequence for item in part]
     transitions = Tokens(sequences).calls
-    proximal = [one.proximal for one in part]
+    proximal = [item.proximal for item in part]
     logprobs = ([one.logprobs for one in sequences], proximal, present or proximal)
-    behaviour_to_present = (from_numpy(np.concatenate(one)) for one in logprobs)
+    behaviour_to_present = (from_numpy(np.concatenate(logprob)) for logprob in logprobs)
     weights, kept, masked = corrections.of(*behaviour_to_present, transitions=from_numpy(transitions))
     calls, left = len(np.unique(transitions)), len(np.unique(transitions[kept.numpy()]))
     metrics: dict[str, float] = {}
-    if calls:  # and not observations alone
+    if calls:  # not only observed tokens
         metrics = {"masked": 1 - float(kept.float().mean()), "masked_calls": 1 - left / calls}
     if len(masked) > 1:
         metrics |= masked

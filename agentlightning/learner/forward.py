@@ -1,11 +1,12 @@
-"""A micro-batch through a model: hidden states, forests, and of each sampled token log-probability, entropy and value.
+"""Runs a micro-batch through a model: hidden states, forests, and each sampled token's log-probability, entropy and
+value.
 
-A distribution has as many numbers as the vocabulary; of all sampled tokens together they would fill the memory before
-anything else does. So hidden states are projected some at a time, and for a gradient each time again.
+Logits are as wide as the vocabulary: for all sampled tokens at once they would not fit into memory. So hidden states
+are projected in chunks, and again for the gradient.
 
-In a forest each slot sees its ancestors and itself, at the position it has in its sequences. Its attention is one of
-`transformers`' named implementations, in force only while a forest is run; no model is patched. It takes each branch by
-itself, its keys gathered along its path, without a mask over the whole.
+In a forest each slot attends to its ancestors and itself, at its position in its sequences. This is a named attention
+implementation of `transformers`, active only while a forest runs; no model is patched. It computes branch by branch,
+with the keys gathered along the path, without a mask over the whole forest.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ from agentlightning.errors import ConfigError
 from agentlightning.learner.base import Critic
 from agentlightning.learner.losses import entropy
 
-LOGITS_AT_ONCE: Final = 2**26  # numbers of one [tokens, vocabulary] tensor, 256 MiB in float32; about four are held
+LOGITS_AT_ONCE: Final = 2**26  # elements of a [tokens, vocabulary] tensor, 256 MiB in float32; about four are in memory
 CRITIC_FILE: Final = "critic.safetensors"
 ATTENTION: Final = "agentlightning_forest"
 
-# Pre-norm decoders with rotary positions, in which a token is known to others by its keys and values alone.
+# Pre-norm decoders with rotary positions, whose tokens interact only through keys and values.
 ARCHITECTURES: Final = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
-QUERIES_AT_ONCE: Final = 512  # with a mask, each block of queries computes half of its square in vain
+QUERIES_AT_ONCE: Final = 512  # with a mask, half of each block's square is wasted
 
 
 class States(NamedTuple):
-    """The U places that predict N sampled tokens: token n is predicted at `of`[n], int64[N]. `hidden` float[U, H] are
-    the last hidden states there, and `logits` float[U, V]; None where not asked for."""
+    """The U positions that predict N sampled tokens: token n is predicted at `of`[n], int64[N]. `hidden` float[U, H]
+    are the last hidden states there, `logits` float[U, V]; None if not requested."""
 
     of: Tensor
     hidden: Tensor | None = None
@@ -56,9 +57,9 @@ class States(NamedTuple):
 def predicting_states(
     model: PreTrainedModel, micro: MicroBatch, *, hidden: bool = True, logits: bool = False
 ) -> States:
-    """Run `model` over a micro-batch; differentiable. A forest has hidden states and no logits.
+    """Run `model` over a micro-batch; differentiable. A forest gives hidden states and no logits.
 
-    Right padding needs no mask: under causal attention nothing before a padded position sees it."""
+    Right padding needs no mask: with causal attention, nothing before a padded position sees it."""
     device = model.device
     places, of = np.unique(micro.predictors, return_inverse=True)
     at = tuple(torch.from_numpy(part).to(device) for part in divmod(places, micro.token_ids.shape[1]))
@@ -73,9 +74,8 @@ def predicting_states(
 
 
 class ValueModel(torch.nn.Module):
-    """A critic: what a sampled token is worth, a linear layer on the last hidden state that predicts it. `trunk` is a
-    copy of the policy's, but for weights that are not trained, which the two share; None: the policy's own. The layer
-    is float32 whatever the trunk is, and says 0 at first."""
+    """A critic: the value of a sampled token, a linear layer on the last hidden state before it. `trunk` is a copy of
+    the policy that shares its frozen weights; None: the policy itself. The layer is always float32 and starts at 0."""
 
     trunk: PreTrainedModel | None
 
@@ -90,20 +90,21 @@ class ValueModel(torch.nn.Module):
             torch.nn.init.zeros_(parameter)
 
     def forward(self, micro: MicroBatch, of_policy: States | None) -> Tensor:
-        """The value of each sampled token, float32[N]; `of_policy` are the policy's states where it has no own."""
+        """The value of each sampled token, float32[N]; `of_policy` are the policy's states, for a critic without a
+        trunk."""
         states = of_policy if self.trunk is None else predicting_states(self.trunk, micro)
         assert states is not None and states.hidden is not None
         return self.head(states.hidden.float())[:, 0][states.of]
 
     def save(self, directory: Path) -> None:
-        """Write what is trained of it into its file."""
+        """Write its trained weights into its file."""
         save_file(dict(self._trained()), directory / CRITIC_FILE)
 
     def load(self, directory: Path) -> None:
-        """Take what `save` wrote. OSError or SafetensorError where it cannot be read, ValueError if it does not fit."""
+        """Load what `save` wrote. OSError or SafetensorError if it cannot be read, ValueError if it does not fit."""
         own, saved = self._trained(), load_file(directory / CRITIC_FILE)
         if {name: one.shape for name, one in own.items()} != {name: one.shape for name, one in saved.items()}:
-            raise ValueError(f"{CRITIC_FILE} is of another critic")
+            raise ValueError(f"{CRITIC_FILE} belongs to another critic")
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(saved[name])
@@ -113,7 +114,7 @@ class ValueModel(torch.nn.Module):
 
 
 class Sampled(NamedTuple):
-    """Of each sampled token, float32[N]: its log-probability, and the entropy of what it was drawn from, in nats."""
+    """For each sampled token, float32[N]: its log-probability, and the entropy of its distribution, in nats."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -129,10 +130,11 @@ def sampled(
     entropy_gradient: bool = False,
     at_once: int,
 ) -> Sampled:
-    """Token `targets`[n] was drawn at `hidden`[`of`[n]]: hidden float[U, H], targets and of int64[N].
+    """Log-probabilities and entropies of N tokens: token `targets`[n] was sampled at `hidden`[`of`[n]]; hidden float[U,
+    H], targets and of int64[N].
 
-    `head` gives the logits float[·, V] of some of the hidden states; `at_once` is of how many. Values and gradients are
-    those of all at once; the entropy has a gradient only if asked for."""
+    `head` computes the logits float[·, V] of hidden states, `at_once` at a time. Values and gradients are as for all at
+    once; the entropy has a gradient only with `entropy_gradient`."""
 
     def project(some: Tensor, rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         log_probabilities = torch.log_softmax(head(some).float() / temperature, -1)
@@ -159,9 +161,9 @@ def sampled(
 
 
 def has_plain_head(model: PreTrainedModel) -> bool:
-    """Whether logits are the projection of the last hidden state and nothing else: not scaled, capped or shifted.
+    """Whether logits are a plain projection of the last hidden state: not scaled, capped or shifted.
 
-    Found out on a few tokens, to the last bit."""
+    Tested on a few tokens, bit for bit."""
     head: Any = model.get_output_embeddings()
     if head is None:
         return False
@@ -173,10 +175,10 @@ def has_plain_head(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def recomputed(model: PreTrainedModel) -> Generator[None]:
-    """Inside, a forward keeps the inputs of the model's layers; a backward computes the rest again.
+    """In the block, a forward pass keeps only the inputs of the model's layers; the backward pass recomputes the rest.
 
-    Not by transformers' switch, which takes effect in training mode alone, where dropout would too. ConfigError for a
-    model without layers that can be."""
+    This does not use the switch of transformers, which works only in training mode, where dropout is active.
+    ConfigError for a model whose layers cannot be recomputed."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ConfigError(
@@ -185,7 +187,7 @@ def recomputed(model: PreTrainedModel) -> Generator[None]:
     config: Any = model.config
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Of a forward, which is now, and of its repetition in a backward: with the attention of now."""
+        """Contexts for the forward pass and for its repetition in the backward pass, with the current attention."""
         return nullcontext(), attention_of(config, config._attn_implementation)
 
     for layer in layers:
@@ -195,7 +197,7 @@ def recomputed(model: PreTrainedModel) -> Generator[None]:
         yield
     finally:
         for layer in layers:
-            del layer.forward  # that of the class again
+            del layer.forward  # restores the method of the class
 
 
 def unsupported(model: PreTrainedModel) -> str | None:
@@ -212,8 +214,8 @@ def unsupported(model: PreTrainedModel) -> str | None:
 
 
 def forest_hidden(model: PreTrainedModel, forest: Forest) -> Tensor:
-    """The last hidden state of every slot, float[1, L, hidden]; differentiable, and equal to what each sequence of the
-    forest would have alone."""
+    """The last hidden state of every slot, float[1, L, hidden]; differentiable, and equal to that of each sequence
+    alone."""
     device = model.device
     ids = torch.from_numpy(forest.token_ids.astype("int64"))[None].to(device)
     positions = torch.from_numpy(forest.depths)[None].to(device)
@@ -225,7 +227,7 @@ def forest_hidden(model: PreTrainedModel, forest: Forest) -> Tensor:
 
 
 def branching_pair(batch: Sequence[TrainingSequence]) -> list[TrainingSequence]:
-    """The two sequences, in prefix order, that show in the fewest tokens what a forest does: one hangs on the other."""
+    """Two sequences, in prefix order, with a shared prefix: the shortest example of a forest in the batch."""
     order, shared = prefix_order([sequence.token_ids for sequence in batch])
     ordered = [batch[i] for i in order]
     places = range(1, len(ordered))
@@ -235,18 +237,18 @@ def branching_pair(batch: Sequence[TrainingSequence]) -> list[TrainingSequence]:
 
 
 class _Gathered:
-    """Where the keys of each branch are, `slots` int64[ΣM + L]: its path, and then itself."""
+    """The slots of each branch's keys, `slots` int64[ΣM + L]: its path, then itself."""
 
     def __init__(self, forest: Forest, device: torch.device) -> None:
         self.sizes = [branch.stop - branch.start for branch in forest.branches]
         self.reaches = [len(branch.before) + size for branch, size in zip(forest.branches, self.sizes, strict=True)]
         parts = [(branch.before, np.arange(branch.start, branch.stop)) for branch in forest.branches]
-        self.slots = torch.from_numpy(np.concatenate([one for pair in parts for one in pair])).to(device)
+        self.slots = torch.from_numpy(np.concatenate([slots for pair in parts for slots in pair])).to(device)
 
 
 @contextmanager
 def attention_of(config: Any, implementation: str) -> Generator[None]:
-    """Inside, the model of this config attends by what `transformers` knows under that name."""
+    """In the block, models with this config use the attention that `transformers` knows under that name."""
     usual, config._attn_implementation = config._attn_implementation, implementation
     try:
         yield
@@ -265,11 +267,11 @@ def _forest_attention(
     forest: _Gathered,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """As `transformers` asks for it, branch by branch: query float[1, H, L, D], key and value float[1, K, L, D] →
-    float[1, L, H, D]."""
+    """The interface that `transformers` calls, branch by branch: query float[1, H, L, D], key and value float[1, K, L,
+    D] → float[1, L, H, D]."""
     queries = query[0].unflatten(0, (key.shape[1], -1)).split(forest.sizes, 2)  # [K, H / K, n, D]: no key is repeated
     keys, values = (side[0].index_select(1, forest.slots).split(forest.reaches, 1) for side in (key, value))
-    out = [_branch_attention(*one, scaling) for one in zip(queries, keys, values, strict=True)]
+    out = [_branch_attention(*branch, scaling) for branch in zip(queries, keys, values, strict=True)]
     return torch.cat(out, 2).flatten(0, 1)[None].transpose(1, 2), None
 
 
@@ -278,7 +280,7 @@ def _branch_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float)
     grown, reach = query.shape[2], key.shape[1]
     key, value = (side[:, None].expand(-1, query.shape[1], -1, -1) for side in (key, value))
     path = reach - grown
-    if path < grown:  # the kernel for causal squares needs no mask: cheaper, though the path's own rows are thrown away
+    if path < grown:  # the kernel for causal squares needs no mask: cheaper, although the path's rows are discarded
         whole = pad(query, (0, 0, path, 0))
         return scaled_dot_product_attention(whole, key, value, is_causal=True, scale=scaling)[:, :, path:]
     out: list[Tensor] = []

@@ -1,7 +1,7 @@
-"""A learner on several GPUs, or groups of cores, of one machine: its weights are spread over processes (FSDP2).
+"""A learner on several GPUs, or groups of cores, of one machine, with weights sharded over processes (FSDP2).
 
-Starts them, hands each the whole batch, and ends with them. What they do is in `learner/shards.py`. The
-trainer's process holds no weights for it.
+Starts the processes, sends each the whole batch, and ends if one of them ends. Their part is in `learner/shards.py`.
+The trainer's process has no copy of the weights.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ _LAST_WORDS_SECONDS: Final = 1.0
 
 @dataclass(frozen=True)
 class Settings:
-    """The first message to each process: the model's directory, or its id, and how to train it. `dtype` is what its
-    layers compute in."""
+    """The first message to each process: the model's directory or id, and how to train it, with layers in `dtype`."""
 
     model: str
     optimizer: AdamW
@@ -53,14 +52,14 @@ class Settings:
 
 
 class FsdpLearner:
-    """A `Learner` of the model that `settings` name, in so many processes, whose output is in the file `log`. `policy`
-    has its tokenizer. TrainingError, with the end of the log, where one of them ends."""
+    """A `Learner` of the model in `settings`, in several processes that write to the file `log`. `policy` has its
+    tokenizer. TrainingError, with the end of the log, if one of them ends."""
 
     def __init__(self, policy: Policy, settings: Settings, processes: int, log: Path) -> None:
         self.token_bytes: TokenBytes | None = policy.token_bytes
         self.mismatch_tolerance: float = MISMATCH_TOLERANCE[getattr(torch, settings.dtype)]
         self._log = log
-        self._place = tempfile.mkdtemp(prefix="agl-")  # where they meet, this user's
+        self._place = tempfile.mkdtemp(prefix="agl-")  # rendezvous directory, readable by this user only
         self._ranks: list[Connection] = []
         self.processes: list[subprocess.Popen[bytes]] = []
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +78,7 @@ class FsdpLearner:
                             stdout=output,
                             stderr=output,
                             pass_fds=(theirs.fileno(),),
-                            start_new_session=True,  # Ctrl-C is for the trainer, which ends them once it has saved
+                            start_new_session=True,  # Ctrl-C goes to the trainer, which ends them after saving
                         )
                     self.processes.append(started)
             self._send(settings)
@@ -90,8 +89,8 @@ class FsdpLearner:
 
     def close(self) -> None:
         """End the processes."""
-        for one in self._ranks:
-            one.close()  # which they take as a sign to end
+        for rank in self._ranks:
+            rank.close()  # they end when it closes
         give_up = time.monotonic() + _END_SECONDS
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -127,17 +126,17 @@ class FsdpLearner:
     def _send(self, message: Any) -> None:
         packed = pickle.dumps(message)
         with self._explained():
-            for one in self._ranks:
-                one.send_bytes(packed)
+            for rank in self._ranks:
+                rank.send_bytes(packed)
 
     def _answer(self) -> Any:
-        """What the first process answers, when all have. The error of any of them is raised."""
+        """The first process's answer, once all have answered. An error of any process is raised."""
         answers: dict[Connection, tuple[Any, Exception | None]] = {}
         with self._explained():
             while len(answers) < len(self._ranks):
-                for one in wait([rank for rank in self._ranks if rank not in answers]):
-                    assert isinstance(one, Connection)
-                    answers[one] = pickle.loads(one.recv_bytes())
+                for rank in wait([rank for rank in self._ranks if rank not in answers]):
+                    assert isinstance(rank, Connection)
+                    answers[rank] = pickle.loads(rank.recv_bytes())
         for _, error in answers.values():
             if error is not None:
                 raise error
@@ -162,12 +161,12 @@ class FsdpLearner:
 
 
 def _without_origins(batch: Sequence[TrainingSequence]) -> list[TrainingSequence]:
-    """Tasks may be large, and each process would read them."""
-    return [replace(one, origin=None) for one in batch]
+    """The batch without tasks, which may be large: each process would read them."""
+    return [replace(sequence, origin=None) for sequence in batch]
 
 
 def check_devices(device: str, processes: int) -> None:
-    """ConfigError unless so many processes can train on such a device: on a GPU each, or all on the CPU."""
+    """ConfigError unless so many processes can train on this device: one GPU each, or all on the CPU."""
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"learner: fsdp runs on cuda, a GPU for each process, or on cpu; device is {device!r}")
     if device == "cuda" and processes > torch.cuda.device_count():
@@ -178,8 +177,8 @@ def check_devices(device: str, processes: int) -> None:
 
 
 def _environment(rank: int, processes: int) -> dict[str, str]:
-    """This process's, with the places where it finds modules: a loss function of the user's is imported again. What the
-    processes tell each other stays on the machine."""
+    """The environment of a process: this one's, plus the module search path, since a user's loss function is imported
+    again. Processes communicate on this machine only."""
     threads = str(max(1, (os.cpu_count() or 1) // processes))
     places = os.pathsep.join(place or os.getcwd() for place in sys.path)
     own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "PYTHONPATH": places}

@@ -1,8 +1,7 @@
-"""A low-rank adapter on a policy's model, by `peft`: trained beside weights that stay as they are.
+"""A low-rank adapter on a policy's model, by `peft`, trained beside frozen weights.
 
-The model's layers are replaced in place by layers that add the adapter. Who samples gets `merged`, a plain model whose
-weights are base plus adapter, written anew from the two at each publication; so nothing drifts, and whatever the
-adapter does not touch is shared. Knows nothing of losses, steps or engines.
+The model's layers are replaced in place. Samplers get `merged`, a plain model with base plus adapter, recomputed from
+both at each publication, so nothing drifts; untouched weights are shared. Knows nothing of losses, steps or engines.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 class Adapter:
-    """An adapter on `model`, whose own weights are no longer trained; its first weights are drawn from `seed`.
+    """An adapter on `model`, whose own weights are frozen; its initial weights are drawn from `seed`.
 
-    ConfigError names targets that the model does not have, or says that it has an adapter already."""
+    ConfigError if the model lacks a target layer, or has an adapter already."""
 
     def __init__(self, model: PreTrainedModel, lora: LoRA, *, seed: int = 0) -> None:
         if any(isinstance(module, LoraLayer) for module in model.modules()):
@@ -49,7 +48,7 @@ class Adapter:
         shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         self.merged: PreTrainedModel = copy.deepcopy(model, shared)
         with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []), catch_warnings():
-            simplefilter("ignore", FutureWarning)  # peft asks transformers by a name that will go
+            simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
             torch.manual_seed(seed)
             try:
                 self._peft = get_peft_model(model, config)
@@ -59,7 +58,7 @@ class Adapter:
         self._layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
     def publish(self) -> PreTrainedModel:
-        """`merged`, with the adapter's present weights; summed in float32, rounded to the type of the weights."""
+        """`merged` with the adapter's current weights; added in float32, rounded to the weights' dtype."""
         with torch.no_grad():
             for name, layer in self._layers.items():
                 base: Tensor = cast(Any, layer.get_base_layer()).weight
@@ -71,29 +70,29 @@ class Adapter:
         return self.merged
 
     def base(self) -> PreTrainedModel:
-        """`merged`, with the weights that the adapter is on."""
+        """`merged` with the base weights."""
         for name, layer in self._layers.items():
             self.merged.get_submodule(name).weight = cast(Any, layer.get_base_layer()).weight
         return self.merged
 
     @contextmanager
     def off(self) -> Generator[None]:
-        """Inside, the model is what it was without the adapter."""
+        """In the block, the model computes without the adapter."""
         with self._peft.disable_adapter():
             yield
 
     def unload(self) -> None:
-        """Leave the model as it was without the adapter, which is of no use afterwards."""
+        """Restore the model without the adapter, which cannot be used afterwards."""
         cast(Any, self._peft).unload()
         for parameter, trained in self._trained:
             parameter.requires_grad_(trained)
 
     def save(self, directory: Path) -> None:
-        """Write a directory that `peft` loads, by itself where the model came from a path or a hub."""
+        """Write a directory that `peft` loads; it finds the base model if that came from a path or a hub."""
         self._peft.save_pretrained(str(directory), save_embedding_layers=False)
 
     def load(self, directory: Path) -> None:
-        """Take the weights that `save` wrote. RuntimeError, OSError or ValueError where they do not fit."""
+        """Load the weights that `save` wrote. RuntimeError, OSError or ValueError if they do not fit."""
         weights: Mapping[str, Tensor] = load_file(directory / WEIGHTS_FILE)
         found: Any = set_peft_model_state_dict(self._peft, dict(weights))
         ours = sum(parameter.requires_grad for parameter in self._peft.parameters())

@@ -1,11 +1,11 @@
-"""The loss of a batch: its settings, and what each kind gives per sampled token.
+"""The loss of a batch: its settings, and each kind of loss per sampled token.
 
-Every loss is a pure function of tensors of shape [N], through whose `logprobs` alone gradients flow; aggregation is the
-batch's weights. References are checked in tests against values of verl. Imports no torch: algorithms make losses.
+Every loss is a pure function of tensors of shape [N]; gradients flow only through `logprobs`. Aggregation is in the
+batch's weights. Tests compare the functions with verl. Imports no torch, because algorithms make losses.
 
-GRPO's: a sampled token with advantage A and r = exp(log p now − log p when it was sampled) costs max(−r·A, −clip(r)·A)
-(`ppo_clip`), plus `kl_coefficient` times its divergence from the reference where one is kept. Each token's cost times
-its weight (`data/aggregation.py`), summed, is the loss. `objective.py` puts it together.
+GRPO's: a sampled token with advantage A and r = exp(log p now − log p when sampled) costs max(−r·A, −clip(r)·A)
+(`ppo_clip`), plus `kl_coefficient` times its divergence from the reference, if kept. The loss is the sum of each
+token's cost times its weight (`data/aggregation.py`). `objective.py` combines them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def loss(*, clips: tuple[float, float] | None = None, dual: bool = False, tokens: bool = False) -> Callable[[F], F]:
-    """Says what else a loss function takes. With `clips` it clips the importance ratio and takes `low` and `high`, how
-    far below and above 1 the ratio counts, by default `clips`; with `dual` also `dual`, or None (`Loss.dual_clip`).
-    With `tokens` it takes `tokens`, which tell the task, group and reward of each (`data/aggregation.py`)."""
+    """Declare further arguments of a loss function. With `clips` it clips the importance ratio and takes `low` and
+    `high`, the clip range below and above 1 (default: `clips`); with `dual` also `dual`, or None (`Loss.dual_clip`).
+    With `tokens` it takes `tokens`, which have each token's task, group and reward (`data/aggregation.py`)."""
 
     def mark(function: F) -> F:
         vars(function).update(clips=clips, dual=dual, tokens=tokens)
@@ -43,7 +43,7 @@ def loss(*, clips: tuple[float, float] | None = None, dual: bool = False, tokens
 
 
 def policy_gradient(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, transitions: Tensor) -> Tensor:
-    """−A·log p: right only for tokens that were sampled from the weights being changed (REINFORCE, Williams 1992)."""
+    """−A·log p: right only for tokens sampled from the weights being trained (REINFORCE, Williams 1992)."""
     return -advantages * logprobs
 
 
@@ -69,14 +69,14 @@ def ppo_clip(
     return value if dual is None else value.minimum(-dual * advantages).where(advantages < 0, value)
 
 
-@loss(clips=(3e-4, 4e-4))  # as its authors have it
+@loss(clips=(3e-4, 4e-4))  # its authors' values
 def gspo(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, transitions: Tensor, low: float, high: float
 ) -> Tensor:
     """PPO's clipped surrogate with the ratio of the whole transition (GSPO, arXiv:2507.18071).
 
-    As its token variant: each token has the transition's ratio as value and its own gradient, so that advantages may
-    differ within a transition; where they do not, and under `sequence-mean`, it is GSPO to the letter."""
+    This is the token variant: each token's ratio has the transition's value and the token's gradient, so advantages may
+    differ within a transition. If they do not, then with `sequence-mean` it equals GSPO."""
     means = over_transitions((logprobs - old_logprobs).detach(), transitions, "mean")
     return _clipped((means + logprobs - logprobs.detach()).exp(), advantages, low, high)
 
@@ -96,7 +96,7 @@ def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tens
 
 
 def over_transitions(values: Tensor, transitions: Tensor, over: Literal["token", "sum", "mean", "max"]) -> Tensor:
-    """Of each token, float[N]: its own value, or the sum, mean or max of those of its transition."""
+    """For each token, float[N]: its own value, or the sum, mean or max over its transition."""
     if over == "token":
         return values
     count = int(transitions.max()) + 1 if len(transitions) else 0
@@ -111,23 +111,22 @@ LOSSES: Final[dict[str, LossFunction]] = {
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of one batch: that of its sampled tokens, aggregated, plus KL to a reference and entropy.
+    """The loss of one batch: the aggregated loss of its sampled tokens, plus KL to a reference and entropy.
 
-    `kind` names a function of this module, or is one: of (logprobs, old_logprobs, advantages, transitions), each [N],
-    of which the last numbers the transition of each token, to the loss of each token, float[N]; or to that and a
-    mapping of metrics, float[N] each, whose means are shown as `loss/<name>`.
-    `aggregation` names a function of `data/aggregation.py`, or is one; `constant_length` is for `constant`.
-    `clip_low` and `clip_high` are for functions that clip the importance ratio (`@loss(clips=…)`); `dual_clip` bounds
-    the loss of tokens with negative advantage (arXiv:1912.09729).
-    `temperature` is that of the sampling: the learner's log-probabilities are of the same distribution.
-    `kl_coefficient` needs a learner that keeps a reference policy; 0 switches the term off.
-
-    `old` says what the importance ratio is against. `behaviour`: the recorded log-probabilities, so that the ratio
-    corrects for the weights that sampled. `proximal`: the weights at the start of the step; what sampled is then
-    corrected for by a weight per token (`learner/corrections.py`). Never both: the same difference would count twice.
-
-    With a critic, `value_coefficient` times the loss of its values is added, which `value_clip` bounds (`value_loss`);
-    with `critic_alone` the policy is not trained."""
+    Settings:
+        kind: name of a function of this module, or a function of (logprobs, old_logprobs, advantages, transitions),
+            each [N]; transitions number the tokens' transitions. It returns the loss of each token, float[N], or a
+            tuple of that and a mapping of metrics, float[N] each, whose means are shown as `loss/<name>`.
+        clip_low, clip_high: for functions that clip the importance ratio (`@loss(clips=…)`).
+        dual_clip: bound of the loss of tokens with negative advantage (arXiv:1912.09729).
+        aggregation: a function of `data/aggregation.py`, by name, or your own; `constant_length` is for `constant`.
+        kl_coefficient: needs a learner that keeps a reference policy; 0: no KL term.
+        temperature: of the sampling; the learner's log-probabilities use it too.
+        old: what the importance ratio compares with. `behaviour`: the recorded log-probabilities; the ratio corrects
+            for the weights that sampled. `proximal`: the weights at the start of the step; a weight per token
+            (`learner/corrections.py`) corrects for those that sampled. Never both, or the difference would count twice.
+        value_coefficient: weight of the critic's loss; `value_clip` bounds it (`value_loss`).
+        critic_alone: train only the critic."""
 
     kind: LossKind | LossFunction = "ppo_clip"
     clip_low: float | None = None
@@ -148,13 +147,13 @@ class Loss:
         find_function("loss", self.kind, LOSSES)
         if self.clip_range is None and (self.clip_low, self.clip_high) != (None, None):
             raise ConfigError(
-                f"clip_low and clip_high are set, but {self.name} clips no ratio by them; ppo_clip, gspo, cispo do"
+                f"clip_low and clip_high are set, but {self.name} does not use them; ppo_clip, gspo, cispo do"
             )
         low, high = self.clip_range or (1.0, math.inf)
         if not 0 < low <= 1 or not high > 0:
             raise ConfigError(f"clip range ({low}, {high}): low must lie in (0, 1], high above 0")
         if self.dual_clip is not None and not mark_of(self.function, "dual"):
-            raise ConfigError(f"dual_clip is set, but the loss is {self.name}: it bounds ppo_clip alone")
+            raise ConfigError(f"dual_clip is set, but the loss is {self.name}: only ppo_clip uses it")
         check_settings(
             self,
             least={"kl_coefficient": 0},
@@ -173,12 +172,12 @@ class Loss:
 
     @property
     def name(self) -> str:
-        """What messages call the kind."""
+        """The kind's name for messages."""
         return function_name(self.function, LOSSES)
 
     @property
     def clip_range(self) -> tuple[float, float] | None:
-        """How far below and above 1 the ratio counts; None for a function that does not clip it."""
+        """How far the ratio may be below and above 1; None if the function does not clip it."""
         if (own := mark_of(self.function, "clips")) is None:
             return None
         low, high = own
@@ -188,8 +187,8 @@ class Loss:
 
 
 class TokenLoss(NamedTuple):
-    """The loss of each sampled token, float[N]; where a clip changed it, bool[N]; and what else the function measured
-    of each, by name."""
+    """For each sampled token: its loss, float[N]; whether a clip changed it, bool[N]; and the function's metrics, by
+    name."""
 
     values: Tensor
     clipped: Tensor
@@ -204,10 +203,10 @@ def policy_loss(
     loss: Loss,
     tokens: Tokens | None = None,
 ) -> TokenLoss:
-    """The loss of each sampled token as `loss.kind` has it.
+    """The loss of each sampled token, by `loss.kind`.
 
-    `transitions` int64[N] numbers the transition of each token, from 0; all tokens of one must be there. `tokens` are
-    the same, for a function that asks where they are from."""
+    `transitions` int64[N] numbers the transitions of the tokens, from 0; each must be complete. `tokens` describe the
+    same tokens, for functions that take them."""
     given = (old_logprobs, advantages, transitions)
     more: dict[str, Any] = {"tokens": tokens} if mark_of(loss.function, "tokens") else {}
     if loss.clip_range is None:
@@ -222,20 +221,20 @@ def policy_loss(
 
 
 def _with_metrics(loss: Loss, answer: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """What a function gave as (the loss of each token, metrics of each token)."""
+    """A function's result as (loss of each token, metrics of each token)."""
     values, metrics = cast("tuple[Any, Any]", answer) if isinstance(answer, tuple) else (answer, {})
     for name, one in metrics.items():
         if getattr(one, "shape", None) != values.shape:
             raise ConfigError(
-                f"loss {loss.name} must give a number for each of {len(values)} tokens as its metric {name!r}, whose "
-                f"mean is shown; it gave {one!r:.200}"
+                f"loss {loss.name} must return a number for each of {len(values)} tokens as its metric {name!r}, whose "
+                f"mean is shown; it returned {one!r:.200}"
             )
     return values, metrics
 
 
 def _try(loss: Loss) -> None:
-    """ConfigError unless the function in `loss` gives, for a batch of five tokens in two transitions, a finite loss of
-    each that depends on its log-probability."""
+    """ConfigError unless the function in `loss` returns, for five tokens in two transitions, finite losses that depend
+    on the log-probabilities."""
     from torch import allclose, tensor
 
     logprobs = tensor([-0.5, -1.0, -2.0, -0.1, -0.7], requires_grad=True)
@@ -250,27 +249,27 @@ def _try(loss: Loss) -> None:
         raise
     except Exception as error:
         if mark_of(loss.function, "tokens") and isinstance(error, LookupError | AttributeError):
-            return  # it may look for what these made-up tasks do not have
+            return  # a user's function may need fields that these tasks lack
         raise ConfigError(
-            f"loss {loss.name} fails on five tokens: {type(error).__name__}: {error}. It is given logprobs, "
-            "old_logprobs, advantages and transitions, and gives the loss of each token"
+            f"loss {loss.name} fails on five tokens: {type(error).__name__}: {error}. It gets logprobs, "
+            "old_logprobs, advantages and transitions, and must return the loss of each token"
         ) from error
     if given != ((5,), True, True):
         raise ConfigError(
-            f"loss {loss.name} must give, for five tokens, a finite loss of each with a gradient through logprobs; it "
-            f"gave {value!r:.200}"
+            f"loss {loss.name} must return, for five tokens, a finite loss of each with a gradient through logprobs, "
+            f"but returned {value!r:.200}"
         )
     if loss.old == "proximal" and not allclose(twice, 2 * value):
         raise ConfigError(
-            f"old='proximal' corrects for what sampled by scaling the advantages, and loss {loss.name} is not "
+            f"old='proximal' scales the advantages, and loss {loss.name} is not "
             "proportional to them; give old='behaviour'"
         )
 
 
 def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
-    """½·max((V − target)², (V' − target)²), V' being V kept within `clip` of what it was, and where that is the larger:
-    float[N], bool[N] (PPO as its authors implemented it, github.com/openai/baselines). Gradients flow through `values`.
-    """
+    """½·max((V − target)², (V' − target)²), with V' = V clipped to within `clip` of its old value, and where the second
+    is larger: float[N], bool[N] (as in the PPO authors' code, github.com/openai/baselines). Gradients flow through
+    `values`."""
     free = (values - targets).square() / 2
     kept = values if clip is None else values.clamp(old_values - clip, old_values + clip)
     bounded = (kept - targets).square() / 2

@@ -1,6 +1,4 @@
-"""How much memory training a model takes, before it is loaded: an estimate, in which only what a gradient keeps
-is measured.
-"""
+"""Estimates how much memory training a model takes, before loading it. Only activations are measured."""
 
 from __future__ import annotations
 
@@ -24,14 +22,14 @@ FLOAT32: Final = 4
 _log = logging.getLogger(__name__)
 
 _MEASURED_TOKENS: Final = 256
-LOGITS_HELD: Final = 4  # tensors as large as the logits of a chunk that its gradient needs at once
+LOGITS_HELD: Final = 4  # tensors of the size of a chunk's logits that its gradient needs at once
 GIB: Final = 2**30
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes, by what they are for: all that a separate critic takes, the engine's copy of weights, its key-value cache,
-    what a micro-batch keeps for its gradient, and the logits of a chunk are last."""
+    """Bytes by purpose. `critic` is everything of a separate critic, `engine` the engine's copy of the weights, `cache`
+    its key-value cache, `activations` what a micro-batch keeps for its gradient, `logits` those of a chunk."""
 
     weights: int = 0
     gradients: int = 0
@@ -48,7 +46,8 @@ class MemoryEstimate:
         return sum(dataclasses.astuple(self))
 
     def over(self, processes: int, *, one_memory: bool) -> MemoryEstimate:
-        """Of so many processes with a part of each weight: all in one memory, or one that has its own."""
+        """The estimate for weights sharded over so many processes: the total in one memory, or that of a single
+        process."""
         parts = ("activations", "logits") if one_memory else ("weights", "gradients", "optimizer", "reference")
         factor = processes if one_memory else 1 / processes
         return dataclasses.replace(self, **{name: int(getattr(self, name) * factor) for name in parts})
@@ -79,22 +78,22 @@ def estimate_memory(
     max_sequence_length: int = 4096,
     device: torch.device | str = "cpu",
 ) -> MemoryEstimate:
-    """Of training `model`, which may be an `empty_model`, on a device, and sampling from it in an engine of so many
+    """For training `model` (which may be an `empty_model`) on a device, and sampling from it in an engine with so many
     slots (0: none).
 
-    A micro-batch is taken to be full: `micro_batch_tokens`, or one sequence of the greatest length."""
-    parameters = sum(one.numel() for one in model.parameters())
-    weights = sum(one.numel() * one.itemsize for one in model.parameters())
+    Assumes a full micro-batch: `micro_batch_tokens`, or one sequence of the maximum length."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    weights = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
     embedding: Any = model.get_input_embeddings()
-    # Joined projections of a small model, at most.
+    # At most the joined projections of a small model.
     engine = weights - embedding.weight.numel() * embedding.weight.itemsize if parameters <= LARGEST_JOINED else 0
     if lora is not None:
         targets = _targets(model, lora)
-        trained, moments = sum(lora.rank * (one.in_features + one.out_features) for one in targets), 2
-        engine += sum(one.weight.numel() * one.weight.itemsize for one in targets)
+        trained, moments = sum(lora.rank * (target.in_features + target.out_features) for target in targets), 2
+        engine += sum(target.weight.numel() * target.weight.itemsize for target in targets)
         weights += trained * FLOAT32
     else:
-        rounded = any(one.dtype != torch.float32 for one in model.parameters())
+        rounded = any(parameter.dtype != torch.float32 for parameter in model.parameters())
         trained, moments = parameters, 3 if rounded else 2
         engine += weights if own_weights else 0
     tokens = max(config.micro_batch_tokens, max_sequence_length)
@@ -102,7 +101,7 @@ def estimate_memory(
     gradients, optimizer = trained * FLOAT32, trained * FLOAT32 * moments
     try:
         activations = int(tokens * _activations_per_token(model, lora, config.gradient_checkpointing, device))
-    except (AttributeError, ValueError, TypeError, RuntimeError) as error:  # of shapes that none of ours has
+    except (AttributeError, ValueError, TypeError, RuntimeError) as error:  # architectures without these attributes
         _log.warning("the activations of a %s are not in the estimate of memory: %s", type(model).__name__, error)
         activations = 0
     own = weights if lora is None else trained * FLOAT32
@@ -121,7 +120,7 @@ def estimate_memory(
 
 
 def available_memory(device: torch.device) -> int | None:
-    """Bytes that a process can have there now, None where nobody tells (not Linux)."""
+    """Bytes that a process can still allocate there; None if unknown (not Linux)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     memory = Path("/proc/meminfo")
@@ -132,7 +131,7 @@ def available_memory(device: torch.device) -> int | None:
 
 
 def left_of_container(group: Path = Path("/sys/fs/cgroup")) -> list[int]:
-    """What the limit of a container (cgroup, version 2) leaves, files that the kernel only keeps in memory counted."""
+    """What a container's limit (cgroup, version 2) leaves; the page cache counts as free."""
     try:
         limit, used, about = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current", "stat"))
     except OSError:
@@ -144,8 +143,8 @@ def left_of_container(group: Path = Path("/sys/fs/cgroup")) -> list[int]:
 def _activations_per_token(
     model: PreTrainedModel, lora: LoRA | None, checkpointing: bool, device: torch.device | str
 ) -> float:
-    """Bytes that are kept of a token for the gradient: measured on two layers of the model's shapes and types, by the
-    kernels of the device, with an adapter where one is trained."""
+    """Bytes per token that are kept for the gradient: measured on two layers with the model's shapes and dtypes and the
+    device's kernels, with an adapter if one is trained."""
     layers = shape_of(model).layers
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
@@ -154,13 +153,13 @@ def _activations_per_token(
         text.layer_types = text.layer_types[:2]
     with torch.device("meta"):
         small = cast(Any, type(model))._from_config(config, dtype=model.dtype).eval()
-    small.to_empty(device=device)  # what the numbers are does not matter
+    small.to_empty(device=device)  # the values do not matter
     if lora is not None:
         from agentlightning.learner.lora import Adapter  # peft takes a second to import
 
         Adapter(small, lora)
     ids = torch.zeros(1, 2 * _MEASURED_TOKENS, dtype=torch.long, device=device)
-    more = _kept(small, ids) - _kept(small, ids[:, :_MEASURED_TOKENS])  # not what is padded to a chunk
+    more = _kept(small, ids) - _kept(small, ids[:, :_MEASURED_TOKENS])  # without padding to a chunk
     layer = more / _MEASURED_TOKENS / 2
     if checkpointing:
         return layer + layers * shape_of(model).hidden * model.dtype.itemsize
@@ -168,14 +167,14 @@ def _activations_per_token(
 
 
 def _kept(model: PreTrainedModel, ids: torch.Tensor) -> int:
-    """Bytes that autograd keeps of a forward pass, the model's own aside."""
+    """Bytes that autograd keeps of a forward pass, without the model's own tensors."""
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         kept[storage.data_ptr()] = storage.nbytes()
-        return tensor  # so that its place is not used again
+        return tensor  # keeps its memory from being reused
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         states = cast(Any, model).base_model(input_ids=ids, use_cache=False)

@@ -1,6 +1,6 @@
-"""The objective of a step: the loss of a micro-batch, put together of its terms, and what is measured over all of them.
+"""The objective of a step: the loss of a micro-batch, composed of its terms, and the metrics of all micro-batches.
 
-It knows log-probabilities, and neither models nor optimisers.
+Knows log-probabilities; no models or optimisers.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def objective(
     reference: Tensor | None = None,
 ) -> Tensor:
     """Σ weights · loss(token) over the sampled tokens, plus Σ observed · −log p over the observed ones: a scalar with a
-    gradient through `logprobs` float[N + M]. `entropy` float[N + M] and the log-probabilities of a `reference`,
-    float[N + M], are needed where their terms are in the loss."""
+    gradient through `logprobs` float[N + M]. `entropy` and the `reference`'s log-probabilities, float[N + M], are
+    needed if the loss has these terms."""
     from torch import from_numpy
 
     if not len(micro.observed):
@@ -70,8 +70,8 @@ def _of_sampled(
 
 
 class Totals:
-    """What is measured of a step, over its micro-batches and over processes: `sums`, `means` per sampled token, and
-    `peaks`. How far learner and engine are apart is measured of the tokens that `version` sampled."""
+    """Metrics of a step, accumulated over micro-batches and processes: `sums`, `means` per sampled token, and `peaks`.
+    Learner and engine are compared on the tokens that `version` sampled."""
 
     def __init__(self, version: int | None) -> None:
         self.version = version
@@ -82,7 +82,7 @@ class Totals:
 
     @classmethod
     def of_all(cls, parts: Sequence[Totals]) -> Totals:
-        """Those of several processes, of each its micro-batches, as those of one."""
+        """Combine the totals of several processes, each of its own micro-batches."""
         out = cls(parts[0].version)
         for part in parts:
             for own, added in ((out.sums, part.sums), (out.means, part.means), (out.matched, part.matched)):
@@ -104,7 +104,7 @@ class Totals:
             self.means[name] += float(values.detach().sum())
 
     def compare(self, difference: Tensor, versions: Tensor) -> None:
-        """`difference` float[N] is learner − engine, `versions` int[N] who sampled the tokens."""
+        """`difference` float[N] is learner − engine; `versions` int[N] is the policy that sampled each token."""
         if self.version is not None and len(own := difference[versions == self.version]):
             self.matched["tokens"] += len(own)
             self.matched["k3"] += float((own.expm1() - own).sum())
@@ -120,7 +120,7 @@ class Totals:
         return {"inference_kl": apart, "inference_mismatch": self.peaks["inference_mismatch"]}
 
     def metrics(self) -> dict[str, float]:
-        if not self.sums["tokens"]:  # observations alone
+        if not self.sums["tokens"]:  # only observed tokens
             return dict(self.sums)
         lowest, highest = -self.peaks["ratio_min"], self.peaks["ratio_max"]
         return {

@@ -1,6 +1,6 @@
-"""From what a user calls a model to one that is served and trained: a learner and a sampler, opened as a pair.
+"""Opens a model as a pair of learner and sampler, ready to be served and trained.
 
-The only place that knows which classes there are. It does not know algorithms, stores or gateways.
+The only module that knows all classes of them. It does not know algorithms, stores or gateways.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ Pair: TypeAlias = "tuple[EmbeddedSampler | RemoteSampler | TinkerSampler, TorchL
 
 
 def _is_made(source: Source) -> bool:
-    """Whether a function has made it, or does."""
+    """Whether the policy is made by a function, not loaded."""
     return isinstance(source, Policy) or is_reference(str(source))
 
 
 @dataclass(frozen=True)
 class PairSettings:
-    """How models are opened, by settings of `Trainer`, `serve_policy` and `TorchLearner`. Only where there is a `loss`
-    they are trained, and memory is set aside for it. With `overlaps` rollouts go on while the weights change.
+    """How models are opened, by settings of `Trainer`, `serve_policy` and `TorchLearner`. Only with a `loss` are they
+    trained and is memory reserved for that. With `overlaps`, rollouts continue while the weights change.
 
-    What is left open is on a GPU bfloat16 and vLLM, if it is installed, for models that are loaded; one that a function
-    made stays as it is. ConfigError for what does not go together."""
+    Defaults on a GPU, for loaded models, are bfloat16 and vLLM, if installed; a model made by a function keeps its
+    dtype. ConfigError for settings that do not go together."""
 
     models: Mapping[str, Source]
     learner: str | Mapping[str, Any] | None = None
@@ -100,11 +100,11 @@ class PairSettings:
 
     @property
     def _processes(self) -> int | None:
-        """Of a learner that is spread over several, if one trains."""
+        """The number of processes of a sharded learner, if it trains."""
         return self.place.fsdp if self.loss is not None else None
 
     def check(self) -> None:
-        """ConfigError where what it needs is not on this machine."""
+        """ConfigError if this machine lacks something it needs."""
         if self.place.remote:
             if any(map(_is_made, self.models.values())):
                 raise ConfigError("learner: a Tinker server trains its own model: give its name there as `model`")
@@ -118,7 +118,7 @@ class PairSettings:
             check_devices(choose_device(self.device), self._processes)
 
     def _other_gpus(self) -> Share | None:
-        """What a server that is started gets beside the learner's GPUs; None where it shares the only one."""
+        """The GPUs of a started server, apart from the learner's; None if both share the only one."""
         assert self.sampling is not None
         chosen = "CUDA_VISIBLE_DEVICES" in self.sampling.environment
         if chosen or not self._on_gpu:
@@ -128,11 +128,11 @@ class PairSettings:
 
     @contextmanager
     def open(self, source: Source, phase: Callable[[str], None]) -> Generator[Pair]:
-        """Inside, the model is served and ready to be trained; `phase` shows what is going on. A given `Policy` may
-        be opened again afterwards: it has the weights it was trained to, but no adapter that it did not come with; with
-        a learner in processes of its own it is what it was.
+        """In the block, the model is served and ready to be trained; `phase` reports progress. A given `Policy` can be
+        opened again afterwards, with its trained weights and only the adapter that it came with; a learner in separate
+        processes leaves it unchanged.
 
-        ConfigError where it cannot be had, or would not fit into the memory there is."""
+        ConfigError if the model cannot be loaded, or would not fit into memory."""
         with ExitStack() as stack:
             if self.place.remote:
                 phase("reach the Tinker server")
@@ -162,7 +162,7 @@ class PairSettings:
             yield sampler, learner
 
     def _spread(self, stack: ExitStack, source: str, processes: int, estimate: MemoryEstimate | None) -> Pair:
-        """With a learner in processes of its own; this one has the weights of an embedded sampler at most."""
+        """A learner in separate processes; this one has at most the weights of an embedded sampler."""
         device, dtype = choose_device(self.device), self.dtype or "float32"
         if self.sampling is None:
             policy = load_policy(source, device=device, dtype=dtype)
@@ -194,7 +194,7 @@ class PairSettings:
             return RemoteSampler(self.sampling, policy, max_sequence_length=self.max_sequence_length)
         share = self._other_gpus()
         if share is None:
-            weights = sum(one.numel() * one.itemsize for one in policy.model.parameters())
+            weights = sum(parameter.numel() * parameter.itemsize for parameter in policy.model.parameters())
             free, total = torch.cuda.mem_get_info(choose_device(self.device))
             share = part_of_gpu(estimate, self.overlaps, weights=weights, free=free, total=total)
         started = self._start(policy, place, self.sampling, share)
@@ -202,13 +202,13 @@ class PairSettings:
         return RemoteSampler(self.sampling, policy, started, sleeps=share.sleeps)
 
     def _start(self, policy: Policy, place: str | None, sampling: SamplerPlace, share: Share) -> StartedServer:
-        """A server for the policy, which was loaded from `place`, or is saved for it."""
+        """A server for the policy, which was loaded from `place`, or else is saved for it."""
         if place is None:
-            place = self._written(policy, "vllm-model", merged=False)  # it is given the adapter too
+            place = self._written(policy, "vllm-model", merged=False)  # the adapter is sent separately
         _, length = engine_size(policy.model, 1, self.max_sequence_length)
         dtype = str(policy.model.dtype).removeprefix("torch.")
         flags = ["--dtype", dtype, "--max-model-len", str(length), *share.flags]
-        if policy.adapter is not None:  # it takes certain ranks, of which these are some
+        if policy.adapter is not None:  # vLLM supports certain ranks only, among them these
             rank = max(8, 1 << (policy.adapter.config.rank - 1).bit_length())
             flags += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", str(rank)]
         return StartedServer(
@@ -220,7 +220,7 @@ class PairSettings:
         )
 
     def _written(self, policy: Policy, name: str, *, merged: bool = True) -> str:
-        """A directory that holds the model, an adapter `merged` into it or left out."""
+        """Save the model to a directory, with an adapter `merged` or without it."""
         model, adapter = policy.model, policy.adapter
         if adapter is not None:
             model = adapter.publish() if merged else adapter.base()
@@ -235,7 +235,7 @@ class PairSettings:
             device = model.device
         else:
             model, device = empty_model(source, dtype=self.dtype or "float32"), torch.device(choose_device(self.device))
-        available = available_memory(device)  # before anything is measured there
+        available = available_memory(device)  # before the measurement takes memory there
         slots, length = engine_size(model, self.concurrency, self.max_sequence_length)
         estimate = estimate_memory(
             model,

@@ -1,6 +1,6 @@
-"""Where a run's policy is trained and where it is sampled, as users write it in `learner` and `sampler`.
+"""Where a run's policy is trained and sampled, as users write it in `learner` and `sampler`.
 
-Imports no torch: what cannot be is refused before anything is loaded.
+Imports no torch: impossible settings are refused before anything is loaded.
 """
 
 from __future__ import annotations
@@ -23,25 +23,29 @@ _ONE_PROCESS: Final = ("several models, or none", "deterministic", "lora", "a cr
 _ON_A_SERVER: Final = {
     "sampler": "the server that learns samples too",
     "a critic": "it trains no values",
-    "reference": "it tells log-probabilities of the adapter that is trained",
-    "deterministic": "it puts calls into batches as they come",
-    "max_staleness": "some servers sample with the very weights that they train",
+    "reference": "it returns log-probabilities of the trained adapter only",
+    "deterministic": "it batches calls as they arrive",
+    "max_staleness": "some servers sample with the weights that they are training",
     "dtype": "the server chooses it",
     "device": "the server chooses it",
-    "threads": "next to nothing is computed here",
-    "gradient_checkpointing": "it chooses that itself",
+    "threads": "almost nothing is computed here",
+    "gradient_checkpointing": "the server chooses it",
 }
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 class LearnerPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where gradient steps are made: in the trainer's process, unless one of the first three is given.
+    """Where gradient steps are made; default: in the trainer's process.
 
-    `fsdp` is a number of processes; `tinker` the base URL of a server, or `hosted`; `verl` that of verl's Tinker
-    server, which trains all weights of the one model it has. `tokenizer` is the name or directory of the tokenizer,
-    where it is not the model's. `reduction` says what a server's losses are divided by: nothing (`sum`), or, as SkyRL's
-    JAX backend does, a sequence's length and the number of sequences (`mean`)."""
+    Settings:
+        fsdp: a number of processes on this machine.
+        tinker: base URL of a Tinker server, or `hosted`.
+        verl: base URL of verl's Tinker server, which trains all weights of the one model it has.
+        tokenizer: name or directory of the tokenizer, if it is not the model's.
+        reduction: what a server divides its losses by: nothing (`sum`), or, as SkyRL's JAX backend does, the sequence's
+            length and the number of sequences (`mean`).
+    """
 
     fsdp: int | None = None
     tinker: str | None = None
@@ -60,11 +64,14 @@ class LearnerPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class SamplerPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a policy is sampled: the base URL of a `vllm` or of an `sglang` server, or those of several that answer
-    alike. `model` is the server's name for it, where it serves several; `api_key` its key.
+    """Where a policy is sampled.
 
-    With `start` in place of a URL vLLM is started with the run and ended with it: `program` is its command, `flags` and
-    `environment` are added to what it is given."""
+    Settings:
+        vllm, sglang: base URL of a server, or of several equal ones. `start` (vLLM only) starts a server that ends with
+            the run.
+        model: the server's name for it, if it serves several.
+        api_key: the server's key.
+        program, flags, environment: of a started vLLM: its command, and additional flags and variables."""
 
     vllm: str | list[str] | None = None
     sglang: str | list[str] | None = None
@@ -93,7 +100,7 @@ _SAMPLERS: Final = "write embedded, vllm, {vllm: http://host:8000/v1} or {sglang
 
 
 def read_learner(given: str | Mapping[str, Any] | None) -> LearnerPlace:
-    """ConfigError for what is none."""
+    """ConfigError if it is not a place."""
     words = {"torch": {}, "tinker": {"tinker": HOSTED}}
     place = _read("learner", given, words, LearnerPlace, _LEARNERS)
     named = [name for name in ("fsdp", "tinker", "verl") if getattr(place, name) is not None]
@@ -102,23 +109,23 @@ def read_learner(given: str | Mapping[str, Any] | None) -> LearnerPlace:
     if place.fsdp is not None and place.fsdp < 1:
         raise ConfigError(f"learner: fsdp is {place.fsdp}; {_LEARNERS}")
     if place.remote and place.url != HOSTED and not _is_url(place.url):
-        raise ConfigError(f"learner: {place.url!r} is no address of a Tinker server: write http://host:port, or hosted")
+        raise ConfigError(f"learner: {place.url!r} is not a Tinker server's URL: write http://host:port, or hosted")
     if place.reduction and place.tinker is None:
-        raise ConfigError("learner: reduction is of a Tinker server; verl's sums its losses")
+        raise ConfigError("learner: reduction is for other Tinker servers; verl's sums its losses")
     return place
 
 
 def read_sampler(given: str | Mapping[str, Any] | None) -> SamplerPlace | None:
-    """None for the engine in the trainer's process. ConfigError for what is neither."""
+    """None for the engine in the trainer's process. ConfigError if it is not a place."""
     if given in (None, "embedded"):
         return None
     place = _read("sampler", given, {"vllm": {"vllm": START}}, SamplerPlace, _SAMPLERS)
     if len([kind for kind in (place.vllm, place.sglang) if kind]) != 1:
         raise ConfigError(f"sampler names both or neither of vllm and sglang; {_SAMPLERS}")
     if not place.starts and not all(map(_is_url, place.urls)):
-        raise ConfigError(f"sampler: {', '.join(place.urls)} is no address of a server; {_SAMPLERS}")
+        raise ConfigError(f"sampler: {', '.join(place.urls)} is not a server's URL; {_SAMPLERS}")
     if not place.starts and (place.flags or place.environment or place.program):
-        raise ConfigError("sampler: program, flags and environment are of a server that is started: {vllm: start, …}")
+        raise ConfigError("sampler: program, flags and environment are for a started server: {vllm: start, …}")
     if place.starts and place.api_key:
         raise ConfigError("sampler: api_key belongs to a server given by URL; a started server needs none")
     if (place.starts or place.sglang) and place.model:
@@ -134,7 +141,7 @@ def _read(name: str, given: Any, words: Mapping[str, Any], kind: type[T], forms:
         raise ConfigError(f"{name} is {given!r}; {forms}")
     try:
         return msgspec.convert(words[given] if isinstance(given, str) else given or {}, kind)
-    except msgspec.ValidationError as error:  # which holds no value: one is a key
+    except msgspec.ValidationError as error:  # its text contains no values, such as the key
         raise ConfigError(f"{name}: {error}; {forms}") from None
 
 
@@ -143,8 +150,8 @@ def _is_url(text: str) -> bool:
 
 
 def check_together(learner: LearnerPlace, sampler: SamplerPlace | None, **settings: Any) -> None:
-    """ConfigError for settings of a run that do not go with its places. They have names as users know them; those that
-    are None, False or 0 are not set, and `models` is a number."""
+    """ConfigError for settings of a run that do not go with its places. `settings` have users' names; None, False and 0
+    mean not set, and `models` is a number."""
     several = settings.pop("models", 1) != 1
     given = {name for name, value in settings.items() if value}
 
@@ -154,8 +161,8 @@ def check_together(learner: LearnerPlace, sampler: SamplerPlace | None, **settin
                 raise ConfigError(f"{what} goes without {name}: {reason}")
 
     if sampler is not None:
-        alone = "it serves the one model that is trained"
-        batches = "servers put calls into batches as they come; the embedded sampler does not"
+        alone = "it serves only the trained model"
+        batches = "servers batch calls as they arrive; the embedded sampler does not"
         refuse("a sampler by URL", {"several models, or none": alone, "deterministic": batches})
         if sampler.sglang:
             refuse("SGLang", {"max_staleness": "it cannot pause calls for new weights, as vLLM does"})

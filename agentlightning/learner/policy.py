@@ -28,12 +28,12 @@ from agentlightning.learner.base import DType, LoRA
 if TYPE_CHECKING:
     from agentlightning.learner.lora import Adapter
 
-ADAPTER_CONFIG = "adapter_config.json"  # as `peft` calls it
+ADAPTER_CONFIG = "adapter_config.json"  # `peft`'s name
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The model and the tokenizer that are trained and served together; with an `adapter`, it alone is trained."""
+    """The model and tokenizer that are trained and served together; with an `adapter`, only that is trained."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -42,14 +42,14 @@ class Policy:
 
     @property
     def token_bytes(self) -> TokenBytes | None:
-        """What its tokens spell; None where the tokenizer does not tell."""
+        """The texts of its tokens; None if the tokenizer does not provide them."""
         tokenizer = getattr(self.tokenizer, "backend_tokenizer", None)
         return TokenBytes(tokenizer) if isinstance(tokenizer, Tokenizer) else None
 
     def save(self, directory: Path, weights: dict[str, Tensor] | None = None) -> None:
-        """Write a directory that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` load; with
-        an adapter, only what `peft` needs besides the model. `weights` are by name, default the model's own."""
-        disable_progress_bar()  # of transformers: a bar per checkpoint would tear the display of the job
+        """Write a directory that `AutoModelForCausalLM` and `AutoTokenizer` load with `from_pretrained`; with an
+        adapter, only what `peft` needs. `weights` are by name; default: the model's own."""
+        disable_progress_bar()  # a progress bar per checkpoint would break the job's display
         with written():
             if self.adapter is not None:
                 self.adapter.save(directory)
@@ -60,7 +60,7 @@ class Policy:
 
 @contextmanager
 def written() -> Generator[None]:
-    """OSError where a library says otherwise that the disk is full."""
+    """OSError if a library reports a full disk with another exception."""
     try:
         yield
     except (SafetensorError, RuntimeError) as error:
@@ -68,8 +68,8 @@ def written() -> Generator[None]:
 
 
 def choose_device(device: str | None = None) -> str:
-    """The one given, else `cuda` where there is one, else `cpu`. MPS is taken only when asked for: its float32 kernels
-    differ more. ConfigError for one that torch cannot use here."""
+    """The given device, else `cuda` if available, else `cpu`. MPS only on request: its float32 kernels differ more.
+    ConfigError for a device that torch cannot use here."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=device)
@@ -88,11 +88,11 @@ def open_policy(
     dtype: DType | None = None,
     lora: LoRA | None = None,
 ) -> Policy:
-    """The policy itself, what `load_policy` loads, or what the function that `file.py:function` names makes of the
-    seed; with its weights in `dtype` (default: as they are made; float32 where they are loaded), and with an adapter
-    to train where `lora` says so. It is moved to `device` (default: that of `load_policy`, but a given one stays).
+    """The policy of `source`: itself, a model to load (`load_policy`), or the result of a function named
+    `file.py:function`, called with the seed. `dtype` is that of its weights (default: unchanged; float32 if loaded);
+    `lora` adds an adapter to train. It is moved to `device` (default: as in `load_policy`, but a given Policy stays).
 
-    ConfigError as of `load_policy`, or where that function cannot be had or makes no policy."""
+    ConfigError as in `load_policy`, or if the function is missing or returns no Policy."""
     if isinstance(source, Policy):
         policy = source
         if device is not None:
@@ -110,7 +110,7 @@ def open_policy(
     else:
         policy = load_policy(source, device=device, dtype=dtype or "float32")
     if dtype is not None:
-        for parameter in policy.model.parameters():  # and no buffer: the angles of positions need all their bits
+        for parameter in policy.model.parameters():  # not buffers: rotary angles need full precision
             parameter.data = parameter.data.to(getattr(torch, dtype))
     if lora is None or policy.adapter is not None:
         return policy
@@ -126,10 +126,10 @@ def _move(policy: Policy, device: str | None) -> None:
 
 
 def load_policy(source: str | Path, *, device: str | None = None, dtype: str = "float32") -> Policy:
-    """Load a policy from a directory or a Hugging Face id; of an adapter that `peft` wrote, the two merged.
+    """Load a policy from a directory or a Hugging Face id; an adapter in `peft`'s format is merged into its model.
 
-    Weights are float32 on every device unless `dtype` says otherwise. ConfigError names what is wrong with the path,
-    the model or the device."""
+    Weights are float32 on every device unless `dtype` is given. ConfigError for a problem with path, model or device.
+    """
     path = Path(source)
     device = choose_device(device)
     tokenizer = load_tokenizer(source)
@@ -139,7 +139,7 @@ def load_policy(source: str | Path, *, device: str | None = None, dtype: str = "
 
 
 def empty_policy(source: str | Path, *, dtype: str = "float32") -> Policy:
-    """The policy that `load_policy` would load, its model as of `empty_model`. ConfigError as of `load_policy`."""
+    """Like `load_policy`, with an `empty_model`."""
     return Policy(empty_model(source, dtype=dtype), load_tokenizer(source))
 
 
@@ -150,7 +150,7 @@ def saved_weights(directory: Path) -> dict[str, Tensor]:
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a directory or a Hugging Face id. ConfigError where it cannot be had or renders no chats."""
+    """The tokenizer of a directory or a Hugging Face id. ConfigError if it cannot be loaded or has no chat template."""
     with _found(source) as place:
         tokenizer = AutoTokenizer.from_pretrained(place)
     if not tokenizer.chat_template:
@@ -162,9 +162,7 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
 
 
 def empty_model(source: str | Path, *, dtype: str = "float32") -> PreTrainedModel:
-    """The model that `load_policy` would load, with shapes and without numbers: it takes no memory.
-
-    ConfigError as of `load_policy`."""
+    """Like the model of `load_policy`, with shapes but without values: it takes no memory."""
     with _found(source) as place, torch.device("meta"):
         config = AutoConfig.from_pretrained(place)
         return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
@@ -183,13 +181,13 @@ def _load_model(source: str | Path, dtype: torch.dtype) -> PreTrainedModel:
         )
     # `peft`'s own loader would cut the model to the tokenizer's size.
     with catch_warnings():
-        simplefilter("ignore", FutureWarning)  # peft asks transformers by a name that will go
+        simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
         wrapped: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, **arguments), str(source))
     return wrapped.merge_and_unload()
 
 
 def check_model(source: str | Path) -> None:
-    """ConfigError where `open_policy` would find no model of that name, without loading one."""
+    """ConfigError if `open_policy` would find no such model; loads nothing."""
     if is_reference(str(source := fetched_model(source))):
         load_reference(str(source))
     else:
@@ -198,10 +196,10 @@ def check_model(source: str | Path) -> None:
 
 @contextmanager
 def _found(source: str | Path) -> Generator[str | Path]:
-    """The directory or the hub's id from which transformers loads; what it cannot load becomes a ConfigError."""
+    """The directory or hub id for transformers to load; its errors become ConfigErrors."""
     path = Path(source)
     if "://" in str(source):
-        raise ConfigError(f"{source} is the address of an endpoint, which gives no weights; give a path or a hub id")
+        raise ConfigError(f"{source} is the URL of an endpoint, which has no weights; give a path or a hub id")
     if path.exists() and not any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         raise ConfigError(
             f"{path} holds no model: config.json is missing. Give a directory written by save_pretrained, such as a "

@@ -1,6 +1,6 @@
-"""A sampler on servers of its own, vLLM or SGLang, which load each publication from files that they can read.
+"""A sampler on vLLM or SGLang servers, which load each publication from files that they can read.
 
-Knows the requests of such a server and their order. Knows no algorithm, no store and no table of models.
+Knows the requests of such a server and their order; no algorithm, store or table of models.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from agentlightning.learner.servers import StartedServer
 _log = logging.getLogger(__name__)
 
 PROBED_TOKENS: Final = 16
-_PATIENCE: Final = 300.0  # seconds for calls to finish, where a server cannot pause them, and for a server to come back
-_LOOK_SECONDS: Final = 1.0  # between looks for servers that are lost
+_PATIENCE: Final = 300.0  # seconds for calls to finish, if a server cannot pause them, and for a server to recover
+_LOOK_SECONDS: Final = 1.0  # between checks for lost servers
 _HEALTH_SECONDS: Final = 2.0
-_ADAPTERS_KEPT: Final = 2  # on a server, beside the newest; a call that runs goes on with one that is unloaded
+_ADAPTERS_KEPT: Final = 2  # on a server, beside the newest; a running call continues with an unloaded one
 
 
 class Activity:
-    """Counts what runs: `with activity:` around each call. `idle_seconds` is for how long nothing has."""
+    """Counts running calls: `with activity:` around each. `idle_seconds` is how long none has run."""
 
     def __init__(self) -> None:
         self.running = 0
@@ -67,10 +67,10 @@ class Activity:
 
 
 class RemoteSampler:
-    """A `Sampler` on the servers at `place`, or on the one that was `started`, for `policy`; and the backend of its
-    calls. vLLM takes an adapter beside the model that it was started with, under a name for each version; SGLang gets
-    it merged. One that `sleeps` has no memory on its GPU while a step is computed. Prompt and answer have
-    `max_sequence_length` tokens at most, or what a server says that it takes."""
+    """A `Sampler` for `policy`, and the backend of its calls, on the servers at `place` or on a `started` one. vLLM
+    loads an adapter beside its base model, under a name per version; SGLang gets it merged. A server that `sleeps`
+    frees its GPU memory while a step is computed. Prompt and answer have at most `max_sequence_length` tokens; default:
+    the server's limit."""
 
     def __init__(
         self,
@@ -98,16 +98,16 @@ class RemoteSampler:
         self._max_sequence_length = max_sequence_length
         self._replicas = Replicas(self._servers, lost=self._lost)
         self._weights: Weights | None = None  # the newest
-        self._gone: set[RemoteBackend] = set()  # what answers there next has other weights
+        self._gone: set[RemoteBackend] = set()  # lost; they have other weights when they return
         self._changing = asyncio.Lock()  # of the weights of any server
         self._run = f"policy-{secrets.token_hex(4)}"  # other runs may use the same server
         self._adapters: list[str] = []
-        self._usable = asyncio.Event()  # calls wait for it before they begin
+        self._usable = asyncio.Event()  # set while calls can start
         self._usable.set()
         self.name, self.relays = self._replicas.name, self._replicas.relays
         self.captures_tokens, self.seeded = self._replicas.captures_tokens, self._replicas.seeded
         self.generated_tokens = 0
-        self.pauses = place.kind == "vllm"  # calls go on through a publication; else they end before it
+        self.pauses = place.kind == "vllm"  # calls continue through a publication; otherwise they end before it
         self.patience = _PATIENCE
         self._activity = Activity()
 
@@ -120,8 +120,8 @@ class RemoteSampler:
         return self._activity.idle_seconds
 
     async def check(self, train: Sampling) -> None:
-        """Find out what the servers call their model. ConfigError where one cannot be reached, or where what it answers
-        cannot be trained."""
+        """Ask the servers for their model's name. ConfigError if one cannot be reached, or if its answers cannot be
+        trained."""
         for server in self._servers:
             if self._started is not None:
                 await self._started.ready(server.connection)
@@ -129,19 +129,19 @@ class RemoteSampler:
             of_ids: Any = server
             if isinstance(server, VllmBackend):
                 if server.model is None and len(served) != 1:
-                    names = ", ".join(one.id for one in served) or "nothing"
+                    names = ", ".join(model.id for model in served) or "nothing"
                     raise ConfigError(f"the sampler at {server.name} serves {names}: choose one as `model`")
                 server.model, of_ids = server.model or served[0].id, server.of_ids
-            lengths = {one.max_model_len for one in served if one.max_model_len} | {self._max_sequence_length}
-            of_ids.max_sequence_length = min((one for one in lengths if one is not None), default=None)
+            lengths = {model.max_model_len for model in served if model.max_model_len} | {self._max_sequence_length}
+            of_ids.max_sequence_length = min((length for length in lengths if length is not None), default=None)
             await probe(server, "policy", train)
 
     def exclusive(self) -> AbstractAsyncContextManager[Any]:
-        return self._asleep() if self._sleeps else nullcontext()  # else it has memory of its own
+        return self._asleep() if self._sleeps else nullcontext()  # otherwise it has its own memory
 
     @asynccontextmanager
     async def _asleep(self) -> AsyncGenerator[None]:
-        await _post(self._servers[0].connection, "sleep?level=1&mode=keep")  # calls that run go on afterwards
+        await _post(self._servers[0].connection, "sleep?level=1&mode=keep")  # running calls continue afterwards
         self._sleeping = True
         try:
             yield
@@ -151,7 +151,7 @@ class RemoteSampler:
 
     async def _wake(self) -> None:
         if self._sleeping:
-            torch.cuda.empty_cache()  # of the learner, which is in this process
+            torch.cuda.empty_cache()  # the learner is in this process
             await _post(self._servers[0].connection, "wake_up")
             self._sleeping = False
 
@@ -182,7 +182,7 @@ class RemoteSampler:
                     await self._until_usable()
 
     async def _until_usable(self) -> None:
-        """Return when a server samples again; BackendError if that takes too long."""
+        """Wait until a server can sample; BackendError if that takes too long."""
         give_up = time.monotonic() + _PATIENCE
         while not self._usable.is_set():
             if time.monotonic() > give_up:
@@ -192,8 +192,8 @@ class RemoteSampler:
             await self._look()
 
     async def _look(self) -> None:
-        """Notice servers that are gone, and give those that are back the newest weights. BackendError where the run's
-        own has ended. One that is there and refuses weights is left alone."""
+        """Detect lost servers, and give the newest weights to those that returned. BackendError if the run's own server
+        has ended. A live server that refused weights is not tried again."""
         if self._started is not None and (ended := self._started.ended()):
             raise BackendError(f"the sampler is gone; `agl train --resume` continues with another: {ended}")
         async with self._changing:
@@ -205,33 +205,33 @@ class RemoteSampler:
                     self._gone.add(server)
                 elif server in self._gone and self._weights is not None:
                     self._gone.discard(server)
-                    with suppress(BackendError):  # its connection says why
+                    with suppress(BackendError):  # its connection has the reason
                         await self._load([server], self._weights)
             self._open_or_close()
 
     def _lost(self, server: RemoteBackend) -> None:
-        """Send a server no calls before it has been given the newest weights."""
+        """Send a server no calls until it has the newest weights."""
         server.connection.unusable = f"the server at {server.name} was lost, and with it the weights that it had"
         server.connection.lost = True
         self._gone.add(server)
         self._open_or_close()
 
     def _open_or_close(self) -> None:
-        """Calls wait where no server can be used."""
+        """Calls wait while no server can be used."""
         if all(server.connection.unusable for server in self._servers):
             self._usable.clear()
         else:
             self._usable.set()
 
     async def _load(self, servers: Sequence[VllmBackend | SglangBackend], weights: Weights) -> None:
-        """Give these servers the weights; one that does not take them gets no calls. BackendError where none does."""
+        """Load the weights on these servers; one that fails gets no calls. BackendError if all fail."""
         if self.takes == "whole":
             in_flight = "pause" if self.pauses else "finish"
             update = WeightUpdate(policy_version=weights.version, path=str(weights.place), in_flight=in_flight)
             await load_weights("policy", servers, update)
             return
         name = f"{self._run}-{weights.version}"
-        if name in self._adapters:  # a server that was thought lost may have it
+        if name in self._adapters:  # a server that seemed lost may have it
             await self._unload(servers, [name])
         failures: list[BackendError] = []
         for server in servers:
@@ -241,7 +241,7 @@ class RemoteSampler:
             except BackendError as error:
                 server.connection.unusable = f"{server.name} has not loaded the adapter {name}: {error}"
                 failures.append(error)
-            else:  # calls go on with the adapter that they began with
+            else:  # calls continue with the adapter that they started with
                 server.model, server.connection.version, server.keeps_weights = name, weights.version, True
                 server.connection.unusable = None
         if len(failures) == len(servers):
@@ -253,11 +253,12 @@ class RemoteSampler:
     async def _unload(self, servers: Sequence[RemoteBackend], names: Sequence[str]) -> None:
         for server in servers:
             for name in names:
-                with suppress(BackendError):  # a server that is gone has forgotten it
+                with suppress(BackendError):  # a lost server has forgotten it
                     await unload_adapter(server.connection, name)
 
     async def _finished(self) -> None:
-        """SGLang loads no weights while it answers: calls that take too long begin anew with the next ones."""
+        """Wait for running calls, since SGLang loads no weights while it answers. Calls that take too long restart with
+        the new weights."""
         for last in (False, True):
             try:
                 async with asyncio.timeout(self.patience):
@@ -269,7 +270,7 @@ class RemoteSampler:
                     raise UnavailableError(f"{running} calls at {self.name} still run although aborted") from None
                 _log.warning("%d calls have taken %g seconds: new weights wait no longer", running, self.patience)
                 for server in self._servers:
-                    with suppress(BackendError):  # a server that is gone answers nothing
+                    with suppress(BackendError):  # a lost server answers nothing
                         await _post(server.connection, "abort_request", b'{"rid": "", "abort_all": true}')
 
     # --- the backend ---
@@ -281,20 +282,20 @@ class RemoteSampler:
                 yield event
 
     async def _answered(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
-        begun, repeated = False, False
+        started, repeated = False, False
         while True:
             await self._usable.wait()
             try:
                 with self._activity:
                     async with aclosing(self._replicas.answer(call)) as events:
                         async for event in events:
-                            begun = True
+                            started = True
                             if isinstance(event, Delta):
                                 self.generated_tokens += len(event.token_ids)
                             yield event
                 return
             except BackendError:
-                if begun or repeated or self._usable.is_set():  # it may be this call that ends its servers
+                if started or repeated or self._usable.is_set():  # this call may be what crashes its servers
                     raise
                 repeated = True
 
@@ -315,7 +316,7 @@ async def _post(connection: Connection, route: str, body: bytes = b"{}") -> None
 
 
 async def _read_ahead(events: AsyncGenerator[BackendEvent, None]) -> AsyncGenerator[BackendEvent, None]:
-    """The events, read as they come: an agent that does not read its answer keeps no server from new weights."""
+    """The events, read as they arrive, so that an agent that does not read its answer cannot delay new weights."""
     read: asyncio.Queue[BackendEvent | None] = asyncio.Queue()
 
     async def fill() -> None:
@@ -330,7 +331,7 @@ async def _read_ahead(events: AsyncGenerator[BackendEvent, None]) -> AsyncGenera
     try:
         while (event := await read.get()) is not None:
             yield event
-        await filling  # for what it may raise
+        await filling  # raises its error
     finally:
         filling.cancel()
         await asyncio.gather(filling, return_exceptions=True)
@@ -347,18 +348,18 @@ class _ServedModels(msgspec.Struct):
 
 
 async def _served(server: RemoteBackend) -> list[_Served]:
-    """The models there, adapters aside."""
+    """The server's models, without adapters."""
     url = server.connection.url("models")
     try:
         async with server.connection.posted(url, None, accepted=True) as response:
             served = msgspec.json.decode(await response.read(), type=_ServedModels)
     except (BackendError, msgspec.DecodeError) as error:
         raise ConfigError(f"the sampler at {server.name} does not list its models: {error}") from None
-    return [one for one in served.data if one.parent is None]
+    return [model for model in served.data if model.parent is None]
 
 
 async def short_answer(backend: Backend) -> TrainingSequence:
-    """What it answers to "Hi", to be compared with a learner."""
+    """The answer to "Hi", to compare with a learner."""
     answer = await one_answer(backend, "policy", Sampling(max_tokens=PROBED_TOKENS, seed=0))
     return sampled_sequence(answer.prompt_token_ids, answer.choices[0].token_ids, answer.choices[0].logprobs)
 
@@ -366,7 +367,7 @@ async def short_answer(backend: Backend) -> TrainingSequence:
 def sampled_sequence(
     prompt_ids: Sequence[int], token_ids: Sequence[int], logprobs: Sequence[float]
 ) -> TrainingSequence:
-    """A prompt and what was sampled after it, to compare with the learner."""
+    """A prompt and the tokens sampled after it, to compare with the learner."""
     prompt, count = len(prompt_ids), len(token_ids)
     return TrainingSequence(
         rollout_id="parity",

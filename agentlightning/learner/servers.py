@@ -1,4 +1,4 @@
-"""A vLLM of the run's own: its part of the GPUs, its program, and its end with the run.
+"""A vLLM server started for a run: its share of the GPUs, its program, and its end with the run.
 
 Knows nothing of weights and calls.
 """
@@ -21,10 +21,10 @@ from agentlightning.errors import ConfigError
 from agentlightning.gateway.backends.connection import Connection
 from agentlightning.learner.memory import GIB, MemoryEstimate
 
-_READY_SECONDS: Final = 900.0  # a large model is read, and kernels are compiled
+_READY_SECONDS: Final = 900.0  # loading a large model and compiling kernels
 _SHOWN: Final = 3000  # characters of the log
 _WATCH: Final = 'read -r _; kill -TERM "-$1"; sleep "$2"; kill -KILL "-$1"; rm -rf "$3"'
-_MARGIN: Final = 2 * GIB  # contexts, and what allocators cannot use
+_MARGIN: Final = 2 * GIB  # CUDA contexts and fragmentation
 _LEAST_CACHE: Final = GIB
 
 
@@ -38,8 +38,8 @@ _SETTINGS: Final = {
 
 @dataclass(frozen=True)
 class Share:
-    """What a server gets of the GPUs: `flags` and `environment` to start it with. One that `sleeps` gives its memory
-    away while a step is computed."""
+    """A server's share of the GPUs: `flags` and `environment` to start it with. With `sleeps` it frees its memory while
+    a step is computed."""
 
     flags: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -47,8 +47,8 @@ class Share:
 
 
 def other_gpus(processes: int | None, *, devices: int, first: int = 0) -> Share | None:
-    """Those of so many `devices` that the learner's `processes` leave (None: it has the `first`, in the trainer's);
-    None where it has the only one. ConfigError where several processes leave none."""
+    """The `devices` that the learner's `processes` leave (None: it uses the `first` device, in the trainer's process);
+    None if the learner has the only one. ConfigError if several processes leave none."""
     learners = processes or 1
     known = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(devices)))
     if left := [one for place, one in enumerate(known.split(",")) if not first <= place < first + learners]:
@@ -62,8 +62,8 @@ def other_gpus(processes: int | None, *, devices: int, first: int = 0) -> Share 
 
 
 def part_of_gpu(estimate: MemoryEstimate | None, overlaps: bool, *, weights: int, free: int, total: int) -> Share:
-    """What the learner leaves of its GPU, which has so many bytes in `total` and `free`, its `weights` being there.
-    Where sampling `overlaps` steps, the server cannot sleep. ConfigError where the weights once more do not fit."""
+    """What the learner leaves of its GPU, given its bytes in `total` and `free` with its `weights` loaded. If sampling
+    `overlaps` steps, the server cannot sleep. ConfigError if a second copy of the weights does not fit."""
     kept = 0
     if estimate is not None:
         in_steps = 0 if overlaps else estimate.gradients + estimate.activations + estimate.logits
@@ -80,21 +80,21 @@ def part_of_gpu(estimate: MemoryEstimate | None, overlaps: bool, *, weights: int
 
 
 def find_program(program: str | None) -> str:
-    """The path of the program that starts vLLM. ConfigError where there is none."""
+    """The path of the program that starts vLLM. ConfigError if there is none."""
     found = shutil.which(os.path.expanduser(program or "vllm"))
     if found is None:
         raise ConfigError(
-            f"there is no program {program or 'vllm'!r} to start: install vLLM in an environment of its own and name "
+            f"there is no program {program or 'vllm'!r} to start: install vLLM in its own environment and name "
             "it, as in {vllm: start, program: /path/to/bin/vllm}, or give the URL of a server"
         )
     return found
 
 
 class StartedServer:
-    """A vLLM for `model`, with `environment` beside this process's own, and its output in the file `log`. ConfigError
-    where there is no such `program` (by default `vllm`).
+    """A vLLM server for `model`, with `environment` added to this process's, that writes to the file `log`. ConfigError
+    if there is no such `program` (default: `vllm`).
 
-    Nobody else is to load weights there: it listens on a `socket` in a directory that only this user can enter."""
+    It listens on a `socket` in a directory that only this user can enter, so nobody else can load weights."""
 
     url: Final = "http://localhost/v1"
     end_seconds: float = 10.0
@@ -103,12 +103,12 @@ class StartedServer:
         self, program: str | None, model: str, flags: Sequence[str], *, environment: Mapping[str, str], log: Path
     ) -> None:
         found = find_program(program)
-        short = len(os.fsencode(tempfile.gettempdir())) < 80  # the path of a socket has 107 bytes at most
+        short = len(os.fsencode(tempfile.gettempdir())) < 80  # a socket's path has at most 107 bytes
         self._directory = Path(tempfile.mkdtemp(prefix="agl-", dir=None if short else "/tmp"))
         self.socket = str(self._directory / "vllm")
         self._log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        # Its packages are not this process's.
+        # It has its own packages.
         own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         with log.open("ab") as output:
             self._log_begin = output.tell()
@@ -118,16 +118,16 @@ class StartedServer:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # Ctrl-C is for the trainer, which stops it in the end
+                start_new_session=True,  # Ctrl-C goes to the trainer, which stops it at the end
             )
-        # Where this process is killed its end of the pipe closes.
+        # If this process is killed, its end of the pipe closes.
         watch = ("sh", "-c", _WATCH, "sh", str(self._process.pid), f"{self.end_seconds:g}", str(self._directory))
         self._watcher = subprocess.Popen(
             watch, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
         )
 
     async def ready(self, connection: Connection) -> None:
-        """Wait until it answers. ConfigError, with the end of its log, where it ends before, or takes too long."""
+        """Wait until it answers. ConfigError, with the end of its log, if it ends first or takes too long."""
         try:
             async with asyncio.timeout(_READY_SECONDS):
                 while not await connection.healthy(2.0, control=True):
@@ -135,17 +135,17 @@ class StartedServer:
                         raise ConfigError(ended)
                     await asyncio.sleep(0.5)
         except TimeoutError:
-            said = end_of(self._log, self._log_begin)
-            raise ConfigError(f"vLLM does not answer after {_READY_SECONDS:g} seconds{said}") from None
+            log_end = end_of(self._log, self._log_begin)
+            raise ConfigError(f"vLLM does not answer after {_READY_SECONDS:g} seconds{log_end}") from None
 
     def ended(self) -> str | None:
-        """How its program has ended, and the end of its log; None while it runs."""
+        """How its program ended, and the end of its log; None while it runs."""
         if (code := self._process.poll()) is None:
             return None
         return f"vLLM has ended with exit code {code}{end_of(self._log, self._log_begin)}"
 
     def stop(self) -> None:
-        """End it, with all processes that it has started."""
+        """End it, with all its child processes."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
@@ -157,6 +157,7 @@ class StartedServer:
 
 
 def end_of(log: Path, begin: int) -> str:
-    """What a message about a process ends with: the last that it said, whose log has `begin` bytes of those before."""
-    said = log.read_bytes()[begin:].decode(errors="replace")[-_SHOWN:]
-    return f". The end of {log}:\n{said}" if said.strip() else f", and nothing in {log}"
+    """The end of a message about a process: the last lines of its log, in which earlier processes wrote the first
+    `begin` bytes."""
+    output = log.read_bytes()[begin:].decode(errors="replace")[-_SHOWN:]
+    return f". The end of {log}:\n{output}" if output.strip() else f", and nothing in {log}"

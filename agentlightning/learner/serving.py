@@ -1,4 +1,4 @@
-"""A policy made callable by the embedded engine."""
+"""Serves a policy with the embedded engine."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EmbeddedSampler:
-    """A running engine over a policy's `model`: its own, whose weights are read in place, a copy, or the one that an
-    adapter is merged into; where it `takes` whole models, a learner elsewhere writes them. Whoever made it calls
-    `service.close()`. A `Sampler`."""
+    """A running engine over the policy's `model`: the policy's own, read in place, a copy, or the model with the
+    adapter merged in. If it `takes` whole models, a learner elsewhere writes them. Its creator calls `service.close()`.
+    A `Sampler`."""
 
     service: EngineService
     backend: TokenBackend
@@ -54,14 +54,14 @@ class EmbeddedSampler:
         return self.service.idle_seconds
 
     async def check(self, train: Sampling) -> None:
-        """Its answers bring exact ids and the logprobs of what they were sampled from."""
+        """Its answers always have exact ids and the logprobs of their distribution."""
 
     def exclusive(self) -> AbstractAsyncContextManager[Any]:
         return self.service.exclusive()
 
     async def publish(self, weights: Weights) -> None:
         def load(place: Path) -> None:
-            self.model.load_state_dict(saved_weights(place), strict=False)  # what is tied is there once
+            self.model.load_state_dict(saved_weights(place), strict=False)  # tied weights are saved once
 
         await self.service.update_weights(weights.version, weights.place and partial(load, weights.place))
 
@@ -82,19 +82,19 @@ def serve_policy(
     own_weights: bool = False,
     deterministic: bool = False,
 ) -> EmbeddedSampler:
-    """Start an engine for about `concurrency` calls at once. With `own_weights` it samples from a copy, so that the
-    policy may be trained meanwhile. `deterministic` is the engine's.
+    """Start an engine for about `concurrency` simultaneous calls. With `own_weights` it samples from a copy, so the
+    policy can be trained meanwhile. `deterministic` is the engine's.
 
-    Fewer slots are taken where the key-value cache would pass 8 GiB; calls beyond them wait. `max_sequence_length`
-    defaults to the model's own, at most 4096 tokens."""
+    It has fewer slots if the key-value cache would exceed 8 GiB; further calls wait. `max_sequence_length` defaults to
+    the model's, at most 4096 tokens."""
     if policy.adapter is not None:
         model = policy.adapter.publish()
     else:
         model = copy.deepcopy(policy.model) if own_weights else policy.model
-    model.eval()  # no dropout in what is sampled
+    model.eval()  # no dropout when sampling
     slots, length = engine_size(model, concurrency, max_sequence_length)
     choose_threads(model, threads)
-    # The engine's thread and the event loop take turns at the interpreter; its default turn, 5 ms, is long for both.
+    # The engine's thread and the event loop share the interpreter; its default switch interval, 5 ms, is too long.
     sys.setswitchinterval(0.0005)
     if slots < concurrency:
         logger.warning("the key-value cache has room for %d calls at once, not %d", slots, concurrency)
@@ -122,7 +122,7 @@ def _bring_up_to_date(model: PreTrainedModel, policy: Policy) -> None:
 
 
 def engine_size(model: PreTrainedModel, concurrency: int, max_sequence_length: int | None) -> tuple[int, int]:
-    """Slots and sequence length of the engine that `serve_policy` starts; ConfigError for more than the model's."""
+    """Slots and sequence length of the engine of `serve_policy`; ConfigError if longer than the model allows."""
     own = int(getattr(model.config.get_text_config(), "max_position_embeddings", 4096))
     length = max_sequence_length or min(own, 4096)
     if length > own:
@@ -131,13 +131,13 @@ def engine_size(model: PreTrainedModel, concurrency: int, max_sequence_length: i
 
 
 def choose_threads(model: PreTrainedModel, threads: int | None) -> None:
-    """Torch threads for serving and training `model`: as many as are given, else one where more would slow it down."""
+    """Set the torch threads for serving and training `model`: the given number, or 1 if more would slow it down."""
     if threads is not None or model.num_parameters() < SMALL_MODEL:
         torch.set_num_threads(threads or 1)
 
 
 def _end_ids(policy: Policy) -> list[int]:
-    """Ids that end an answer: those of the generation config (chat models may have several), and the tokenizer's."""
+    """Ids that end an answer: those of the generation config (chat models may have several) and of the tokenizer."""
     configured: Any = getattr(policy.model.generation_config, "eos_token_id", None)
     ids: list[Any] = [*(configured if isinstance(configured, list) else [configured]), policy.tokenizer.eos_token_id]
     found = {int(token_id) for token_id in ids if token_id is not None}

@@ -1,8 +1,7 @@
-"""One process of a learner whose weights are spread over several (FSDP2), and what it does for the trainer's process.
+"""One process of a sharded learner (FSDP2), and how it serves the trainer's process.
 
-Each holds a part of every weight, gradient and moment, and computes some micro-batches of a batch that all of them get
-whole. Ends when the trainer's end of its socket closes, whatever it is doing. Knows nothing of
-algorithms and samplers.
+Each process has a part of every weight, gradient and moment, and computes some micro-batches of the batch, which all
+receive whole. It ends when the trainer's end of its socket closes. Knows nothing of algorithms and samplers.
 """
 
 from __future__ import annotations
@@ -45,15 +44,16 @@ T = TypeVar("T")
 
 
 class ShardedLearner(TorchLearner):
-    """A `TorchLearner` whose weights are spread over the processes of a mesh. Weights and moments are float32, and a
-    layer's are gathered in `dtype` while it computes. Its checkpoints are those of a `TorchLearner` of that `dtype`."""
+    """A `TorchLearner` whose weights are sharded over the processes of a mesh. Weights and moments are float32; a
+    layer's weights are gathered in `dtype` for computing. Its checkpoints are those of a `TorchLearner` of that
+    `dtype`."""
 
     def __init__(self, settings: Settings) -> None:
         device = torch.device(settings.device)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         self._dtype: torch.dtype = getattr(torch, settings.dtype)
         policy, reference = None, False
-        for turn in range(dist.get_world_size()):  # else the memory would hold the whole model once for each of them
+        for turn in range(dist.get_world_size()):  # in turns, so memory has one whole model at a time
             if turn == dist.get_rank():
                 policy = load_policy(settings.model, device="cpu")
                 _spread(policy.model, mesh, self._dtype)
@@ -73,7 +73,8 @@ class ShardedLearner(TorchLearner):
         return cast(Any, model).run(work)
 
     def _micro_batches(self, batch: Sequence[TrainingSequence], weights: Sequence[FloatArray]) -> Iterator[MicroBatch]:
-        """Its share of all. Where others have one more, one of nothing: layers are gathered by all of them together."""
+        """Its share of all micro-batches. If others have one more, it gets an empty one, because all must gather layers
+        together."""
         share = list(super()._micro_batches(batch, weights))
         yield from share[dist.get_rank() :: dist.get_world_size()]
         if dist.get_rank() >= len(share) % dist.get_world_size() > 0:
@@ -95,15 +96,15 @@ class ShardedLearner(TorchLearner):
         return parts
 
     def logprobs_as_arrays(self, batch: Sequence[TrainingSequence], temperature: float) -> list[FloatArray]:
-        """Pickled, an array is its own numbers alone; a tensor those of all that it is a part of."""
-        return [one.numpy() for one in self.logprobs(batch, temperature)]
+        """The log-probabilities as arrays: pickled tensors would include the whole storage that they are views of."""
+        return [logprob.numpy() for logprob in self.logprobs(batch, temperature)]
 
     def export(self, directory: Path, form: WeightsForm) -> None:
         self._write(directory, self._gathered(self.model.state_dict(keep_vars=True)))
 
     def save(self, directory: Path, resumable: bool = True) -> None:
         weights = self._gathered(self.model.state_dict(keep_vars=True))
-        # Before anything is written: where that fails the others would wait for this one.
+        # Before anything is written: if writing fails, the others would wait for this one.
         optimizer = self._gathered(self.optimizer.state_dict()) if resumable else None
         self._write(directory, weights)
         if resumable and dist.get_rank() == 0:
@@ -112,11 +113,11 @@ class ShardedLearner(TorchLearner):
 
     def _write(self, directory: Path, weights: dict[str, Tensor]) -> None:
         if dist.get_rank() == 0:
-            kinds = {id(one): one.to(self._dtype) for one in weights.values()}  # tied ones stay one
+            kinds = {id(weight): weight.to(self._dtype) for weight in weights.values()}  # tied weights stay tied
             self.policy.save(directory, {name: kinds[id(one)] for name, one in weights.items()})
 
     def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state with whole tensors, on the CPU of the first process; nothing in the others. What two names share is
+        """The state with whole tensors, on the CPU of the first process; empty in the others. Shared tensors are
         gathered once."""
         found: dict[int, Tensor | None] = {}
 
@@ -148,13 +149,13 @@ class ShardedLearner(TorchLearner):
 
 
 def _spread(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Leave this process its part of the weights; `model.run(work)` is `work()` with all that is outside of layers."""
+    """Shard the model; `model.run(work)` is `work()` with the weights outside of layers gathered."""
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for module in (*layers, model):
         part = fully_shard(module, mesh=mesh, mp_policy=precision)
-        part.set_gradient_divide_factor(1.0)  # weights of tokens are of the whole batch: their gradients are summed
-        part.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+        part.set_gradient_divide_factor(1.0)  # token weights are over the whole batch: sum gradients
+        part.set_force_sum_reduction_for_comms(True)  # gloo supports only this
     cast(Any, model).run = _run
     register_fsdp_forward_method(model, "run")
 
@@ -164,7 +165,7 @@ def _run(work: Callable[[], T]) -> T:
 
 
 def _like(whole: Tensor, own: Tensor) -> Tensor:
-    """This process's part of a tensor that all of them have read."""
+    """This process's shard of a tensor that all have read."""
     if not isinstance(own, DTensor):
         return whole
     if whole.shape != own.shape:
@@ -183,10 +184,10 @@ def main(descriptor: int, place: str) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        init_method=f"file://{place}/store",  # a store on a port would be open to the network
+        init_method=f"file://{place}/store",  # a store on a port would be reachable from the network
         rank=rank,
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(hours=1),  # who loads a model lets the others wait; the trainer notices one that ends
+        timeout=timedelta(hours=1),  # others wait while one loads a model; the trainer notices a process that ends
     )
     learner = ShardedLearner(settings)
     trainer.send_bytes(pickle.dumps((None, None)))
@@ -195,9 +196,9 @@ def main(descriptor: int, place: str) -> None:
         answer, error = None, None
         try:
             answer = getattr(learner, method)(*arguments)
-        except AgentLightningError as raised:  # by all of them alike
+        except AgentLightningError as raised:  # raised by all processes alike
             error = raised
-        except OSError as raised:  # by the one that writes or reads files; in a step the others would wait for ever
+        except OSError as raised:  # raised by one process, reading or writing files; in a step the others would hang
             if method not in ("save", "export", "load"):
                 raise
             error = raised
@@ -211,7 +212,7 @@ def _read(trainer: Connection, calls: SimpleQueue[Any], place: str) -> None:
     except (OSError, EOFError):  # the trainer has ended
         shutil.rmtree(place, ignore_errors=True)
         os._exit(0)
-    except Exception:  # noqa: BLE001 - importing a loss function of the user's may raise anything
+    except Exception:  # noqa: BLE001 - importing a user's loss function may raise anything
         traceback.print_exc()
         os._exit(1)
 

@@ -1,6 +1,6 @@
-"""The log-probabilities that a teacher gives to what a student sampled: of a model in this process, or of a server.
+"""A teacher's log-probabilities of the tokens that a student sampled, from a model in this process or a server.
 
-Knows models, and how vLLM scores a prompt. Knows no algorithm.
+Knows models, and how vLLM scores a prompt; no algorithm.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ if TYPE_CHECKING:
     from agentlightning.data.token_bytes import TokenBytes
     from agentlightning.gateway.backends.connection import Connection
 
-# float32[N] of each sequence, a number for each of its sampled tokens. Blocks.
+# Returns float32[N] per sequence, one value per sampled token. Blocks.
 Teacher: TypeAlias = Callable[[Sequence[TrainingSequence]], Sequence[FloatArray]]
 
-_AT_ONCE: Final = 16  # requests
+_AT_ONCE: Final = 16  # simultaneous requests
 _PROBE: Final = "def f(x):\n    return x + 12345  # naïve café, 北京 🙂\n\n\tThe quick brown fox?!"
 
 
 class TeacherServer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The base URL of a `vllm` server. `model` is the server's name for the teacher, where it serves several; `api_key`
-    its key."""
+    """The base URL of a `vllm` server. `model` is its name for the teacher, if it serves several; `api_key` its key."""
 
     vllm: str
     model: str | None = None
@@ -38,7 +37,7 @@ class TeacherServer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def read_teacher(given: Any) -> Any:
-    """What says where a teacher is: a `TeacherServer`, or what a model is opened from. ConfigError for neither."""
+    """A `TeacherServer`, or the source of a model to open. ConfigError if it is neither."""
     forms = "give a model's path or id, or {vllm: http://host:8000/v1}"
     if not given:
         raise ConfigError(f"teacher is missing: {forms}")
@@ -56,9 +55,10 @@ def read_teacher(given: Any) -> Any:
 
 
 def open_teacher(given: Any, student: TokenBytes | None) -> Teacher:
-    """The teacher that `read_teacher` accepts, for a student with these tokens. Blocks, as a model is loaded.
+    """The teacher described by `read_teacher`'s result, for a student with these tokens. Blocks while a model is
+    loaded.
 
-    ConfigError where there is none, or where its tokenizer has other ids than the student's."""
+    ConfigError if it cannot be opened, or if its tokenizer has other ids than the student's."""
     given = read_teacher(given)
     if not isinstance(given, TeacherServer):
         return _local_teacher(given, student)
@@ -86,7 +86,7 @@ def _local_teacher(source: Any, student: TokenBytes | None) -> Teacher:
                 "a teacher reads the student's own token ids, so take one of the same family"
             )
     learner = TorchLearner(policy)
-    return lambda sequences: [one.numpy() for one in learner.logprobs(sequences)]
+    return lambda sequences: [logprob.numpy() for logprob in learner.logprobs(sequences)]
 
 
 def _connected(server: TeacherServer) -> Connection:
@@ -97,7 +97,7 @@ def _connected(server: TeacherServer) -> Connection:
 
 
 async def _probed(server: TeacherServer, student: TokenBytes | None) -> TeacherServer:
-    """The server, with the name of its model, if it tokenizes and scores as is needed."""
+    """The server with its model's name, if it tokenizes and scores as needed."""
     connection = _connected(server)
     try:
         if server.model is None:
@@ -112,21 +112,21 @@ async def _probed(server: TeacherServer, student: TokenBytes | None) -> TeacherS
             except BackendError as error:
                 if error.status != 404:
                     raise
-                theirs = ids  # what has no such route is compared by nobody
+                theirs = ids  # without this route, ids are not compared
             if theirs != ids:
                 raise ValueError(
                     f"its tokenizer gives other ids than the student's ({theirs[:5]} …, not {ids[:5]} …): take a "
                     "teacher of the same family"
                 )
         if not np.isfinite((await _score(server, connection, ids))[1:]).all():
-            raise ValueError("it gives log-probabilities that are no numbers")
+            raise ValueError("it gives log-probabilities that are not numbers")
         return server
     finally:
         await connection.close()
 
 
 async def _score_all(server: TeacherServer, sequences: Sequence[TrainingSequence]) -> list[FloatArray]:
-    """TrainingError where the server does not score one of them."""
+    """TrainingError if the server fails to score a sequence."""
     connection, at_once = _connected(server), asyncio.Semaphore(_AT_ONCE)
 
     async def of_one(sequence: TrainingSequence) -> FloatArray:
@@ -144,7 +144,7 @@ async def _score_all(server: TeacherServer, sequences: Sequence[TrainingSequence
 
 
 async def _score(server: TeacherServer, connection: Connection, ids: list[int]) -> FloatArray:
-    """Of each token, its log-probability after those before; of the first, NaN."""
+    """The log-probability of each token given those before it; NaN for the first."""
     asked = {"model": server.model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 1}
     answer = (await _ask(connection, "v1/completions", asked))["choices"][0]["prompt_logprobs"]
     found = [one[str(token)]["logprob"] for one, token in zip(answer[1:], ids[1:], strict=True)]
@@ -152,7 +152,7 @@ async def _score(server: TeacherServer, connection: Connection, ids: list[int]) 
 
 
 async def _ask(connection: Connection, route: str, asked: Any) -> Any:
-    """A POST, or a GET where nothing is asked. BackendError where it is refused."""
+    """A POST, or a GET without a body. BackendError if refused."""
     body = None if asked is None else msgspec.json.encode(asked)
     async with connection.posted(f"{connection.root}/{route}", body, accepted=True) as answer:
         return msgspec.json.decode(await answer.read())

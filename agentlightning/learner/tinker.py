@@ -1,9 +1,9 @@
-"""A Tinker server as learner and sampler in one: the hosted service, or your own server that speaks its protocol.
+"""A Tinker server as learner and sampler in one: the hosted service, or your own server with its protocol.
 
-Knows the `tinker` SDK, and what such a server is sent in which order. Weights stay on the server, and what is published
-and saved here are their handles.
+Knows the `tinker` SDK, and the requests to the server and their order. Weights stay on the server; publications and
+checkpoints here are handles.
 
-Every loss is computed here: the server tells log-probabilities, and −dL/dlogprob goes back as the advantages of its
+Every loss is computed here: the server returns log-probabilities, and gets −dL/dlogprob as the advantages of its
 `importance_sampling` at ratio 1, whose gradient is that of L.
 """
 
@@ -43,21 +43,22 @@ from agentlightning.learner.remote import PROBED_TOKENS, Activity, sampled_seque
 from agentlightning.learner.torch import MISMATCH_TOLERANCE, not_finite
 
 HANDLE_FILE: Final = "tinker.json"
-_LENGTH: Final = 4096  # of prompt and answer, unless it is given
-_FEWEST: Final = 16  # sequences that an averaging server is sent: it compiles for each number of them
-_KEPT: Final = 2  # publications on the server
-_SECONDS: Final = 10.0  # for a server to say that it is there
+_LENGTH: Final = 4096  # of prompt and answer, by default
+_FEWEST: Final = 16  # smallest batch for an averaging server, which compiles for each batch size
+_KEPT: Final = 2  # publications kept on the server
+_SECONDS: Final = 10.0  # for a server to answer at the start
 
 
 class Handle(msgspec.Struct, frozen=True):
-    """Weights on the server: its `path` for them. `steps` have been made with the optimiser saved beside them."""
+    """Weights on the server: `path` is its name for them, after `steps` steps of the optimiser, which is saved with
+    them."""
 
     path: str
     steps: int = 0
 
 
 def check_training(place: LearnerPlace, loss: Loss, lora: LoRA | None) -> None:
-    """ConfigError where a Tinker server does not train like this."""
+    """ConfigError if a Tinker server cannot train with these settings."""
     check_loss(loss)
     if place.verl is not None and lora is not None:
         raise ConfigError("learner: verl's Tinker server trains all weights and no adapter: leave lora out")
@@ -69,7 +70,7 @@ def check_training(place: LearnerPlace, loss: Loss, lora: LoRA | None) -> None:
 
 
 def check_loss(loss: Loss) -> None:
-    """ConfigError for a loss that a Tinker server has no gradient of."""
+    """ConfigError for a loss whose gradient a Tinker server cannot provide."""
     if loss.temperature != 1:
         raise ConfigError(
             f"learner: a Tinker server returns log-probabilities at temperature 1, not {loss.temperature:g}: set the "
@@ -84,12 +85,12 @@ def check_loss(loss: Loss) -> None:
 def open_tinker(
     place: LearnerPlace, model: str, optimizer: AdamW, *, lora: LoRA | None, seed: int, length: int | None
 ) -> Generator[tuple[TinkerSampler, TinkerLearner]]:
-    """Inside, the server is ready to sample from `model`, its name for it, and to train an adapter on it, or, verl's,
-    its weights. ConfigError where it cannot be reached, is not ready, or has no such model."""
+    """In the block, the server is ready to sample from `model`, its name for it, and to train an adapter on it (verl's:
+    all weights). ConfigError if it cannot be reached, is not ready, or does not have the model."""
     tokenizer, sdk = load_tokenizer(place.tokenizer or model), tinker_sdk()
     url = None if place.url == HOSTED else place.url
     if url is not None:
-        try:  # the SDK would try for minutes
+        try:  # the SDK would retry for minutes
             with urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=_SECONDS) as answer:
                 health = answer.read().decode(errors="replace")
         except (OSError, ValueError) as error:
@@ -114,20 +115,20 @@ def open_tinker(
 
 
 class TinkerLearner:
-    """A `Learner` on the server behind `service`, which holds weights and optimiser. The server clips gradients by
-    `max_grad_norm` where it can."""
+    """A `Learner` on the server behind `service`, which has weights and optimiser. The server clips gradients to
+    `max_grad_norm` if it can."""
 
-    mismatch_tolerance = MISMATCH_TOLERANCE[torch.bfloat16]  # what the server computes in is not known
+    mismatch_tolerance = MISMATCH_TOLERANCE[torch.bfloat16]  # the server's dtype is unknown
 
     def __init__(
         self, sdk: Any, service: Any, create: Callable[[], Any], tokenizer: Any, config: AdamW, place: LearnerPlace
     ) -> None:
-        config.rate(1)  # a schedule without an end is refused now
+        config.rate(1)  # refuses a schedule without an end
         self.config = config
         self.steps = 0
         self.token_bytes: TokenBytes | None = TokenBytes(tokenizer.backend_tokenizer)
         self._sdk, self._service, self._create = sdk, service, create
-        self._client: Any = None  # made when it is first needed: a state can only be loaded into a new one
+        self._client: Any = None  # created on first use: a state can only be loaded into a new one
         self._masked = place.verl is not None
         self._averages = place.reduction == "mean"
         self._sums = place.verl is not None or place.reduction is not None
@@ -136,18 +137,18 @@ class TinkerLearner:
         raise ConfigError("learner: a Tinker server trains no critic")
 
     def step(self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None) -> dict[str, float]:
-        """See `Learner.step`; without entropy. The gradient norm is the server's, where it gives one."""
+        """See `Learner.step`; no entropy. The gradient norm is the server's, if it returns one."""
         if not batch:
             raise TrainingError("an empty batch cannot be trained; the loop must skip the step")
         check_loss(loss)
         rows = self._rows(batch)
         slopes, totals = gradient(batch, rows, loss, version)
-        if not np.isfinite([totals.sums["loss"], *(float(np.abs(one).sum()) for one in slopes)]).all():
+        if not np.isfinite([totals.sums["loss"], *(float(np.abs(slope).sum()) for slope in slopes)]).all():
             raise not_finite(totals.sums["loss"])
         rate = self.config.rate(self.steps + 1)
         settings = {"learning_rate": rate, "beta1": self.config.betas[0], "beta2": self.config.betas[1], "eps": 1e-8}
         settings |= {"weight_decay": self.config.weight_decay, "grad_clip_norm": self.config.max_grad_norm}
-        data, adam = self._data(batch, rows, [-one for one in slopes]), self._sdk.types.AdamParams(**settings)
+        data, adam = self._data(batch, rows, [-slope for slope in slopes]), self._sdk.types.AdamParams(**settings)
         self._ask("forward_backward", data, "importance_sampling")
         answer: dict[str, float] = self._ask("optim_step", adam).metrics or {}
         self.steps += 1
@@ -158,19 +159,19 @@ class TinkerLearner:
         return totals.metrics() | ({"grad_norm": norms[0]} if norms else {}) | {"learning_rate": rate} | counts
 
     def logprobs(self, batch: Sequence[TrainingSequence], temperature: float = 1.0) -> list[Tensor]:
-        """See `Learner.logprobs`; at temperature 1 alone."""
+        """See `Learner.logprobs`; temperature 1 only."""
         check_loss(Loss(temperature=temperature))
         return [torch.from_numpy(row[s.positions - 1]) for row, s in zip(self._rows(batch), batch, strict=True)]
 
     def _rows(self, batch: Sequence[TrainingSequence]) -> list[FloatArray]:
-        """The log-probability of every token after the first, float32[L − 1] of each sequence."""
+        """The log-probability of every token after the first, float32[L − 1] per sequence."""
         nothing = [np.zeros(len(sequence) - 1, np.float32) for sequence in batch]
         answer = self._ask("forward", self._data(batch, nothing, nothing), "importance_sampling")
         return [np.asarray(one["logprobs"].data, np.float32) for one in answer.loss_fn_outputs[: len(batch)]]
 
     def export(self, directory: Path, form: WeightsForm) -> None:
-        """See `Learner.export`: the file that a `TinkerSampler` reads. ConfigError for another form than `handle`, and,
-        before the first, where nobody knows whether the server sums its losses."""
+        """See `Learner.export`: writes the file that a `TinkerSampler` reads. ConfigError for any form but `handle`
+        and, before the first, if it is unknown whether the server sums its losses."""
         if form != "handle":
             raise ConfigError(f"a Tinker server gives handles of its weights, not the {form} weights")
         self._check_sums()
@@ -179,13 +180,13 @@ class TinkerLearner:
         (directory / HANDLE_FILE).write_bytes(msgspec.json.encode(Handle(saved.path)))
 
     def save(self, directory: Path, resumable: bool = True) -> None:
-        """Write the handle of weights and optimiser, which stay on the server until they are deleted there; it keeps
-        none without the other."""
+        """Write the handle of weights and optimiser, which stay on the server until deleted there. It keeps both or
+        neither."""
         saved = self._ask("save_state", _new_name())
         (directory / HANDLE_FILE).write_bytes(msgspec.json.encode(Handle(saved.path, self.steps)))
 
     def load(self, directory: Path) -> None:
-        """See `Learner.load`: into another adapter on the server, as it asks."""
+        """See `Learner.load`: the server loads them into a new adapter."""
         handle = read_handle(directory)
         try:
             restored = self._service.create_training_client_from_state_with_optimizer(handle.path)
@@ -194,30 +195,30 @@ class TinkerLearner:
         self._client, self.steps = restored, handle.steps
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        """What the server answers in the end to a call of its training client."""
+        """The final answer of the server to a call of its training client."""
         with _explained(self._sdk):
             if self._client is None:
                 self._client = self._create()
             return getattr(self._client, method)(*arguments).result()
 
     def _check_sums(self) -> None:
-        """ConfigError unless the server is known to sum, or tells a sum of losses, of which an averaging one has none.
-        The gradient of what it is asked for is 0."""
+        """ConfigError unless the server is known to sum its losses, or reports a sum, which averaging servers do not.
+        This request has gradient 0."""
         if self._sums:
             return
         nothing = self._datum(np.zeros(2, np.int64), *np.zeros((3, 1), np.float32))
         if not any("loss" in name for name in self._ask("forward_backward", [nothing], "importance_sampling").metrics):
             raise ConfigError(
-                "learner: this server does not tell the sum of its losses: it may average them, as SkyRL's JAX backend "
-                "does. Say which: reduction: mean, or reduction: sum"
+                "learner: this server does not report the sum of its losses: it may average them, like SkyRL's JAX "
+                "backend. Say which: reduction: mean, or reduction: sum"
             )
         self._sums = True
 
     def _data(
         self, batch: Sequence[TrainingSequence], logprobs: Sequence[FloatArray], advantages: Sequence[FloatArray]
     ) -> Any:
-        """What the server is sent; both are float32[L − 1] of each sequence. A server that averages gets advantages
-        that undo it, and a number of sequences that is a power of two: it compiles anew for each."""
+        """The request's data; both arrays are float32[L − 1] per sequence. A server that averages gets rescaled
+        advantages and a number of sequences that is a power of two, because it compiles for each."""
         count = max(_FEWEST, 1 << (len(batch) - 1).bit_length()) if self._averages else len(batch)
         data: list[Any] = []
         for sequence, old, own in zip(batch, logprobs, advantages, strict=True):
@@ -234,8 +235,8 @@ class TinkerLearner:
         return data
 
     def _datum(self, token_ids: Any, logprobs: FloatArray, advantages: FloatArray, sampled: FloatArray) -> Any:
-        """Row i is of the token after the i-th, float32[L − 1]. verl's server refuses a sequence of zeros alone where
-        it does not know what was sampled, and others may refuse to be asked so."""
+        """Row i is for the token after the i-th, float32[L − 1]. The mask of sampled tokens is for verl's
+        server, which refuses a sequence of zeros without one."""
         inputs = {"target_tokens": token_ids[1:].astype(np.int64), "logprobs": logprobs, "advantages": advantages}
         if self._masked:
             inputs["mask"] = sampled
@@ -249,8 +250,8 @@ class TinkerLearner:
 
 class TinkerSampler:
     """A `Sampler` on the server behind `service`, and the `TokenGenerator` of its backend: chats are rendered here. It
-    samples from `model` until it is given weights. A call whose caller has left is waited for: a server may load the
-    weights that it asks for over those that it trains."""
+    samples from `model` until it gets weights. A call whose client has left is completed: a server may load the weights
+    for it over those that it trains."""
 
     takes: WeightsForm = "handle"
     grammars: GrammarsAs = None
@@ -272,7 +273,7 @@ class TinkerSampler:
         return self._activity.idle_seconds
 
     async def check(self, train: Sampling) -> None:
-        """What it answers is checked when the first weights are published."""
+        """Its answers are checked when the first weights are published."""
         with _explained(self._sdk):
             self._client = await self._service.create_sampling_client_async(base_model=self._model)
 
@@ -286,7 +287,7 @@ class TinkerSampler:
             self._usable.set()
 
     async def watch(self, calls_held: Callable[[], AbstractAsyncContextManager[None]]) -> None:
-        await asyncio.Event().wait()  # the SDK asks again by itself
+        await asyncio.Event().wait()  # the SDK retries
 
     async def publish(self, weights: Weights) -> None:
         assert weights.place is not None
@@ -296,7 +297,7 @@ class TinkerSampler:
         self._version = weights.version
         self._published.append(path)
         for old in self._published[:-_KEPT]:
-            with contextlib.suppress(self._sdk.TinkerError):  # it costs the server's disk alone
+            with contextlib.suppress(self._sdk.TinkerError):  # it costs only disk space on the server
                 _, _, run, *_, name = old.split("/")  # tinker://run/name, or tinker://run/sampler_weights/name
                 await self._service.create_rest_client().delete_checkpoint_async(run, f"sampler_weights/{name}")
         del self._published[:-_KEPT]
@@ -304,7 +305,7 @@ class TinkerSampler:
     async def sample(self) -> list[TrainingSequence]:
         prompt = self._chat.tokenizer.encode("Hi").ids
         tokens = await self.complete(GenerationRequest(prompt, max_tokens=PROBED_TOKENS, seed=0))
-        return [sampled_sequence(prompt, [one.token_id for one in tokens], [one.logprob for one in tokens])]
+        return [sampled_sequence(prompt, [token.token_id for token in tokens], [token.logprob for token in tokens])]
 
     # --- the generator ---
 
@@ -313,7 +314,7 @@ class TinkerSampler:
             yield token
 
     async def complete(self, request: GenerationRequest) -> list[SampledToken]:
-        """See `TokenGenerator`: all tokens come together."""
+        """See `TokenGenerator`: all tokens arrive together."""
         room = self._length - len(request.prompt_token_ids)
         if request.top_logprobs:
             raise BackendError("a Tinker server returns no top_logprobs; omit them", status=400)
@@ -330,7 +331,7 @@ class TinkerSampler:
         self.generated_tokens += len(answer.tokens)
         last = len(answer.tokens) - 1
         stopped = answer.tokens[-1] in request.stop_token_ids or last + 1 < min(room, request.max_tokens or room)
-        reason = "stop" if answer.stop_reason == "stop" and stopped else "length"  # verl's says stop of both
+        reason = "stop" if answer.stop_reason == "stop" and stopped else "length"  # verl's server says stop for both
         return [
             SampledToken(token_id, logprob, version, reason if position == last else None, ending=_ending(request))
             for position, (token_id, logprob) in enumerate(zip(answer.tokens, answer.logprobs, strict=True))
@@ -352,14 +353,14 @@ class TinkerSampler:
     def _ended(self, call: asyncio.Task[Any]) -> None:
         self._activity.__exit__()
         if not call.cancelled():
-            call.exception()  # seen: its caller may have left
+            call.exception()  # retrieves the error: its caller may have left
 
 
 def gradient(
     batch: Sequence[TrainingSequence], rows: Sequence[FloatArray], loss: Loss, version: int | None
 ) -> tuple[list[FloatArray], Totals]:
-    """dL/dlogprob of every token after the first, float32[L − 1] of each sequence, where `rows` are their
-    log-probabilities; and the metrics."""
+    """dL/dlogprob of every token after the first, float32[L − 1] per sequence, given the log-probabilities `rows`; and
+    the metrics."""
     micro = pack(batch, aggregation_weights(batch, loss.aggregation, loss.constant_length))
     ends = np.cumsum([len(row) for row in rows])
     places = np.array([0, *ends])[micro.rows] + micro.positions - 1
@@ -375,7 +376,7 @@ def gradient(
 
 
 def read_handle(directory: Path) -> Handle:
-    """What `TinkerLearner` wrote there. ConfigError where it is not there."""
+    """The handle that `TinkerLearner` wrote. ConfigError if there is none."""
     try:
         return msgspec.json.decode((directory / HANDLE_FILE).read_bytes(), type=Handle)
     except (OSError, msgspec.DecodeError) as error:
@@ -383,18 +384,18 @@ def read_handle(directory: Path) -> Handle:
 
 
 def _new_name() -> str:
-    """One that is not taken: the SDK would ask for one that is again and again."""
+    """A unique name: the SDK would retry a taken one forever."""
     return f"agl-{secrets.token_hex(8)}"
 
 
 def tinker_sdk() -> Any:
-    """Its version is what the server takes: docs/training.md."""
+    """The SDK; its version must match the server's: docs/training.md."""
     return imported("tinker", "learner: tinker, whose SDK has the server's version,", "agent-lightning-next[tinker]")
 
 
 @contextmanager
 def _explained(sdk: Any) -> Generator[None]:
-    """What the SDK raises becomes an UnavailableError."""
+    """Errors of the SDK become UnavailableErrors."""
     try:
         yield
     except sdk.TinkerError as error:

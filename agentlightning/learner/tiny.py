@@ -1,15 +1,14 @@
-"""A tiny policy made on the spot: a tokenizer with a chat template, and a Qwen3-style transformer of half a million
-parameters. What it makes is saved and loaded by transformers like any other model.
+"""Makes a tiny policy: a tokenizer with a chat template, and a Qwen3-style transformer with half a million parameters.
+The result is saved and loaded by transformers like any other model.
 
-Copying (names, numbers, tool results) is what a tiny model learns slowest, so its random weights begin with the circuit
-for it. The residual stream is divided: channel 0 is a constant, 1..63 say which token this is, 64..95 which token came
-before, 96..127 the one before that. Layer 0 fills the last two by attending one and two places back. Layer 1 looks for
-places whose predecessors match what is being read now, and copies what stands there:
+Tiny models learn copying (names, numbers, tool results) slowest, so the random weights start with a circuit for it. The
+residual stream is divided: channel 0 is a constant, 1..63 identify the token, 64..95 the previous token, 96..127 the
+one before that. Layer 0 writes the last two by attending one and two positions back. Layer 1 finds positions whose
+predecessors match the current tokens, and copies what is there:
+    … from: Oslo …  "from": "  →  Oslo     (the same word two positions back, whatever the separator)
 
-    … from: Oslo …  "from": "  →  Oslo     (the same word two places back, whatever the separator)
-
-A third head of layer 1 always looks at the first word after `<|user|>`, so that what was asked is known at every
-token. Everything stays trainable.
+A third head of layer 1 always attends to the first word after `<|user|>`, so every token knows the request. All weights
+stay trainable.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ BEFORE = slice(64, 96)
 BEFORE_THAT = slice(96, 128)
 
 EMBEDDING_SCALE = 0.2  # larger weights move relatively less in a step of AdamW: policies then survive its first steps
-SHARPNESS = 2.2  # of the query and key norms: an attention score is at most about 27
-COPY_STRENGTH = 6.0  # of what is copied, beside the embedding of the token that is being read
-REQUEST_STRENGTH = 1.0  # of what the request's first word adds
+SHARPNESS = 2.2  # of the query and key norms: attention scores are at most about 27
+COPY_STRENGTH = 6.0  # of the copied token, relative to the current token's embedding
+REQUEST_STRENGTH = 1.0  # of the request's first word
 
 # One rotary frequency per pair of rows (i, i + 16) of a head. The fast ones tell neighbouring places apart; the slow
 # ones hardly turn over a conversation, so that tokens can be compared however far apart they are.
@@ -93,7 +92,7 @@ CHAT_TEMPLATE = """
 
 
 def chat_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    """A whole conversation as the tiny policy's template writes it; needs no tokenizer."""
+    """A whole conversation in the format of the tiny policy's template; needs no tokenizer."""
     conversation = [dict(message) for message in messages]
     rendered, _ = render_jinja_template(
         [conversation], tools=[dict(tool) for tool in tools], chat_template=CHAT_TEMPLATE, add_generation_prompt=False
@@ -102,10 +101,10 @@ def chat_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str
 
 
 def make_tokenizer(corpus: Iterable[str], vocabulary_size: int = 1024) -> PreTrainedTokenizerFast:
-    """A byte-pair tokenizer trained on `corpus`, of at most `vocabulary_size` tokens, with the chat template.
+    """A byte-pair tokenizer trained on `corpus`, with at most `vocabulary_size` tokens and the chat template.
 
-    Any text survives encoding and decoding. The end of a turn, `<|end|>`, is the end-of-sequence token; `<tool_call>`
-    is a single token that decoding keeps. ConfigError if the size leaves no room for the 256 bytes."""
+    Decoding restores any encoded text. The end of a turn, `<|end|>`, is the end-of-sequence token; `<tool_call>` is a
+    single token that decoding keeps. ConfigError if the size leaves no room for the 256 bytes."""
     added = [PAD, END, *SPEAKERS, *TOOL_CALL]
     if vocabulary_size < len(added) + 256:
         raise ConfigError(f"vocabulary_size is {vocabulary_size}; it must be at least {len(added) + 256}")
@@ -123,7 +122,7 @@ def make_tokenizer(corpus: Iterable[str], vocabulary_size: int = 1024) -> PreTra
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    between = re.compile("|".join(map(re.escape, added)))  # training, unlike encoding, does not cut the text at these
+    between = re.compile("|".join(map(re.escape, added)))  # training, unlike encoding, does not split texts at these
     tokenizer.train_from_iterator((piece for text in corpus for piece in between.split(text)), trainer)
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in TOOL_CALL])
     return PreTrainedTokenizerFast(
@@ -140,9 +139,9 @@ def make_model(
     tokenizer: PreTrainedTokenizerFast, *, seed: int, layers: int = 2, inner: int = 384, max_positions: int = 1024
 ) -> Qwen3ForCausalLM:
     """A policy for `tokenizer` with tied embeddings and grouped queries (four heads on two key-value heads); `inner` is
-    the width of its feed-forward nets.
+    the width of its feed-forward layers.
 
-    The weights depend on `seed` and the vocabulary alone; torch's global generator is left as it was."""
+    The weights depend only on `seed` and the vocabulary; torch's global generator is unchanged."""
     if layers < 2:
         raise ConfigError(f"layers is {layers}; copying takes two layers, so it must be at least 2")
     config = Qwen3Config(
@@ -160,7 +159,7 @@ def make_model(
         eos_token_id=token_id(tokenizer, END),
         pad_token_id=token_id(tokenizer, PAD),
     )
-    with torch.random.fork_rng(devices=[]):  # transformers draws weights of its own, which are not kept
+    with torch.random.fork_rng(devices=[]):  # transformers draws initial weights, which are replaced
         model = Qwen3ForCausalLM(config)
     initialise(model, user_id=token_id(tokenizer, "<|user|>"), seed=seed)
     return model
@@ -176,10 +175,10 @@ def token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
 
 @torch.no_grad()
 def initialise(model: Qwen3ForCausalLM, *, user_id: int, seed: int) -> None:
-    """Set every weight of `model` from `seed`; torch's global generator is not used.
+    """Set every weight of `model` from `seed`, without torch's global generator.
 
-    Normal weights, scaled so that what a layer adds begins small beside what it reads; of the embeddings a constant, an
-    identity, and next to nothing where layer 0 is going to write."""
+    Weights are normal, scaled so that each layer's output is small beside its input; embeddings have a constant, an
+    identity, and almost nothing in the channels that layer 0 writes."""
     generator = torch.Generator().manual_seed(seed)
     first, second = (cast(Qwen3Attention, model.model.layers[index].self_attn) for index in (0, 1))
     for name, parameter in model.named_parameters():
@@ -204,7 +203,7 @@ def initialise(model: Qwen3ForCausalLM, *, user_id: int, seed: int) -> None:
 
 
 def identity_view(generator: torch.Generator) -> torch.Tensor:
-    """A random view [head, width] of a token's identity, with orthonormal rows."""
+    """A random projection [head, width] of a token's identity, with orthonormal rows."""
     channels = IDENTITY.stop - IDENTITY.start
     view = torch.zeros(HEAD_SIZE, WIDTH)
     view[:, IDENTITY] = torch.linalg.qr(torch.randn(channels, HEAD_SIZE, generator=generator))[0].T
@@ -212,9 +211,9 @@ def identity_view(generator: torch.Generator) -> torch.Tensor:
 
 
 def look_back(attention: Qwen3Attention, view: torch.Tensor) -> None:
-    """Layer 0, heads 0 and 1: write a view of the last token, and of the one before it, into their channels.
+    """Layer 0, heads 0 and 1: write a view of the previous token, and of the one before it, into their channels.
 
-    A constant key and a constant query that is turned by `offset` places meet where the distance is `offset`."""
+    A constant key and a constant query rotated by `offset` positions match at distance `offset`."""
     attention.k_proj.weight[rows(0)] = 0.0
     attention.k_proj.weight[FAST, CONSTANT] = 1.0
     attention.v_proj.weight[rows(0)] = view
@@ -228,8 +227,8 @@ def look_back(attention: Qwen3Attention, view: torch.Tensor) -> None:
 
 
 def match_and_copy(attention: Qwen3Attention, view: torch.Tensor, generator: torch.Generator) -> None:
-    """Layer 1, heads 0 and 2: attend where the token before is this one, and where the token before that is the last
-    one; copy a view of what stands there."""
+    """Layer 1, heads 0 and 2: attend to positions whose previous token is this one, and whose one before that is the
+    previous one; copy a view of the token there."""
     for group, reads, target in ((0, view, BEFORE), (1, channels_of(BEFORE), BEFORE_THAT)):
         query, key = torch.zeros(HEAD_SIZE, WIDTH), torch.zeros(HEAD_SIZE, WIDTH)
         query[COMPARED], key[COMPARED] = reads[COMPARED], channels_of(target)[COMPARED]
@@ -241,8 +240,8 @@ def match_and_copy(attention: Qwen3Attention, view: torch.Tensor, generator: tor
 
 
 def look_at_request(attention: Qwen3Attention, user: torch.Tensor, generator: torch.Generator) -> None:
-    """Layer 1, head 1: attend where the token before is `<|user|>` (its view [head]) and add a random image of what
-    stands there, for the layers above to make sense of. It shares its keys with head 0."""
+    """Layer 1, head 1: attend to the position after `<|user|>` (its view [head]) and add a random projection of the
+    token there, for later layers to use. It shares its keys with head 0."""
     query = torch.zeros(HEAD_SIZE, WIDTH)
     query[COMPARED, CONSTANT] = user[COMPARED]
     attention.q_proj.weight[rows(1)] = query
@@ -251,7 +250,7 @@ def look_at_request(attention: Qwen3Attention, user: torch.Tensor, generator: to
 
 
 def channels_of(target: slice) -> torch.Tensor:
-    """What reads [head, width] the channels that layer 0 wrote."""
+    """Reads [head, width] the channels that layer 0 wrote."""
     channels = torch.zeros(HEAD_SIZE, WIDTH)
     channels[:, target] = torch.eye(HEAD_SIZE)
     return channels

@@ -1,6 +1,6 @@
-"""The torch learner: gradient steps on one device, exact under micro-batching.
+"""The torch learner: gradient steps on one device, exact with micro-batches.
 
-Whoever owns the engine keeps it from reading weights during `step`.
+The engine's owner keeps it from reading weights during `step`.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ T = TypeVar("T")
 
 OPTIMIZER_FILE = "optimizer.pt"
 
-# See `Learner`. On peaked tiny models float32 logprobs differed by less than 1e-5, bfloat16 ones by up to 0.32.
+# See `Learner`. With tiny, confident models float32 logprobs differed by less than 1e-5, bfloat16 ones by up to 0.32.
 MISMATCH_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.2}
 
 
 class MasterWeights:
-    """`trained` are float32 tensors for an optimiser: parameters that are float32, and float32 copies of the others.
+    """`trained` are float32 tensors for an optimiser: float32 parameters, and float32 copies of the others.
 
-    Small steps vanish in bfloat16, whose numbers have 8 bits, and so do small gradients when they are summed. So those
-    of a copied parameter are added to its copy's as they are made, and `write_back` rounds the copies once a step."""
+    In bfloat16, with 8 bits of precision, small updates vanish, and so do small gradients in sums. So gradients of a
+    copied parameter are added to its copy as they are computed, and `write_back` rounds the copies once per step."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self.trained: list[Tensor] = []
@@ -79,16 +79,16 @@ class MasterWeights:
                 parameter.copy_(master)
 
     def close(self) -> None:
-        """Leave the parameters' gradients to whoever trains them next."""
+        """Leave the parameters' gradients to the next learner."""
         for hook in self._hooks:
             hook.remove()
 
     def state(self) -> list[Tensor]:
-        """The copies, for a checkpoint: what their parameters have was rounded."""
+        """The copies, for a checkpoint: the parameters are rounded."""
         return [master.detach() for _, master in self._copied]
 
     def load(self, state: Sequence[Tensor]) -> None:
-        """ValueError where these are not the copies of the same parameters."""
+        """ValueError if these are not copies of the same parameters."""
         if len(state) != len(self._copied):
             raise ValueError("it was trained in another dtype than this run is: give the same `dtype`")
         with torch.no_grad():
@@ -104,11 +104,11 @@ def _add_gradient(master: Tensor, parameter: Tensor) -> None:
 
 
 class TorchLearner:
-    """Trains `policy.model` in place, or its adapter where it has one. With `reference=True` the starting weights are
-    kept for KL: as a frozen copy, or, with an adapter, as the model without it. With `critic` one is trained beside it:
-    its gradient is clipped by itself.
+    """Trains `policy.model` in place, or only its adapter, if it has one. With `reference=True` the starting weights
+    are kept for KL: a frozen copy, or, with an adapter, the model without it. With `critic` a critic is trained too;
+    its gradient is clipped separately.
 
-    A subclass may have its weights spread over processes that make the same calls at the same time."""
+    A subclass may shard its weights over processes that make the same calls at the same time."""
 
     def __init__(
         self,
@@ -120,9 +120,9 @@ class TorchLearner:
     ) -> None:
         self.policy = policy
         self.config = config or AdamW()
-        self.config.rate(1)  # a schedule without an end is refused now
+        self.config.rate(1)  # refuses a schedule without an end
         self.model = policy.model
-        self.model.eval()  # no dropout: what is trained is the distribution that was sampled
+        self.model.eval()  # no dropout: the trained distribution is the sampled one
         self.keeps_reference = bool(reference)
         self.reference = reference if isinstance(reference, PreTrainedModel) else None
         if reference is True and policy.adapter is None:
@@ -137,20 +137,20 @@ class TorchLearner:
             lr=self.config.learning_rate,
             betas=self.config.betas,
             weight_decay=self.config.weight_decay,
-            fused=self.model.device.type == "cuda",  # else a step there takes as much memory again as what it trains
+            fused=self.model.device.type == "cuda",  # otherwise a step takes as much memory again as the weights
         )
         self.steps = 0
         self._logits_at_once = max(1, LOGITS_AT_ONCE // int(self.model.config.get_text_config().vocab_size))
         self._head_is_plain = self._run(self.model, lambda: has_plain_head(self.model))
-        self._forests_are_exact: bool | None = None  # not known before the first batch that asks for them
+        self._forests_are_exact: bool | None = None  # unknown before the first batch with forests
 
     def close(self) -> None:
-        """Leave the policy to whoever trains it next: the learner cannot make another step."""
+        """Leave the policy to the next learner; this one cannot step any more."""
         self._masters.close()
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
+        """The dtype of the model's computation."""
         return self.model.dtype
 
     @property
@@ -162,7 +162,7 @@ class TorchLearner:
         return self.policy.token_bytes
 
     def step(self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None) -> dict[str, float]:
-        """See `Learner.step`. The gradient is that of Σ weights · loss over the whole batch."""
+        """See `Learner.step`. The gradient is of Σ weights · loss over the whole batch."""
         if not batch:
             raise TrainingError("an empty batch cannot be trained; the loop must skip the step")
         if loss.kl_coefficient and not self.keeps_reference:
@@ -188,14 +188,14 @@ class TorchLearner:
         return totals.metrics() | norms | {"learning_rate": rate, "tokens_saved": saved}
 
     def _run(self, model: PreTrainedModel, work: Callable[[], T]) -> T:
-        """What `work` gives, which uses the model's weights; of tensors in tuples gradients flow back."""
+        """The result of `work`, which uses the model's weights; gradients flow through tensors in tuples."""
         return work()
 
     def _over_all(self, totals: Totals) -> Totals:
         return totals
 
     def _clipped(self, trained: Sequence[Tensor]) -> float:
-        """Clip the gradient; the norm that it had."""
+        """Clip the gradient; returns its norm before."""
         return float(torch.nn.utils.clip_grad_norm_(trained, self.config.max_grad_norm))
 
     def _forget_gradient(self) -> None:
@@ -204,18 +204,18 @@ class TorchLearner:
 
     def _micro_batches(self, batch: Sequence[TrainingSequence], weights: Sequence[FloatArray]) -> Iterator[MicroBatch]:
         tokens = self.config.micro_batch_tokens
-        if not self._head_is_plain:  # every token is projected by the model, sampled or not
+        if not self._head_is_plain:  # the model projects every token, sampled or not
             tokens = min(tokens, self._logits_at_once)
         return micro_batches(batch, weights, tokens)
 
     def _as_exact(self, batch: Sequence[TrainingSequence]) -> Sequence[TrainingSequence]:
-        """The batch, not as a forest where that would not be exact."""
+        """The batch, without forests if they are not exact for this model."""
         if not any(sequence.tree for sequence in batch) or self._trusts_forests(batch):
             return batch
         return [replace(sequence, tree=False) for sequence in batch]
 
     def _trusts_forests(self, batch: Sequence[TrainingSequence]) -> bool:
-        """Whether forests give this model what its sequences give alone: tried once, on two sequences that branch."""
+        """Whether forests give the same results as separate sequences: tested once, on two sequences that branch."""
         if self._forests_are_exact is None:
             reason = unsupported(self.model)
             if reason is None:
@@ -242,7 +242,7 @@ class TorchLearner:
         with torch.set_grad_enabled(not loss.critic_alone), self._recomputed(self.model):
             states, of_policy = self._forward(self.model, micro, loss.temperature, loss.entropy_coefficient != 0)
         logprobs, entropy = of_policy
-        if not len(logprobs):  # others have tokens, and their sums wait for this one's
+        if not len(logprobs):  # other processes have tokens, and collective operations need this one too
             torch.autograd.backward(logprobs.sum())
             return
         total = objective(micro, loss, totals, logprobs, entropy=entropy, reference=reference)
@@ -272,7 +272,7 @@ class TorchLearner:
     def _forward(
         self, model: PreTrainedModel, micro: MicroBatch, temperature: float, entropy_gradient: bool = False
     ) -> tuple[States, Sampled]:
-        """Where the logits are a plain projection of the last hidden state, only places that predict a sampled token
+        """If the logits are a plain projection of the last hidden state, only positions that predict a sampled token
         are projected."""
 
         def work() -> tuple[States, Sampled]:
@@ -313,10 +313,10 @@ class TorchLearner:
         return [values.numpy() for values in self._per_token(self._as_exact(batch), of_critic)]
 
     def _per_token(self, batch: Sequence[TrainingSequence], measure: Callable[[MicroBatch], Tensor]) -> list[Tensor]:
-        """What `measure` gives for each sampled token, one float32[N] per sequence, on the CPU."""
+        """`measure` of each sampled token, float32[N] per sequence, on the CPU."""
         lengths = [len(sequence.positions) for sequence in batch]
         out = torch.zeros(sum(lengths))
-        # Weights are carried along with their tokens: here they tell which token of the batch is which.
+        # Weights follow their tokens through packing: here they carry each token's index in the batch.
         numbers = np.split(np.arange(len(out), dtype=np.float64), np.cumsum(lengths)[:-1])
         with torch.no_grad():
             for micro in self._micro_batches(batch, cast(list[FloatArray], numbers)):
@@ -324,11 +324,11 @@ class TorchLearner:
         return list(self._joined(out).split(lengths))
 
     def _joined(self, parts: Tensor) -> Tensor:
-        """Numbers that are 0 where another process has them."""
+        """Values that are 0 where another process has them."""
         return parts
 
     def export(self, directory: Path, form: WeightsForm) -> None:
-        self._forget_gradient()  # on a GPU that is shared its memory is the sampler's until the next step
+        self._forget_gradient()  # on a shared GPU the sampler gets this memory until the next step
         directory.mkdir(parents=True)
         adapter = self.policy.adapter
         if form == "adapter" and adapter is None:
@@ -352,15 +352,15 @@ class TorchLearner:
             torch.save(state, directory / OPTIMIZER_FILE)
 
     def load(self, directory: Path) -> None:
-        """See `Learner.load`. Weights are copied into the live model, so that whoever shares it sees them."""
+        """See `Learner.load`. Weights are copied into the live model, so that everything that shares it sees them."""
         try:
             if not (directory / OPTIMIZER_FILE).is_file():
                 raise ValueError(f"it has no {OPTIMIZER_FILE}; its weights can be the model of a new run")
             if strangers := self._load_weights(directory):
-                raise ValueError(f"it is of another architecture: {strangers[:3]} …")
+                raise ValueError(f"it has another architecture: {strangers[:3]} …")
             if self.critic is not None:
                 self.critic.load(directory)
-            copied = self.model.device.type != "cpu"  # to where the weights are, so that the file may go
+            copied = self.model.device.type != "cpu"  # to the weights' device, so that the file can be closed
             state = torch.load(directory / OPTIMIZER_FILE, weights_only=True, map_location="cpu", mmap=copied)
             if len(self._frozen) and len(state["frozen"]) and not torch.equal(state["frozen"], self._frozen):
                 raise ValueError(
@@ -368,7 +368,7 @@ class TorchLearner:
                     "the model that it started from; if this process has trained that one, load it again"
                 )
             self._load_state(state)
-            for group in self.optimizer.param_groups:  # it has the settings of the run before
+            for group in self.optimizer.param_groups:  # the loaded groups have the earlier run's settings
                 group |= {"betas": self.config.betas, "weight_decay": self.config.weight_decay}
         except (OSError, RuntimeError, SafetensorError, ValueError, KeyError) as error:
             raise ConfigError(f"checkpoint {directory} cannot be resumed from: {error}") from None
@@ -379,7 +379,7 @@ class TorchLearner:
         self._masters.load(state.get("masters", ()))
 
     def _load_weights(self, directory: Path) -> list[str]:
-        """Names of weights that are in the checkpoint or in the model and not in both."""
+        """Names of weights that only one of checkpoint and model has."""
         if self.policy.adapter is not None:
             self.policy.adapter.load(directory)
             return []
@@ -389,21 +389,21 @@ class TorchLearner:
         return [*sorted(set(missing) - tied), *unexpected]
 
     def _placed(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Weights of the model by name, as its state takes them."""
+        """Weights by name, in the form of the model's state."""
         return weights
 
 
 def _sample_of_frozen(model: PreTrainedModel) -> Tensor:
-    """A few numbers of each tensor that is not trained, by which other weights are recognised."""
-    frozen = [one.detach() for one in model.parameters() if not one.requires_grad]
-    whole: list[Tensor] = [getattr(one, "full_tensor", one.detach)() for one in frozen]
-    return torch.cat([torch.zeros(0), *(one.flatten()[:8].float().cpu() for one in whole)])
+    """A few values of each frozen tensor, to recognise other weights."""
+    frozen = [parameter.detach() for parameter in model.parameters() if not parameter.requires_grad]
+    whole: list[Tensor] = [getattr(tensor, "full_tensor", tensor.detach)() for tensor in frozen]
+    return torch.cat([torch.zeros(0), *(tensor.flatten()[:8].float().cpu() for tensor in whole)])
 
 
 def _trained(model: PreTrainedModel, critic: ValueModel | None) -> tuple[MasterWeights, dict[str, list[Tensor]]]:
-    """What the optimiser steps on, by the name that the norm of its gradient has among the metrics."""
-    own = [one for one in model.parameters() if one.requires_grad]
-    of_critic = [] if critic is None else [one for one in critic.parameters() if one.requires_grad]
+    """The tensors to optimise, by the metric name of their gradient norm."""
+    own = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    of_critic = [] if critic is None else [parameter for parameter in critic.parameters() if parameter.requires_grad]
     masters = MasterWeights([*own, *of_critic])
     parts = {"grad_norm": masters.trained[: len(own)], "critic_grad_norm": masters.trained[len(own) :]}
     return masters, {name: tensors for name, tensors in parts.items() if tensors}

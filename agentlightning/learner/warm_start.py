@@ -1,9 +1,8 @@
 """Supervised warm start: teaches a policy the form of a conversation from demonstrations, until it can copy.
 
-Does not know tasks, rewards or how good the demonstrations are. The measure of progress is *copying*: the mean
-probability that the policy gives to the names and numbers which an assistant's turn takes over from what it has read.
-Judged per kind of task on demonstrations kept aside, it says when every kind can be solved now and then, which is where
-reinforcement learning can begin.
+Does not know tasks, rewards or how good the demonstrations are. Progress is measured as *copying*: the mean probability
+of the names and numbers that an assistant's turn repeats from earlier turns. Measured per kind of task on held-out
+demonstrations, it shows when every kind is solved sometimes, so that reinforcement learning can start.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from agentlightning.learner.policy import Policy
 from agentlightning.learner.tiny import ASSISTANT, END, chat_text, make_model, make_tokenizer, token_id
 from agentlightning.learner.torch import TorchLearner
 
-COMMON = 0.25  # a token that occurs in a larger share of the demonstrations belongs to the form, not to the task
+COMMON = 0.25  # a token in a larger share of the demonstrations belongs to the form, not to the task
 
 
 @dataclass(frozen=True)
 class WarmStart:
     """How long and how hard to train. The rate rises over `warm_up` steps, stays, and falls to zero over the last
-    `cool_down` steps, which begin when every kind has reached the mark `copying`, or in time to end at `max_steps`."""
+    `cool_down` steps. These start when every kind has reached `copying`, or in time to end at `max_steps`."""
 
     batch_size: int = 32
     learning_rate: float = 1e-3
@@ -42,13 +41,13 @@ class WarmStart:
     min_steps: int = 40
     max_steps: int = 240
     check_every: int = 20
-    checked: int = 150  # demonstrations kept aside to measure copying
+    checked: int = 150  # held-out demonstrations to measure copying
     copying: float = 0.97
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What one step of the warm start saw. `copying` is the last measurement, per kind of task."""
+    """One step of the warm start. `copying` is the last measurement, per kind of task."""
 
     step: int
     loss: float
@@ -57,8 +56,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Example:
-    """One demonstration: a sequence in which what the assistant wrote is learned, and, bool[N], which of those tokens
-    repeat a value that was read before."""
+    """One demonstration: a sequence in which the assistant's tokens are learned, and, bool[N], which of them repeat an
+    earlier value."""
 
     kind: str
     sequence: TrainingSequence
@@ -74,10 +73,10 @@ def make_policy(
     options: WarmStart = WarmStart(),
     on_step: Callable[[Progress], None] | None = None,
 ) -> Policy:
-    """A tiny policy made from nothing but `demonstrations`: its words are theirs, and it is warm-started on them.
+    """A tiny policy made only from `demonstrations`: they give the vocabulary, and it is warm-started on them.
 
-    The same seed gives the same policy. Raises as `warm_start` does."""
-    torch.set_num_threads(1)  # more only slow so small a model down
+    The same seed gives the same policy. Raises what `warm_start` raises."""
+    torch.set_num_threads(1)  # more would slow down so small a model
     tokenizer = make_tokenizer((chat_text(one["messages"], tools) for one in demonstrations), vocabulary_size)
     model = make_model(tokenizer, seed=seed)
     warm_start(model, tokenizer, demonstrations, tools=tools, seed=seed, options=options, on_step=on_step)
@@ -115,7 +114,7 @@ def warm_start(
         step += 1
         share = min(1.0, step / options.warm_up, (last_step - step + 1) / options.cool_down)
         learner.config = replace(config, learning_rate=options.learning_rate * share)
-        metrics = learner.step([one.sequence for one in next(batches)], Loss("policy_gradient"))
+        metrics = learner.step([example.sequence for example in next(batches)], Loss("policy_gradient"))
         if step % options.check_every == 0 and last_step == options.max_steps:
             copying = measure_copying(learner, checked)
             if step >= options.min_steps and min(copying.values(), default=1.0) >= options.copying:
@@ -126,9 +125,9 @@ def warm_start(
 
 
 def measure_copying(learner: TorchLearner, examples: Sequence[Example]) -> dict[str, float]:
-    """Per kind, the mean probability that the model gives to the copied tokens, each after all that precedes it."""
+    """Per kind, the mean probability of the copied tokens, each given all that precedes it."""
     probabilities: dict[str, list[float]] = defaultdict(list)
-    for one, logprobs in zip(examples, learner.logprobs([one.sequence for one in examples]), strict=True):
+    for one, logprobs in zip(examples, learner.logprobs([example.sequence for example in examples]), strict=True):
         probabilities[one.kind] += logprobs.exp().numpy()[one.copied].tolist()
     return {kind: sum(values) / len(values) for kind, values in sorted(probabilities.items()) if values}
 
@@ -145,7 +144,7 @@ def make_examples(
     demonstrations: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
 ) -> list[Example]:
-    """Tokenise whole conversations and mark what the assistant wrote, and which of it are copied values."""
+    """Tokenise whole conversations and mark the assistant's tokens and the copied values among them."""
     begin, end = token_id(tokenizer, ASSISTANT), token_id(tokenizer, END)
     texts = [chat_text(demonstration["messages"], tools) for demonstration in demonstrations]
     encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -173,7 +172,7 @@ def make_examples(
             logprobs=np.zeros(count, np.float32),
             advantages=np.ones(count, np.float32),
             versions=np.zeros(count, np.int32),
-            tree=True,  # all begin with the same instructions
+            tree=True,  # all start with the same instructions
         )
         examples.append(Example(str(demonstration.get("kind", "")), sequence, np.array(copied, bool)))
     return examples

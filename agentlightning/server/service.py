@@ -51,9 +51,9 @@ _log: Final = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """The settings of a server. `store` is a path or a `postgresql://` URL. What ended more than `retain_seconds` ago is
-    removed. `hook`, as FILE.py:NAME, sees every span before it is written. `models` and `registrations` are there from
-    the beginning. What is stored goes on to the collector at `otlp_forward`. So many `workers` answer LLM calls in
+    """The settings of a server. `store` is a path or a `postgresql://` URL. What ended more than `retain_seconds` ago
+    is removed. `hook`, as FILE.py:NAME, sees every span before it is written. `models` and `registrations` are there
+    from the beginning. What is stored goes on to the collector at `otlp_forward`. So many `workers` answer LLM calls in
     processes of their own, which `models` of this process cannot."""
 
     store: str

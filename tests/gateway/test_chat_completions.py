@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import Any
 
 import aiohttp
 import openai
@@ -11,21 +11,9 @@ import pytest
 
 from agentlightning import semconv
 from tests.gateway.talker import PLAIN, SEARCH_TOOL, make_talker, user
-from tests.gateway.world import World, world
+from tests.gateway.world import World
 
 pytestmark = pytest.mark.anyio
-
-
-async def test_an_answer_comes_whole(gateway_world: World) -> None:
-    client = gateway_world.client(await gateway_world.attempt())
-    answer = await client.chat.completions.create(model="policy", messages=user("hello"))
-    assert answer.choices[0].message.content == PLAIN["hello"]
-    assert answer.choices[0].message.role == "assistant"
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.model == "policy"
-    assert answer.usage is not None and answer.usage.total_tokens == (
-        answer.usage.prompt_tokens + answer.usage.completion_tokens
-    )
 
 
 async def test_an_answer_streams_with_characters_whole_and_ends_once(gateway_world: World) -> None:
@@ -35,9 +23,7 @@ async def test_an_answer_streams_with_characters_whole_and_ends_once(gateway_wor
     )
     chunks = [chunk async for chunk in stream]
     texts = [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
-    assert "".join(texts) == PLAIN["signs"]
-    assert len([text for text in texts if text]) > 3
-    assert "\ufffd" not in "".join(texts)
+    assert "".join(texts) == PLAIN["signs"] and len([text for text in texts if text]) > 3
     reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
     assert reasons == ["stop"]
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -47,12 +33,12 @@ async def test_an_answer_streams_with_characters_whole_and_ends_once(gateway_wor
 @pytest.mark.parametrize("stream", [False, True])
 async def test_tool_calls_are_parsed_and_content_before_them_kept(gateway_world: World, stream: bool) -> None:
     client = gateway_world.client(await gateway_world.attempt())
-    async with (
-        client.chat.completions.stream(model="policy", messages=user("weather"), tools=[SEARCH_TOOL])
-        if stream
-        else _Whole(client, "weather") as answer
-    ):
-        completion = await answer.get_final_completion()
+    asked: Any = {"model": "policy", "messages": user("weather"), "tools": [SEARCH_TOOL]}
+    if stream:
+        async with client.chat.completions.stream(**asked) as answer:
+            completion = await answer.get_final_completion()
+    else:
+        completion = await client.chat.completions.create(**asked)
     choice = completion.choices[0]
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content == "Let me look."
@@ -60,80 +46,17 @@ async def test_tool_calls_are_parsed_and_content_before_them_kept(gateway_world:
     assert json.loads(choice.message.tool_calls[0].function.arguments) == {"q": "sun"}
 
 
-class _Whole:
-    """The face of a stream's manager over a call that is not streamed."""
-
-    def __init__(self, client: openai.AsyncOpenAI, text: str) -> None:
-        self._client, self._text = client, text
-
-    async def __aenter__(self) -> _Whole:
-        return self
-
-    async def __aexit__(self, *_: object) -> None: ...
-
-    async def get_final_completion(self):
-        return await self._client.chat.completions.create(
-            model="policy", messages=user(self._text), tools=[SEARCH_TOOL]
-        )
-
-
-async def test_parallel_tool_calls_have_ids_of_their_own(gateway_world: World) -> None:
-    client = gateway_world.client(await gateway_world.attempt())
-    ids: list[str] = []
-    for _ in range(2):
-        answer = await client.chat.completions.create(model="policy", messages=user("both"), tools=[SEARCH_TOOL])
-        message = answer.choices[0].message
-        assert message.content is None
-        assert [json.loads(call.function.arguments)["q"] for call in message.tool_calls] == ["sun", "rain"]
-        ids += [call.id for call in message.tool_calls]
-    assert len(set(ids)) == 4
-
-
-async def test_a_malformed_tool_call_is_plain_text(gateway_world: World) -> None:
-    client = gateway_world.client(await gateway_world.attempt())
-    answer = await client.chat.completions.create(model="policy", messages=user("broken"), tools=[SEARCH_TOOL])
-    assert answer.choices[0].message.tool_calls is None
-    assert answer.choices[0].message.content == '<tool_call>{"name": "search", "arguments": {"q": }}</tool_call>'
-    assert answer.choices[0].finish_reason == "stop"
-
-
 async def test_tool_choice_none_shows_the_model_no_tools(gateway_world: World) -> None:
     client = gateway_world.client(await gateway_world.attempt())
-    extra = {"return_token_ids": True}
-    without = await client.chat.completions.create(model="policy", messages=user("hello"), extra_body=extra)
-    refused = await client.chat.completions.create(
-        model="policy", messages=user("hello"), tools=[SEARCH_TOOL], tool_choice="none", extra_body=extra
-    )
-    assert refused.prompt_token_ids == without.prompt_token_ids
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_stop_string_cuts_the_text(gateway_world: World, stream: bool) -> None:
-    client = gateway_world.client(await gateway_world.attempt())
-    answer = await client.chat.completions.create(
-        model="policy", messages=user("count"), stop=["4 5", "9"], stream=stream
-    )
-    if stream:
-        text = "".join([chunk.choices[0].delta.content or "" async for chunk in answer])
-    else:
-        text = answer.choices[0].message.content
-    assert text == "1 2 3 "
-
-
-async def test_max_tokens_cuts_the_answer_and_says_so(gateway_world: World) -> None:
-    client = gateway_world.client(await gateway_world.attempt())
-    answer = await client.chat.completions.create(model="policy", messages=user("count"), max_completion_tokens=3)
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.usage is not None and answer.usage.completion_tokens == 3
-
-
-async def test_every_choice_is_answered(gateway_world: World) -> None:
-    client = gateway_world.client(await gateway_world.attempt(mode="test"))
-    answer = await client.chat.completions.create(model="policy", messages=user("hello"), n=3, temperature=2.0)
-    assert [choice.index for choice in answer.choices] == [0, 1, 2]
-    stream = await client.chat.completions.create(model="policy", messages=user("hello"), n=3, stream=True)
-    ended = {choice.index async for chunk in stream for choice in chunk.choices if choice.finish_reason}
-    assert ended == {0, 1, 2}
+    prompts = [
+        (
+            await client.chat.completions.create(
+                model="policy", messages=user("hello"), extra_body={"return_token_ids": True}, **tools
+            )
+        ).prompt_token_ids
+        for tools in ({}, {"tools": [SEARCH_TOOL], "tool_choice": "none"})
+    ]
+    assert prompts[0] == prompts[1]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -162,63 +85,41 @@ async def test_models_are_listed(gateway_world: World) -> None:
         await client.models.retrieve("other")
 
 
-async def test_an_unknown_model_name_reaches_the_one_trainable_model(gateway_world: World) -> None:
-    client = gateway_world.client(await gateway_world.attempt())
-    answer = await client.chat.completions.create(model="gpt-4o", messages=user("hello"))
-    assert (answer.model, answer.choices[0].message.content) == ("policy", PLAIN["hello"])
-
-
 @pytest.mark.parametrize(
-    ("body", "status", "says"),
+    ("body", "says"),
     [
-        (b"{not json", 400, "not a JSON object"),
-        (b"[]", 400, "not a JSON object"),
-        (b'{"messages": []}', 400, "'model'"),
-        (b'{"model": "m"}', 400, "'messages'"),
-        (b'{"model": "m", "messages": []}', 400, "messages is empty"),
-        (b'{"model": "m", "messages": "hi"}', 400, "messages"),
-        (b'{"model": "m", "messages": [{"role": "king"}]}', 400, "messages[0].role"),
-        (b'{"model": "m", "messages": [{"role": {"a": 1}}]}', 400, "messages[0].role"),
-        (b'{"model": "m", "messages": [{"role": "user", "content": 3}]}', 400, "messages[0].content"),
-        (b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "n": "2"}', 400, "n cannot be used"),
-        (b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "temperature": -1}', 400, "temperature"),
-        (b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [{}]}', 400, "tools[0]"),
-        (b'{"model": "m", "messages": [{"role": "user", "content": [3]}]}', 400, "messages[0].content"),
-        (b'{"model": "m", "messages": [{"role": "user", "content": "\xff"}]}', 400, "utf-8"),
-        (b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "stop": 1}', 400, "stop cannot be used"),
-    ],
-)
-async def test_a_bad_request_is_refused_by_name(gateway_world: World, body: bytes, status: int, says: str) -> None:
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(f"{gateway_world.url}/v1/chat/completions", data=body) as response,
-    ):
-        error = (await response.json())["error"]
-    assert response.status == status
-    assert says in error["message"]
-    assert set(error) == {"message", "type", "param", "code"}
-
-
-@pytest.mark.parametrize(
-    ("parameters", "says"),
-    [
+        (b"{not json", "not a JSON object"),
+        ({"model": None}, "'model'"),
+        ({"messages": None}, "'messages'"),
+        ({"messages": []}, "messages is empty"),
+        ({"messages": [{"role": "king"}]}, "messages[0].role"),
+        ({"messages": [{"role": {"a": 1}}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [3]}]}, "messages[0].content"),
+        ({"n": "2"}, "n cannot be used"),
+        ({"temperature": -1}, "temperature"),
+        ({"tools": [{}]}, "tools[0]"),
+        ({"stop": 1}, "stop cannot be used"),
+        # What the engine cannot honour:
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "names none of the tools"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
         ({"top_logprobs": 2, "logprobs": True}, "top_logprobs"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"extra_body": {"guided_regex": "a+"}}, "guided_regex"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
-            "image_url",
-        ),
+        ({"guided_regex": "a+"}, "guided_regex"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
     ],
 )
-async def test_what_the_engine_cannot_honour_is_refused(gateway_world: World, parameters: dict, says: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=says):
-        await gateway_world.client().chat.completions.create(
-            **{"model": "policy", "messages": user("hello"), "tools": [SEARCH_TOOL], **parameters}
-        )
+async def test_a_request_that_cannot_be_answered_is_refused_by_name(gateway_world: World, body: Any, says: str) -> None:
+    if isinstance(body, dict):
+        body = json.dumps({"model": "policy", "messages": user("x"), "tools": [SEARCH_TOOL], **body}).encode()
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{gateway_world.url}/v1/chat/completions", data=body) as response,
+    ):
+        error = (await response.json())["error"]
+    assert response.status == 400 and says in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -235,15 +136,3 @@ async def test_an_agent_that_wants_one_tool_call_gets_the_first(gateway_world: W
     assert [part.function.arguments for part in parts] == ['{"q": "sun"}']
     assert semconv.CALL_FLAG not in span.attributes  # both were sampled, and freely
     assert make_talker().tokenizer.decode(span.tokens.choices[0].token_ids).count("<tool_call>") == 2
-
-
-async def test_a_prompt_that_does_not_fit_is_refused_before_a_stream_begins(gateway_world: World) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        await gateway_world.client().chat.completions.create(model="policy", messages=user("x y " * 600), stream=True)
-    assert caught.value.code == "context_length_exceeded"
-
-
-async def test_a_gateway_without_a_store_serves_and_attributes_nothing(tmp_path: Path) -> None:
-    async with world(tmp_path, store=False) as bare:
-        answer = await bare.client().chat.completions.create(model="policy", messages=user("hello"), temperature=0)
-        assert answer.choices[0].message.content == PLAIN["hello"]

@@ -32,11 +32,6 @@ async def continued(conversations: Conversations, response_id: str) -> list[str]
     return [message["content"] for message in request.messages]
 
 
-async def test_a_request_that_continues_nothing_stays_as_it_is() -> None:
-    request = asked("hi", instructions="Be kind.")
-    assert await Conversations(None).join(NOBODY, request) is request
-
-
 async def test_the_least_recently_used_is_forgotten() -> None:
     conversations = Conversations(None, limit_count=2)
     remember(conversations, asked("a"), "resp_a")

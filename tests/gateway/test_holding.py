@@ -17,6 +17,7 @@ from agentlightning.gateway.holding import Gate, Holding
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import Attempt, AttemptedRollout, RolloutConfig
+from tests.gateway.servers import until
 from tests.gateway.talker import PLAIN, user
 from tests.gateway.world import World, world
 
@@ -39,11 +40,9 @@ async def waits(*calls: asyncio.Task[Any], seconds: float = 0.2) -> bool:
     return not done
 
 
-async def arrived(world: World, count: int = 1, model: str = "policy") -> None:
-    """Return when so many attempts have a call at the model's gate."""
-    async with asyncio.timeout(60):
-        while len(world.gateway.models.gate(model).attempts) < count:  # noqa: ASYNC110 - nothing announces it
-            await asyncio.sleep(0.01)
+async def arrived(world: World) -> None:
+    """Return when an attempt has a call at the model's gate."""
+    await until(lambda: bool(world.gateway.models.gate("policy").attempts))
 
 
 async def attempt_of(world: World, attempted: AttemptedRollout) -> Attempt:
@@ -57,24 +56,21 @@ async def attempt_of(world: World, attempted: AttemptedRollout) -> Attempt:
 
 async def test_held_calls_wait_and_are_answered_and_their_spans_say_for_how_long(gateway_world: World) -> None:
     attempted = await gateway_world.attempt()
+    assert await answered(called(gateway_world, attempted))
     async with gateway_world.gateway.held():
         call = called(gateway_world, attempted)
         await arrived(gateway_world)
         assert await waits(call, seconds=0.4)
-        assert await gateway_world.spans(attempted) == []
     assert await answered(call)
-    (span,) = await gateway_world.spans(attempted)
-    assert 0.3 < float(span.attributes[semconv.CALL_HELD_SECONDS]) < 10
-    assert gateway_world.gateway.statistics.held == 1
-    assert gateway_world.gateway.statistics.held_seconds == span.attributes[semconv.CALL_HELD_SECONDS]
-
-
-async def test_a_call_that_was_not_held_says_nothing_of_it(gateway_world: World) -> None:
-    attempted = await gateway_world.attempt()
-    assert await answered(called(gateway_world, attempted))
-    (span,) = await gateway_world.spans(attempted)
-    assert semconv.CALL_HELD_SECONDS not in span.attributes
-    assert gateway_world.gateway.statistics.held == 0
+    free, held = await gateway_world.spans(attempted)
+    assert 0.3 < float(held.attributes[semconv.CALL_HELD_SECONDS]) < 10
+    assert semconv.CALL_HELD_SECONDS not in free.attributes
+    statistics = gateway_world.gateway.statistics
+    assert (statistics.held, statistics.held_seconds) == (1, held.attributes[semconv.CALL_HELD_SECONDS])
+    with pytest.raises(RuntimeError, match="not written"):
+        async with gateway_world.gateway.held():
+            raise RuntimeError("the weights were not written")
+    assert await answered(called(gateway_world))
 
 
 async def test_a_model_is_held_by_its_name_and_others_are_not(gateway_world: World) -> None:
@@ -106,31 +102,21 @@ async def test_calls_pass_when_everybody_who_holds_them_has_released_them(gatewa
     assert await answered(call)
 
 
-async def test_a_holder_that_fails_holds_nothing(gateway_world: World) -> None:
-    with pytest.raises(RuntimeError):
-        async with gateway_world.gateway.held():
-            raise RuntimeError("the weights could not be written")
-    assert await answered(called(gateway_world))
-
-
 @pytest.mark.slow
 async def test_a_hold_whose_holder_is_not_heard_of_ends_by_itself_and_says_so(
     gateway_world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
+    gateway = gateway_world.gateway
     call = called(gateway_world)
-    gateway_world.gateway.hold("policy", seconds=1.5)
+    gateway.hold("policy", seconds=1.5)
     await asyncio.sleep(1.0)
-    gateway_world.gateway.hold("policy", seconds=1.5)  # it has been heard of
+    gateway.hold("policy", seconds=1.5)  # it has been heard of
     assert await waits(call, seconds=0.8)
     with caplog.at_level(logging.WARNING):
         assert await answered(call)
     assert "'policy' are let through again" in caplog.text
-
-
-async def test_a_hold_that_was_released_in_time_has_no_end_left(gateway_world: World) -> None:
-    gateway = gateway_world.gateway
     gateway.hold(seconds=0.2)
-    gateway.release()
+    gateway.release()  # in time: it has no end left
     async with gateway.held():
         call = called(gateway_world)
         assert await waits(call, seconds=0.4)
@@ -150,31 +136,22 @@ async def test_a_call_that_was_held_too_long_is_told_to_ask_again(tmp_path: Path
         assert refused.value.response.headers["retry-after"] == "1"
 
 
-async def test_an_sdk_asks_again_by_itself(tmp_path: Path) -> None:
-    async with world(tmp_path, longest_hold=0.2) as built:
-        built.gateway.hold("policy", seconds=0.5)
-        assert await answered(called(built, max_retries=2))
-
-
-async def test_when_the_process_ends_waiting_calls_are_told_so_at_once(gateway_world: World) -> None:
+@pytest.mark.parametrize(("what", "status"), [("process", 503), ("attempt", 403)])
+async def test_when_the_process_or_its_attempt_ends_a_waiting_call_ends_too(
+    gateway_world: World, what: str, status: int
+) -> None:
     attempted = await gateway_world.attempt()
     gateway_world.gateway.hold()
     call = called(gateway_world, attempted)
     await arrived(gateway_world)
-    gateway_world.gateway.turn_away()
-    with pytest.raises(openai.InternalServerError, match="ask again"):
+    if what == "process":
+        gateway_world.gateway.turn_away()
+    else:
+        await gateway_world.store.cancel_rollout(attempted.rollout_id)
+        gateway_world.gateway.release()
+    with pytest.raises(openai.APIStatusError) as caught:
         await asyncio.wait_for(call, 1)
-
-
-async def test_an_attempt_that_ended_meanwhile_is_told_to_stop(gateway_world: World) -> None:
-    attempted = await gateway_world.attempt()
-    gateway_world.gateway.hold()
-    call = called(gateway_world, attempted)
-    await arrived(gateway_world)
-    await gateway_world.store.cancel_rollout(attempted.rollout_id)
-    gateway_world.gateway.release()
-    with pytest.raises(openai.PermissionDeniedError):
-        await call
+    assert caught.value.status_code == status
 
 
 async def test_nothing_is_left_of_a_client_that_left_while_it_was_held(gateway_world: World) -> None:
@@ -183,9 +160,7 @@ async def test_nothing_is_left_of_a_client_that_left_while_it_was_held(gateway_w
         call = called(gateway_world, attempted)
         await arrived(gateway_world)
         call.cancel()
-        async with asyncio.timeout(60):
-            while gateway_world.gateway.models.gate("policy").attempts:  # noqa: ASYNC110 - nothing announces it
-                await asyncio.sleep(0.01)
+        await until(lambda: not gateway_world.gateway.models.gate("policy").attempts)
     await asyncio.wait_for(gateway_world.gateway.idle(), 1)
     assert await gateway_world.spans(attempted) == []
 
@@ -195,27 +170,21 @@ async def test_nothing_is_left_of_a_client_that_left_while_it_was_held(gateway_w
 
 @pytest.mark.slow
 @pytest.mark.parametrize("clock", ["timeout_seconds", "unresponsive_seconds"])
-async def test_the_clocks_of_an_attempt_stand_still_while_its_call_is_held(gateway_world: World, clock: str) -> None:
-    attempted = await gateway_world.attempt(config=RolloutConfig(**{clock: 1.0}))
-    async with gateway_world.gateway.held():
-        call = called(gateway_world, attempted)
-        assert await waits(call, seconds=2.0)
-    assert await answered(call)
-    attempt = await attempt_of(gateway_world, attempted)
-    assert attempt.status == "running"
-    assert attempt.held_seconds > 1.5
-
-
-@pytest.mark.slow
-async def test_and_run_on_where_nothing_is_held(gateway_world: World) -> None:
-    held, free = [await gateway_world.attempt(config=RolloutConfig(timeout_seconds=1.0)) for _ in range(2)]
+async def test_the_clocks_of_attempts_stand_still_while_their_calls_are_held_and_run_where_none_is(
+    gateway_world: World, clock: str
+) -> None:
+    config = RolloutConfig(**{clock: 1.0})
+    free = await gateway_world.attempt(config=config)
     assert await answered(called(gateway_world, free))
     async with gateway_world.gateway.held():
-        call = called(gateway_world, held)
-        assert await waits(call, seconds=1.5)
-        assert (await attempt_of(gateway_world, free)).status == "timeout"
-        assert (await attempt_of(gateway_world, held)).status == "preparing"
-    assert await answered(call)
+        held = [await gateway_world.attempt(config=config) for _ in range(2)]
+        calls = [called(gateway_world, attempted) for attempted in held]
+        assert await waits(*calls, seconds=2.0)
+        assert (await attempt_of(gateway_world, free)).status == clock.removesuffix("_seconds")
+    for call, attempted in zip(calls, held, strict=True):
+        assert await answered(call)
+        attempt = await attempt_of(gateway_world, attempted)
+        assert attempt.status == "running" and attempt.held_seconds > 1.5
 
 
 @pytest.mark.slow
@@ -228,26 +197,6 @@ async def test_they_stand_still_for_a_call_that_runs_in_an_engine_at_rest(gatewa
             assert await waits(call, seconds=1.5)
     assert await answered(call)
     assert (await attempt_of(gateway_world, attempted)).status == "running"
-
-
-async def test_many_attempts_wait_at_once(gateway_world: World) -> None:
-    attempts = [await gateway_world.attempt(config=RolloutConfig(timeout_seconds=60.0)) for _ in range(8)]
-    async with gateway_world.gateway.held():
-        calls = [called(gateway_world, attempted) for attempted in attempts]
-        await arrived(gateway_world, count=8)
-        assert await waits(*calls, seconds=0.5)
-    for call, attempted in zip(calls, attempts, strict=True):
-        assert await answered(call)
-        assert (await attempt_of(gateway_world, attempted)).held_seconds > 0
-
-
-async def test_nobody_tells_the_store_anything_where_nobody_waits(gateway_world: World) -> None:
-    attempted = await gateway_world.attempt()
-    async with gateway_world.gateway.held():
-        await asyncio.sleep(0.2)
-    assert await answered(called(gateway_world, attempted))
-    assert (await attempt_of(gateway_world, attempted)).held_seconds == 0
-    assert not [task for task in asyncio.all_tasks() if task.get_name() == "clocks of held calls"]
 
 
 async def test_calls_wait_on_where_the_store_cannot_be_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -24,7 +24,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from agentlightning import semconv
-from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.models import ModelEntry
@@ -67,7 +66,6 @@ async def everything() -> AsyncIterator[World]:
     ):
         entries = [
             ModelEntry("policy", engine, train=GREEDY),
-            ModelEntry("wild", engine, train=Sampling(temperature=2.0)),
             ModelEntry("vllm", HttpBackend(f"{url}/v1")),
         ]
         entries += [
@@ -151,27 +149,20 @@ def test_any_value_in_any_field_is_answered_or_refused(caller: Caller, endpoint:
     "body",
     [
         b"",
-        b"null",
         b"[]",
-        b'"model"',
         b"{",
-        b'{"model": "policy",}',
         b'{"model": "policy"} {}',
-        b"{'model': 'policy'}",
         b'{"model": NaN}',
         b"\xff\xfe{}",
-        b'{"model": "\xff"}',
         b'{"\xff": 1, "model": "openai", "input": "x"}',
         b'{"model": "policy", "user": "\xc3\x28", "input": "x", "messages": []}',
         b'{"model": "openai", "input": "\xff", "messages": "\xff", "user": "\xff"}',
         b'{"model": "anthropic", "input": "\xff", "messages": "\xff", "user": "\xff"}',
         b'{"model": "policy", "x": "\\ud800"}',
-        b"\x00",
         b"[" * 100_000,
         b'{"model": "policy", "messages": ' + b"[" * 5000 + b"]" * 5000 + b"}",
         b'{"model": "openai", "input": ' + b"[" * 5000 + b"]" * 5000 + b"}",
         b'{"model": "vllm", "x": ' + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"}",
-        b'{"model": "policy", "seed": 1e999}',
         b'{"model": "policy", "seed": ' + b"9" * 5000 + b"}",
     ],
     ids=lambda body: repr(body[:60]),
@@ -290,54 +281,6 @@ async def test_requests_that_never_come_whole_keep_nobody_waiting(gateway_world:
 
 
 # --- text --------------------------------------------------------------------------------------------------------
-
-
-def said(endpoint: str, event: dict[str, Any]) -> str:
-    """The text that one event of a stream adds."""
-    match endpoint:
-        case "chat/completions":
-            return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
-        case "completions":
-            return "".join(choice["text"] for choice in event["choices"])
-        case "responses":
-            return event["delta"] if event["type"] == "response.output_text.delta" else ""
-        case _:
-            return event["delta"].get("text", "") if event["type"] == "content_block_delta" else ""
-
-
-def said_whole(endpoint: str, answer: dict[str, Any]) -> str:
-    match endpoint:
-        case "chat/completions":
-            return answer["choices"][0]["message"]["content"]
-        case "completions":
-            return answer["choices"][0]["text"]
-        case "responses":
-            return "".join(part["text"] for item in answer["output"] for part in item["content"])
-        case _:
-            return "".join(block["text"] for block in answer["content"])
-
-
-@pytest.mark.parametrize("endpoint", ["chat/completions", "completions", "responses", "messages"])
-def test_characters_of_several_tokens_are_streamed_whole(caller: Caller, endpoint: str) -> None:
-    """Wild sampling over bytes: most characters it makes are broken, some are whole."""
-    limit = "max_output_tokens" if endpoint == "responses" else "max_tokens"
-    asked = {
-        name: FULL_REQUESTS[endpoint][name]
-        for name in ("messages", "input", "prompt")
-        if name in FULL_REQUESTS[endpoint]
-    }
-    with_characters = 0
-    for seed in range(12):
-        request = {"model": "wild", **asked, "seed": seed, limit: 60}
-        _, whole = caller.ask(endpoint, json.dumps(request).encode())
-        _, body = caller.ask(endpoint, json.dumps(request | {"stream": True}).encode())
-        data = [event[6:] for event in body.decode().split("\n") if event.startswith("data: {")]
-        parts = [said(endpoint, json.loads(event)) for event in data]
-        assert "".join(parts) == said_whole(endpoint, json.loads(whole))
-        for part in parts:
-            part.encode()  # no half of a surrogate pair
-        with_characters += not "".join(parts).isascii()
-    assert with_characters
 
 
 @pytest.mark.anyio

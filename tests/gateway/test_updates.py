@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -12,7 +11,7 @@ import openai
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from agentlightning import semconv
@@ -28,8 +27,8 @@ from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.replicas import Replicas
 from agentlightning.gateway.updates import ServerUpdate, WeightUpdate, declare_version, update_weights
 from agentlightning.types import AttemptedRollout
+from tests.gateway.servers import Server, until
 from tests.gateway.talker import make_talker, user
-from tests.gateway.upstream import GOOD
 from tests.gateway.world import World, fronting, serving
 
 pytestmark = pytest.mark.anyio
@@ -39,69 +38,12 @@ RESET = "/reset_prefix_cache?reset_running_requests=true"
 SEVEN = WeightUpdate(policy_version=7, path="/w/7")
 
 
-class Engine:
-    """Stands in for a vLLM server in development mode. It answers calls once it is `set_free`, and remembers what else
-    it was asked, in order. `fails` holds the status of a path."""
+CONTROL = ("/collective_rpc", "/reset_prefix_cache", "/pause", "/resume")
 
-    def __init__(self) -> None:
-        self.told: list[tuple[str, Any]] = []
-        self.fails: dict[str, int] = {}
-        self.names_weights = False
-        self.drops_cache = True
-        self.calls = 0
-        self._free = asyncio.Event()
-        self._free.set()
-        self._loading = asyncio.Event()
-        self._loading.set()
 
-    def busy(self) -> None:
-        self._free.clear()
-
-    def set_free(self) -> None:
-        self._free.set()
-
-    def loads_slowly(self) -> None:
-        self._loading.clear()
-
-    def loaded(self) -> None:
-        self._loading.set()
-
-    async def _answer(self, request: Request) -> Response:
-        self.calls += 1
-        return StreamingResponse(self._stream(), media_type="text/event-stream")
-
-    async def _stream(self) -> AsyncIterator[str]:
-        yield GOOD[0]
-        await self._free.wait()
-        for event in GOOD[1:]:
-            yield event
-
-    async def _control(self, request: Request) -> Response:
-        query = f"?{request.url.query}" if request.url.query else ""
-        self.told.append((f"{request.url.path}{query}", json.loads(await request.body() or b"null")))
-        if request.url.path == "/collective_rpc":
-            await self._loading.wait()
-        status = self.fails.get(request.url.path)
-        if status is not None:
-            return JSONResponse({"detail": "Not Found" if status == 404 else "it broke"}, status)
-        match request.url.path:
-            case "/collective_rpc":
-                return JSONResponse({"results": [None]})
-            case "/reset_prefix_cache":
-                return Response() if self.drops_cache else JSONResponse({"success": False})
-            case "/pause":
-                return JSONResponse({"status": "paused"})
-            case "/resume":
-                return JSONResponse({"status": "resumed"})
-            case _:
-                return PlainTextResponse("Success: LoRA adapter 'a' added successfully.")
-
-    def app(self) -> Starlette:
-        control = ("/collective_rpc", "/reset_prefix_cache", "/pause", "/resume", "/v1/load_lora_adapter")
-        if self.names_weights:
-            control = (*control, "/update_weight_version")
-        routes = [Route(path, self._control, methods=["POST"]) for path in control]
-        return Starlette(routes=[Route("/v1/chat/completions", self._answer, methods=["POST"]), *routes])
+def engine_of(*control: str) -> Server:
+    """A vLLM server in development mode."""
+    return Server((*CONTROL, *control))
 
 
 class Sglang:
@@ -121,20 +63,16 @@ class Sglang:
 
 
 @asynccontextmanager
-async def before(*engines: Engine) -> AsyncIterator[World]:
+async def before(*engines: Server) -> AsyncIterator[World]:
     """A gateway whose model `policy` is these servers."""
     async with AsyncExitStack() as stack:
-        urls = [await stack.enter_async_context(serving(engine.app())) for engine in engines]
-        backends = [HttpBackend(f"{url}/v1") for url in urls]
+        for engine in engines:
+            await stack.enter_async_context(engine.http)
+            stack.callback(engine.end)
+        backends = [HttpBackend(engine.url) for engine in engines]
         backend = backends[0] if len(backends) == 1 else Replicas(backends)
         stack.push_async_callback(backend.close)
-        built = await stack.enter_async_context(fronting(ModelEntry("policy", backend, aliases=("p",))))
-        try:
-            yield built
-        finally:
-            for engine in engines:
-                engine.set_free()
-                engine.loaded()
+        yield await stack.enter_async_context(fronting(ModelEntry("policy", backend, aliases=("p",))))
 
 
 async def call(world: World, attempted: AttemptedRollout) -> str:
@@ -149,35 +87,28 @@ async def versions(world: World, attempted: AttemptedRollout) -> tuple[Any, Any]
     return attributes[semconv.CALL_FIRST_VERSION], attributes[semconv.CALL_LAST_VERSION]
 
 
-async def running(world: World, engine: Engine, attempted: AttemptedRollout) -> asyncio.Task[str]:
+async def running(world: World, engine: Server, attempted: AttemptedRollout) -> asyncio.Task[str]:
     """A call that the engine does not finish until it is set free."""
-    engine.busy()
+    engine.hold()
     task = asyncio.create_task(call(world, attempted))
-    await until(lambda: engine.calls == 1)
+    await until(lambda: len(engine.asked) == 1)
     return task
 
 
-async def loading(world: World, engine: Engine) -> asyncio.Task[Any]:
+async def loading(world: World, engine: Server) -> asyncio.Task[Any]:
     """An update whose weights the engine does not load until it is told to."""
-    engine.loads_slowly()
+    engine.loaded.clear()
     task = asyncio.create_task(update_weights(world.gateway, "policy", SEVEN))
     await until(lambda: len(engine.told) == 1)
     return task
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what nothing announces."""
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
-One = tuple[World, Engine]
+One = tuple[World, Server]
 
 
 @pytest.fixture
 async def one(anyio_backend: str) -> AsyncIterator[One]:
-    engine = Engine()
+    engine = engine_of()
     async with before(engine) as world:
         yield world, engine
 
@@ -185,27 +116,7 @@ async def one(anyio_backend: str) -> AsyncIterator[One]:
 # --- one server ---------------------------------------------------------------------------------------------------
 
 
-async def test_a_server_that_names_its_weights_is_told_their_version() -> None:
-    engine = Engine()
-    engine.names_weights = True
-    async with before(engine) as world:
-        await update_weights(world.gateway, "p", SEVEN)
-    assert engine.told[-1] == ("/update_weight_version", {"new_version": "7"})
-
-
-async def test_a_cache_that_was_not_dropped_makes_an_update_fail() -> None:
-    engine = Engine()
-    engine.drops_cache = False
-    async with before(engine) as world:
-        with pytest.raises(BackendError, match="success"):
-            await update_weights(world.gateway, "p", SEVEN)
-        with pytest.raises(openai.InternalServerError, match="nobody knows the weights"):
-            await call(world, await world.attempt())
-
-
-async def test_vllm_loads_the_weights_then_forgets_what_it_computed_with_the_old_ones(
-    one: One,
-) -> None:
+async def test_vllm_loads_the_weights_then_forgets_what_it_computed_with_the_old_ones(one: One) -> None:
     world, engine = one
     attempted = await world.attempt()
     await call(world, attempted)
@@ -217,10 +128,12 @@ async def test_vllm_loads_the_weights_then_forgets_what_it_computed_with_the_old
     assert await versions(world, attempted) == (7, 7)
 
 
-async def test_without_a_path_it_reads_anew_what_it_was_started_with(one: One) -> None:
-    world, engine = one
-    await update_weights(world.gateway, "policy", WeightUpdate(policy_version=1))
+async def test_a_server_that_names_its_weights_is_told_their_version_and_reads_its_own_files_anew() -> None:
+    engine = engine_of("/update_weight_version")
+    async with before(engine) as world:
+        await update_weights(world.gateway, "p", WeightUpdate(policy_version=7))
     assert engine.told[0] == ("/collective_rpc", {"method": "reload_weights", "kwargs": {}})
+    assert engine.told[-1] == ("/update_weight_version", {"new_version": "7"})
 
 
 async def test_running_calls_finish_on_the_old_weights_and_new_ones_wait_for_the_new(one: One) -> None:
@@ -231,14 +144,14 @@ async def test_running_calls_finish_on_the_old_weights_and_new_ones_wait_for_the
     waiting = asyncio.create_task(call(world, late))
     await until(lambda: len(world.gateway.models.gate("policy").attempts) == 2)
     await asyncio.sleep(0.1)
-    assert (engine.told, engine.calls) == ([], 1)
-    engine.set_free()
-    engine.loads_slowly()
+    assert (engine.told, len(engine.asked)) == ([], 1)
+    engine.release()
+    engine.loaded.clear()
     assert await early == "Hi!"
     await until(lambda: len(engine.told) == 1)
     await asyncio.sleep(0.1)
-    assert engine.calls == 1
-    engine.loaded()
+    assert len(engine.asked) == 1
+    engine.loaded.set()
     await updating
     assert await waiting == "Hi!"
     assert await versions(world, first) == (0, 0)
@@ -254,7 +167,7 @@ async def test_calls_that_are_paused_go_on_with_the_new_weights_and_count_as_the
     update = WeightUpdate(policy_version=7, path="/w/7", in_flight="pause")
     await asyncio.wait_for(update_weights(world.gateway, "policy", update), 60)
     assert engine.told == [("/pause?mode=keep", {}), ("/collective_rpc", LOAD), (RESET, {}), ("/resume", {})]
-    engine.set_free()
+    engine.release()
     assert await early == "Hi!"
     assert await versions(world, attempted) == (0, 7)
     rollout = await world.store.get_rollout_by_id(attempted.rollout_id)
@@ -269,7 +182,7 @@ async def test_calls_that_do_not_finish_in_time_keep_their_weights(one: One) -> 
     early = await running(world, engine, attempted)
     with pytest.raises(UnavailableError, match=r"1 calls .* in_flight='pause'"):
         await update_weights(world.gateway, "policy", WeightUpdate(policy_version=7, path="/w/7", seconds=0.2))
-    engine.set_free()
+    engine.release()
     assert await early == "Hi!"
     assert await call(world, attempted) == "Hi!"
     assert engine.told == []
@@ -279,7 +192,7 @@ async def test_calls_that_do_not_finish_in_time_keep_their_weights(one: One) -> 
 
 
 async def test_a_server_without_the_route_goes_on_as_it_was_and_the_flag_is_named() -> None:
-    engine = Engine()
+    engine = engine_of()
     engine.fails = dict.fromkeys(("/collective_rpc", "/pause", "/resume"), 404)
     async with before(engine) as world:
         attempted = await world.attempt()
@@ -290,7 +203,9 @@ async def test_a_server_without_the_route_goes_on_as_it_was_and_the_flag_is_name
         assert await versions(world, attempted) == (0, 0)
 
 
-@pytest.mark.parametrize(("path", "status"), [("/collective_rpc", 500), ("/reset_prefix_cache", 404)])
+@pytest.mark.parametrize(
+    ("path", "status"), [("/collective_rpc", 500), ("/reset_prefix_cache", 404), ("/reset_prefix_cache", 200)]
+)
 async def test_a_server_whose_weights_nobody_knows_answers_no_calls_until_it_loads_some(
     one: One, path: str, status: int
 ) -> None:
@@ -302,7 +217,7 @@ async def test_a_server_whose_weights_nobody_knows_answers_no_calls_until_it_loa
     assert failed.value.status == 502
     with pytest.raises(openai.InternalServerError, match=r"nobody knows the weights .* update them again"):
         await call(world, attempted)
-    assert engine.calls == 0
+    assert len(engine.asked) == 0
     engine.fails = {}
     await update_weights(world.gateway, "policy", WeightUpdate(policy_version=8, path="/w/8"))
     await call(world, attempted)
@@ -335,16 +250,18 @@ async def test_a_paused_call_whose_server_then_fails_is_not_trained(one: One) ->
     with pytest.raises(BackendError, match="500"):
         await update_weights(world.gateway, "policy", WeightUpdate(policy_version=7, path="/w", in_flight="pause"))
     assert [path for path, _ in engine.told] == ["/pause?mode=keep", "/collective_rpc", "/resume"]
-    engine.set_free()
+    engine.release()
     assert await early == "Hi!"
     (span,) = await world.spans(attempted)
     assert span.attributes[semconv.CALL_FLAG] == WEIGHTS_UNKNOWN
 
 
-async def test_an_update_that_is_cancelled_holds_nothing(one: One) -> None:
+async def test_an_update_that_is_cancelled_holds_nothing_and_no_other_begins_meanwhile(one: One) -> None:
     world, engine = one
     updating = await loading(world, engine)
     assert world.gateway.models.gate("policy").held
+    with pytest.raises(ConflictError, match="being updated already"):
+        await update_weights(world.gateway, "p", SEVEN)
     updating.cancel()
     with pytest.raises(asyncio.CancelledError):
         await updating
@@ -353,21 +270,12 @@ async def test_an_update_that_is_cancelled_holds_nothing(one: One) -> None:
         await call(world, await world.attempt())
 
 
-async def test_one_update_at_a_time(one: One) -> None:
-    world, engine = one
-    updating = await loading(world, engine)
-    with pytest.raises(ConflictError, match="being updated already"):
-        await update_weights(world.gateway, "p", SEVEN)
-    engine.loaded()
-    await updating
-
-
 async def test_a_server_that_is_registered_again_meanwhile_is_updated_all_the_same(one: One) -> None:
     world, engine = one
     updating = await loading(world, engine)
     again = HttpBackend(world.gateway.entry("policy").backend.name)
     world.gateway.models.put(ModelEntry("policy", again))
-    engine.loaded()
+    engine.loaded.set()
     await updating
     attempted = await world.attempt()
     await call(world, attempted)
@@ -378,16 +286,8 @@ async def test_a_server_that_is_registered_again_meanwhile_is_updated_all_the_sa
 # --- several servers ----------------------------------------------------------------------------------------------
 
 
-async def test_every_replica_is_updated() -> None:
-    engines = [Engine(), Engine()]
-    async with before(*engines) as world:
-        outcomes = await update_weights(world.gateway, "policy", SEVEN)
-        assert [outcome.policy_version for outcome in outcomes] == [7, 7]
-        assert all(engine.told == [("/collective_rpc", LOAD), (RESET, {})] for engine in engines)
-
-
 async def test_a_replica_that_failed_gets_no_calls_and_the_others_answer_under_the_new_version() -> None:
-    good, bad = Engine(), Engine()
+    good, bad = engine_of(), engine_of()
     async with before(good, bad) as world:
         bad.fails = {"/collective_rpc": 500}
         updated, failed = await update_weights(world.gateway, "policy", SEVEN)
@@ -398,11 +298,11 @@ async def test_a_replica_that_failed_gets_no_calls_and_the_others_answer_under_t
             attempted = await world.attempt()
             assert await call(world, attempted) == "Hi!"
             assert await versions(world, attempted) == (7, 7)
-        assert (good.calls, bad.calls) == (4, 0)
+        assert (len(good.asked), len(bad.asked)) == (4, 0)
 
 
 async def test_a_replica_that_could_not_be_told_answers_on_under_its_old_version() -> None:
-    new, old = Engine(), Engine()
+    new, old = engine_of(), engine_of()
     async with before(new, old) as world:
         old.fails = {"/collective_rpc": 404}
         outcomes = await update_weights(world.gateway, "policy", SEVEN)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import logging
 import time
@@ -161,7 +162,7 @@ def test_json_within_json_stays_json_and_loses_only_the_secret(password, other, 
 FRAGMENTS = [
     '"password":', "'cookie': '", '\\"api_key\\": \\"', '"secret": ["', "password", '"', "'", "\\", '\\"', " ", "\n",
     ":", "[", ",", "bearer ", "Authorization: Basic ", "basic ", "sk-", "agl-aaaaaaaa.", "agl-", "aglk-", "glpat-",
-    "hf_", "ghp_", "github_pat_", "sk_live_", "AKIA", "://", "://a:", "@", "a", "1", "=", "cookie.1", ".1",
+    "hf_", "ghp_", "github_pat_", "sk_live_", "AKIA", ";base64,", "://", "://a:", "@", "a", "1", "=", "cookie.1", ".1",
 ]  # fmt: skip
 
 
@@ -198,6 +199,20 @@ async def test_others_are_served_while_a_long_span_is_cleaned():
     (kept,) = await store.query_spans(leased.rollout_id)
     assert kept.attributes["text"] == f'{{"api_key": "{REDACTED}"}} ' * 40_000
     await store.close()
+
+
+@pytest.mark.parametrize("place", ["before", "behind", "at its end", "no base64"])
+def test_secrets_beside_an_image_are_found(place):
+    secret = "Bearer 8kd0Aq3vX2mN7pR9tY1w"
+    image = base64.b64encode(bytes(range(256)) * 40).decode()
+    text = {
+        "before": f"{secret} data:image/png;base64,{image}",
+        "behind": f'data:image/png;base64,{image}" {secret}',
+        "at its end": f'"data:image/png;base64,{image}password": "{secret}"',
+        "no base64": f"data:image/png;base64,{image[:5000]} {secret} {image[5000:]}",
+    }[place]
+    (kept,) = [redaction()(span_of(attributes={"text": text}))]
+    assert kept is not None and secret.split()[1] not in str(kept) and image[:5000] in str(kept)
 
 
 async def test_secrets_reach_the_store_on_no_way(store, caplog):

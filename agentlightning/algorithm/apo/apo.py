@@ -27,9 +27,9 @@ POOL: Final = 1.5  # times as many training tasks as one critique sees are run w
 
 @dataclass(eq=False)
 class BeamSearch:
-    """One search, by what it works with. `best` is the leader of the last round that is over."""
+    """One search and the parts it uses. `best` is the leader of the last finished round."""
 
-    settings: Any  # APO, or what subclasses it
+    settings: Any  # APO, or a subclass
     context: RunContext
     lineage: Lineage
     measuring: Measuring
@@ -44,7 +44,7 @@ class BeamSearch:
         self._pool = min(math.ceil(POOL * self._shown), train)
 
     async def run(self) -> None:
-        """Go on from what the store holds, to the end. OutOfBudget and Stopped leave `best` as it was then."""
+        """Continue from what the store has, to the end. OutOfBudget and Stopped leave `best` unchanged."""
         await self.lineage.version(self.seed)
         rounds = self.lineage.rounds
         if rounds:
@@ -58,7 +58,7 @@ class BeamSearch:
         await self._final()
 
     async def _measure_seed(self) -> None:
-        """Round 0: the seed on all held-out tasks, and the rollouts of the first critiques with it."""
+        """Round 0: the seed on all held-out tasks, and its rollouts for the first critiques."""
         held_out = range(self._held_out if self.settings.run_initial_validation else 0)
         of_seed: list[tuple[Candidate, Mode, int]] = [(self.seed, "val", task) for task in held_out]
         await self.measuring.measure([*self._gradient_measures(self.seed), *of_seed])
@@ -73,18 +73,18 @@ class BeamSearch:
         parents = [beam[index % len(beam)] for index in range(width)]
         await self.measuring.measure([measure for parent in parents for measure in self._gradient_measures(parent)])
         for parent in beam:
-            await self.lineage.version(parent)  # branches that are stored at the same time find it there
+            await self.lineage.version(parent)  # branches stored concurrently find it there
         self.context.progress.phase("critique and edit", width * branches)
         made = await self.context.unless_stopped(
             asyncio.gather(*(self._branch(number, slot, parents[slot // branches]) for slot in range(width * branches)))
         )
-        if exhausted := next((one for one in made if isinstance(one, OutOfBudget)), None):
+        if exhausted := next((result for result in made if isinstance(result, OutOfBudget)), None):
             raise exhausted
-        candidates = [one for one in made if isinstance(one, Candidate)]
+        candidates = [result for result in made if isinstance(result, Candidate)]
         failures = {f"r{number}-{slot}": one for slot, one in enumerate(made) if isinstance(one, Exception)}
-        if not candidates and all(isinstance(one, BackendError) for one in failures.values()):
+        if not candidates and all(isinstance(failure, BackendError) for failure in failures.values()):
             raise TrainingError(
-                f"the optimiser's model answered none of {len(failures)} times in round {number}: "
+                f"the optimiser's model failed all {len(failures)} times in round {number}: "
                 f"{next(iter(failures.values()))}. What was measured is kept: fix it, and resume the run"
             )
         ranking = await self._race([*beam, *candidates], number, 0, self._batch, width)
@@ -94,7 +94,7 @@ class BeamSearch:
     async def _branch(
         self, number: int, slot: int, parent: Candidate
     ) -> Candidate | OutOfBudget | Rejected | BackendError:
-        """The candidate that critique and edit make of `parent`, stored; or why there is none."""
+        """The candidate made from `parent` by critique and edit, stored; or why there is none."""
         name = f"r{number}-{slot}"
         if (known := self.lineage.candidates.get(name)) is not None:
             return known
@@ -102,14 +102,14 @@ class BeamSearch:
         changed = [*templates][(number - 1 + slot) % len(templates)]
         try:
             shown = await self._shown_rollouts(name, parent)
-            said = await critique(self.model, self.settings.gradient_model, templates, changed, shown, slot)
-            edited = await edit(self.model, self.settings.apply_edit_model, templates[changed], said)
+            advice = await critique(self.model, self.settings.gradient_model, templates, changed, shown, slot)
+            edited = await edit(self.model, self.settings.apply_edit_model, templates[changed], advice)
         except (OutOfBudget, Rejected, BackendError) as error:
             return error
         texts = {**parent.texts, changed: edited.template}
         if self.lineage.of_texts(texts) is not None:
             return Rejected("the edit is the same as another")
-        made = {"parent": parent.name, "changed": changed, "critique": said}
+        made = {"parent": parent.name, "changed": changed, "critique": advice}
         return await self.add(name=name, round=number, texts=texts, **made)
 
     async def add(self, **fields: Any) -> Candidate:
@@ -119,7 +119,7 @@ class BeamSearch:
         return candidate
 
     async def _final(self) -> None:
-        """The beam, and the seed if it was measured whole, race on over all held-out tasks."""
+        """A final race over all held-out tasks, among the beam and, if it was measured on all of them, the seed."""
         last = self.lineage.rounds[-1]
         racing = [self.lineage.candidates[name] for name in last.beam]
         if len(self.measuring.measured(self.seed.name)) == self._held_out and self.seed not in racing:
@@ -128,13 +128,13 @@ class BeamSearch:
         await self._end_round(last.number + 1, ranking, racing, {}, final=True)
 
     async def _race(self, racing: list[Candidate], number: int, beyond: int, count: int, keep: int) -> list[Candidate]:
-        """Who is left of `racing` after `count` held-out tasks, best first (`race.py`). Each round begins with other
-        tasks, so that luck on one batch does not keep a candidate in the beam."""
+        """The rest of `racing` after `count` held-out tasks, best first (`race.py`). Each round starts with other
+        tasks, so luck on one batch does not keep a candidate in the beam."""
         first = (number - 1) * self._batch
         order = [(first + offset) % self._held_out for offset in range(count)]
         for rung in rungs(count, beyond):
             tasks = order if len(racing) == 1 else order[:rung]
-            await self.measuring.measure([(one, "val", task) for one in racing for task in tasks])
+            await self.measuring.measure([(candidate, "val", task) for candidate in racing for task in tasks])
             standings = {
                 one.name: Standing(self.measuring.rewards(one.name, tasks), self._expected(one)) for one in racing
             }
@@ -142,14 +142,14 @@ class BeamSearch:
         return racing
 
     def _expected(self, candidate: Candidate) -> float:
-        """The mean reward of what the candidate was made from."""
+        """The mean reward of the candidate's parent."""
         name = candidate.parent or candidate.name
         return statistics.fmean(self.measuring.rewards(name, self.measuring.measured(name)))
 
     async def _end_round(
         self, number: int, beam: list[Candidate], racing: list[Candidate], rejected: dict[str, str], final: bool = False
     ) -> None:
-        names, calls = [one.name for one in beam], dict(self.budget.optimizer)
+        names, calls = [candidate.name for candidate in beam], dict(self.budget.optimizer)
         scores = {one.name: self.measuring.score(one.name) for one in racing if self.measuring.measured(one.name)}
         await self.lineage.publish(
             Round(number=number, beam=names, scores=scores, rejected=rejected, calls=calls, final=final)
@@ -167,11 +167,11 @@ class BeamSearch:
         if number and not final:
             self.context.progress.step(number, values)
         for reason in dict.fromkeys(rejected.values()):
-            count = sum(one == reason for one in rejected.values())
-            self.context.progress.note(f"round {number}: {count} of the edits came to nothing: {reason}")
+            count = sum(why == reason for why in rejected.values())
+            self.context.progress.note(f"round {number}: {count} of the edits gave no candidate: {reason}")
 
     def _gradient_measures(self, parent: Candidate) -> list[tuple[Candidate, Mode, int]]:
-        """Training tasks to run with a parent: those of its own round, so that a parent of several rounds has them."""
+        """Training tasks to run with a parent: those of its own round, so a parent in several rounds reuses them."""
         train = len(self.measuring.tasks["train"])
         return [(parent, "train", (parent.round * self._pool + offset) % train) for offset in range(self._pool)]
 
@@ -184,20 +184,21 @@ class BeamSearch:
 class APO:
     """Improves the prompt templates among the agent's resources by a beam search with textual gradients.
 
-    In each of `beam_rounds` rounds the prompts of the beam, `beam_width` of them, are run on training tasks. From
-    `gradient_batch_size` of these rollouts `gradient_model` makes a critique, which `apply_edit_model` follows in an
-    edit, `branch_factor` times for each. All are raced on `val_batch_size` held-out tasks; the best are the next beam.
-    At last the beam is raced on all held-out tasks. With several templates each edit changes one of them, in turn.
+    In each of `beam_rounds` rounds, the `beam_width` prompts of the beam are run on training tasks. From
+    `gradient_batch_size` of these rollouts, `gradient_model` writes a critique, which `apply_edit_model` follows in an
+    edit, `branch_factor` times for each prompt. All candidates race on `val_batch_size` held-out tasks; the best are
+    the next beam. Finally the beam races on all held-out tasks. With several templates, each edit changes one of them,
+    in turn.
 
     Args:
-        async_openai_client: what to ask the two models through: an `AsyncOpenAI` or an `LLM`. Without it, `endpoint`
-            (default OpenAI's own) is asked, with the key in OPENAI_API_KEY.
-        diversity_temperature: what they sample at.
-        rollout_batch_timeout: seconds after which rollouts that are still running are cancelled and count 0.
-        run_initial_validation: measure the prompts that the search begins with on all held-out tasks.
-        confidence: how sure it must be that a candidate is worse than the leader before it is dropped for that.
-        templates: names of the templates to tune; none for all.
-        max_rollouts, max_tokens, max_usd: where the search ends; tokens and dollars count agents and optimiser.
+        async_openai_client: client for the two models: an `AsyncOpenAI` or an `LLM`; default: a client of `endpoint`
+            (default: OpenAI's), with the key in OPENAI_API_KEY.
+        diversity_temperature: their sampling temperature.
+        rollout_batch_timeout: seconds after which running rollouts are cancelled and count 0.
+        run_initial_validation: measure the initial prompts on all held-out tasks.
+        confidence: how certain it must be that a candidate is worse than the leader before it is dropped early.
+        templates: names of the templates to tune; default: all.
+        max_rollouts, max_tokens, max_usd: limits of the search; tokens and dollars include agents and optimiser.
         prices: by model, dollars for a million tokens read and written.
         model_timeout: seconds for an answer of the two models."""
 
@@ -244,13 +245,14 @@ class APO:
         return self.beam_rounds
 
     def get_best_prompt(self, name: str | None = None) -> PromptTemplate:
-        """The best prompt found, of the template `name` or of the first. ConfigError before there is one."""
+        """The best version of the template `name`, or of the first. ConfigError before a search."""
         if not self._best:
             raise ConfigError("there is no best prompt yet; Trainer(algorithm=…).fit(…) looks for one")
         return self._best[name or next(iter(self._best))]
 
     async def run(self, context: RunContext) -> None:
-        """Search. However it ends, what was best by then is left. ConfigError and TrainingError as the models say."""
+        """Search. However it ends, the best prompts so far are kept. ConfigError and TrainingError for problems with
+        the models."""
         if not context.train_tasks or not context.val_tasks:
             raise ConfigError(
                 "APO needs training tasks to find faults, and held-out tasks (val_dataset) to compare prompts"
@@ -258,7 +260,7 @@ class APO:
         search = await self._open(context)
         for name, template in search.lineage.templates(search.seed).items():
             try:
-                placeholders(template)  # one that is not well formed is refused before anything is spent
+                placeholders(template)  # refuse a malformed template before anything is spent
             except ConfigError as error:
                 raise ConfigError(f"the prompt template {name!r} cannot be used: {error}") from None
         self.evaluations = []

@@ -1,7 +1,7 @@
-"""What a search for prompts may spend, and what it has spent.
+"""The budget of a prompt search, and what it has spent.
 
-Rollouts are counted exactly. Tokens and money are known after the fact: a batch is not begun if, at the mean cost of a
-rollout so far, it would not fit.
+Rollouts are counted exactly. Tokens and money are known only afterwards: a batch is not started if it would exceed the
+budget at the mean cost per rollout so far.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DATE: Final = re.compile(r"-\d{4}.*")
 
 
 class OutOfBudget(AgentLightningError):
-    """What comes next would cost more than the search may spend."""
+    """The next part of the search would exceed its budget."""
 
 
 @dataclass
@@ -48,21 +48,21 @@ class Budget:
 
     @property
     def spent(self) -> dict[str, float]:
-        """As metrics. `usd` is what models with a price have cost."""
+        """The spending as metrics. `usd` covers models with a price."""
         tokens = _tokens(self.agents) + _tokens(self.optimizer)
         usd = self._cost(self.agents) + self._cost(self.optimizer)
         return {"rollouts": float(self.rollouts), "tokens": float(tokens), "usd": usd}
 
     def price(self, model: str) -> Price | None:
-        """The price of `model`, or of the one that it is a dated release of (`gpt-4o-2024-08-06` of `gpt-4o`)."""
+        """The price of `model`, or, for a dated release, of its base name (`gpt-4o` for `gpt-4o-2024-08-06`)."""
         if model in self.free:
             return 0.0, 0.0
         fits = (price for name, price in self.prices.items() if _DATE.fullmatch(model.removeprefix(name)))
         return self.prices.get(model) or next(fits, None)
 
     def require(self, rollouts: int = 0) -> None:
-        """OutOfBudget unless that many more rollouts, or without a number one more call, may be made. ConfigError for a
-        model whose price is needed and unknown."""
+        """OutOfBudget unless so many more rollouts fit, or without a number one more call. ConfigError if the price of
+        a model is needed but unknown."""
         if self.max_rollouts is not None and self.rollouts + rollouts > self.max_rollouts:
             raise OutOfBudget(
                 f"max_rollouts is {self.max_rollouts}: {self.rollouts} are done, the next need {rollouts}"
@@ -76,7 +76,7 @@ class Budget:
                 raise OutOfBudget(f"max_usd is {self.max_usd:g}: {spent['usd']:.2f} are spent")
 
     def require_prices(self, *models: str) -> None:
-        """ConfigError unless these models, and all that were used, have a price."""
+        """ConfigError unless these models, and all models used so far, have a price."""
         for model in sorted({*models, *self.agents, *self.optimizer}):
             if self.price(model) is None:
                 raise ConfigError(

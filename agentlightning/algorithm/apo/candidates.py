@@ -1,8 +1,8 @@
-"""Candidates and rounds as resources versions, from which a search that was interrupted goes on.
+"""Candidates and rounds as resources versions, from which an interrupted search continues.
 
-A candidate's version holds its templates; its parent is the version it was made from, and its metadata say which
-template was changed, by which critique, and how. When a round is over its leader is stored once more, as the latest
-version, with the scores of all who took part.
+A candidate's version has its templates; its parent is the version it was made from, and its metadata say which template
+was changed, by which critique, and how. At the end of a round its leader is stored again, as the latest version, with
+the scores of all candidates in the race.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ ROUND: Final = "round"
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A set of prompts. `texts` are those of the templates that are tuned. `calls` is what the optimiser had read and
-    written by then, by model."""
+    """A set of prompts. `texts` are those of the tuned templates. `calls` are the tokens that the optimiser had read
+    and written by then, by model."""
 
     name: str
     round: int
@@ -42,8 +42,8 @@ class Score(msgspec.Struct, frozen=True):
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
-    """What a round came to. Round 0 is the measure of the seed. `rejected` says why branches gave no candidate; `calls`
-    is what the optimiser had read and written by then, by model."""
+    """The result of a round; round 0 measures the seed. `rejected` is why branches gave no candidate; `calls` are the
+    tokens that the optimiser had read and written by then, by model."""
 
     number: int
     beam: list[str]
@@ -72,7 +72,7 @@ class Lineage:
         self._stored: dict[str, list[ResourcesUpdate]] = {}
 
     async def open(self) -> None:
-        """Read what the run has stored before."""
+        """Read what the run stored earlier."""
         for update in await self._context.store.query_resources():
             if update.run_id != self._context.run.run_id:
                 continue
@@ -83,13 +83,13 @@ class Lineage:
                 self.rounds.append(msgspec.convert(update.metadata[ROUND], Round))
 
     def seed(self) -> Candidate:
-        """What the run began with."""
+        """The initial prompts."""
         texts = {name: template.template for name, template in self.tuned.items()}
         return self.candidates.get("seed") or Candidate(name="seed", round=0, texts=texts)
 
     def of_texts(self, texts: dict[str, str]) -> Candidate | None:
-        """The candidate of exactly these texts, if there is one."""
-        return next((one for one in self.candidates.values() if one.texts == texts), None)
+        """The candidate with exactly these texts, if there is one."""
+        return next((candidate for candidate in self.candidates.values() if candidate.texts == texts), None)
 
     def templates(self, candidate: Candidate) -> dict[str, PromptTemplate]:
         return {
@@ -97,22 +97,22 @@ class Lineage:
         }
 
     def calls(self) -> dict[str, tuple[int, int]]:
-        """What the optimiser has read and written, by model, as far as was stored."""
-        stored = [one.calls for one in (*self.candidates.values(), *self.rounds)]
+        """Tokens that the optimiser has read and written, by model, as far as stored."""
+        stored = [item.calls for item in (*self.candidates.values(), *self.rounds)]
         return max(stored, key=lambda calls: sum(map(sum, calls.values())), default={})
 
     def models(self) -> list[str]:
-        """Models that agents are given an endpoint of."""
-        return sorted({one.model for one in self._base.resources.values() if isinstance(one, LLM)})
+        """Models whose endpoints agents receive."""
+        return sorted({resource.model for resource in self._base.resources.values() if isinstance(resource, LLM)})
 
     async def version(self, candidate: Candidate) -> ResourcesUpdate:
-        """The candidate's version beside the other resources of this process, stored if there is none: after a restart
-        the endpoint of a model is another one."""
+        """The candidate's version beside the other resources of this process; stored if missing, because a model's
+        endpoint changes after a restart."""
         resources = {**self._base.resources, **self.templates(candidate)}
         for update in self._stored.get(candidate.name, ()):
             if update.resources == resources:
                 return update
-        self.candidates[candidate.name] = candidate  # known before it is stored: others may come to the same
+        self.candidates[candidate.name] = candidate  # known before it is stored: other branches may find the same texts
         parent = self.candidates.get(candidate.parent or "")
         diff = "" if parent is None else difference(parent, candidate)
         above = self._base if parent is None else await self.version(parent)
@@ -126,7 +126,7 @@ class Lineage:
         return update
 
     async def publish(self, result: Round) -> None:
-        """End a round: its leader becomes the latest version, and its prompts are written into the run's directory."""
+        """End a round: its leader becomes the latest version, and its prompts are written to the run's directory."""
         leader = self.candidates[result.beam[0]]
         version = await self.version(leader)
         await self._context.store.add_resources(

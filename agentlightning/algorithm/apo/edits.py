@@ -1,4 +1,4 @@
-"""From what an agent did with a prompt to a better prompt: a critique, and an edit that follows it.
+"""From an agent's rollouts with a prompt to a better prompt: a critique, and an edit that follows it.
 
 This is the textual gradient of ProTeGi (Pryzant et al., EMNLP 2023).
 """
@@ -23,8 +23,8 @@ from agentlightning.errors import AgentLightningError, BackendError, ConfigError
 from agentlightning.rewards.chat import Completion, Messages, complete, read_completion
 from agentlightning.types import LLM, PromptTemplate, Span
 
-AT_ONCE: Final = 16  # calls of the optimiser's models
-SHOWN_CHARACTERS: Final = 6_000  # of one rollout; what lies in the middle is left out
+AT_ONCE: Final = 16  # simultaneous calls of the optimiser's models
+SHOWN_CHARACTERS: Final = 6_000  # of one rollout; the middle is left out
 # Branches of one prompt look at the same rollouts from different sides.
 ANGLES: Final = (
     "Look for what went wrong where the reward is low.",
@@ -45,12 +45,12 @@ _ANSWER: Final = re.compile(r"<prompt>(.*)</prompt>", re.DOTALL)
 
 
 class Rejected(AgentLightningError):
-    """The optimiser's model gave nothing that can be used, and was asked twice."""
+    """The optimiser's model returned nothing usable, twice."""
 
 
 class OptimizerModel:
-    """Asks through `client`, an SDK's `AsyncOpenAI` or an `LLM`; or, without one, at the OpenAI-compatible `endpoint`
-    with the key in OPENAI_API_KEY. What it takes is added to `budget`."""
+    """Calls models through `client`, an SDK's `AsyncOpenAI` or an `LLM`; or, without one, at the OpenAI-compatible
+    `endpoint` with the key in OPENAI_API_KEY. Its usage is added to `budget`."""
 
     def __init__(self, client: object, endpoint: str | None, temperature: float, timeout: float, budget: Budget):
         self._client: Any = client
@@ -65,12 +65,12 @@ class OptimizerModel:
             raise ConfigError(f"the optimiser's client is a {type(client).__name__}; give an AsyncOpenAI or an LLM")
 
     async def ask(self, model: str, messages: Messages) -> str:
-        """The answer of `model`, stripped; empty where it gave none. BackendError after the last try; OutOfBudget."""
+        """The answer of `model`, stripped; may be empty. BackendError after the last try; OutOfBudget."""
         self._budget.require()
         async with self._turns:
             answer = await self._complete(model, messages)
-        # Without a count, four characters are taken for a token.
-        read = answer.read if answer.read is not None else sum(len(one["content"]) for one in messages) // 4
+        # Without a count, assume four characters per token.
+        read = answer.read if answer.read is not None else sum(len(message["content"]) for message in messages) // 4
         written = answer.written if answer.written is not None else len(answer.text) // 4
         self._budget.spend_calls({model: (read, written)})
         return answer.text.strip()
@@ -96,7 +96,7 @@ async def critique(
     shown: Sequence[str],
     angle: int,
 ) -> str:
-    """What is wrong with the template `changed`, given rollouts in words. Rejected where the model says nothing."""
+    """What is wrong with the template `changed`, given rollouts as text. Rejected if the answer is empty."""
     parts = [
         _CRITIC.format(angle=ANGLES[angle % len(ANGLES)]),
         f'<prompt name="{changed}">\n{templates[changed].template}\n</prompt>',
@@ -114,7 +114,7 @@ async def critique(
 
 
 async def edit(model: OptimizerModel, name: str, original: PromptTemplate, critique: str) -> PromptTemplate:
-    """`original` changed as the critique says. What cannot be used is sent back once with the reason; then Rejected."""
+    """`original` changed according to the critique. An unusable answer is sent back once, with the reason."""
     kept = ", ".join(f"{value!r}" for value in sorted(placeholders(original)))
     rule = (
         f"It is a template ({original.engine}): keep its placeholders exactly ({kept or 'there are none'}), add none."
@@ -134,7 +134,7 @@ async def edit(model: OptimizerModel, name: str, original: PromptTemplate, criti
 
 
 def read_edit(answer: str, original: PromptTemplate) -> PromptTemplate:
-    """The template in the answer. ConfigError that says why there is none, or why it cannot replace the original."""
+    """The template in the answer. ConfigError, with the reason, if it is missing or cannot replace the original."""
     found = _ANSWER.search(answer)
     if found is None or not found[1].strip():
         raise ConfigError("there is no prompt between <prompt> and </prompt>")
@@ -152,7 +152,7 @@ def read_edit(answer: str, original: PromptTemplate) -> PromptTemplate:
 
 
 def in_words(task: Any, spans: Sequence[Span], reward: float, status: str) -> str:
-    """A rollout for a reader: its task, its conversations, its errors and its reward."""
+    """A rollout as text: its task, conversations, errors and reward."""
     lines = [f"task: {task if isinstance(task, str) else msgspec.json.encode(task).decode()}"]
     for chain in conversations(read_calls(spans)[0]):
         lines += map(render_message, (*chain[-1].messages, chain[-1].answer))
@@ -165,17 +165,17 @@ def in_words(task: Any, spans: Sequence[Span], reward: float, status: str) -> st
 
 
 def placeholders(template: PromptTemplate) -> frozenset[str]:
-    """Names of the values that filling the template takes. ConfigError where it is not well formed."""
+    """Names of the template's placeholders. ConfigError if it is malformed."""
     text = template.template
     try:
         if template.engine == "jinja":
             tree = jinja2.sandbox.SandboxedEnvironment().parse(text)
             return frozenset(jinja2.meta.find_undeclared_variables(tree))
-        if template.engine == "poml":  # of its expressions, those that begin with a name
+        if template.engine == "poml":  # expressions that start with a name
             return frozenset(re.findall(r"\{\{\s*([A-Za-z_]\w*)", text))
         fields = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]
     except (ValueError, jinja2.TemplateError) as error:
-        raise ConfigError(f"it is no {template.engine} template: {error}") from None
+        raise ConfigError(f"it is not a valid {template.engine} template: {error}") from None
     return frozenset(re.split(r"[.\[]", field, maxsplit=1)[0] for field in fields)
 
 

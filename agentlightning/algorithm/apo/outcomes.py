@@ -1,7 +1,7 @@
-"""What candidates are worth: rollouts of candidates on tasks, each made once, all at the same time.
+"""Measures candidates: rollouts of candidates on tasks, each made once, all concurrently.
 
 Tasks are numbered in an order drawn from the seed, the same for all candidates. A measured (candidate, mode, number) is
-a rollout in the store, found again by a process that resumes the run.
+a rollout in the store; a resumed run finds it again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from agentlightning.tracing.messages import model_name, token_counts
 from agentlightning.tracing.steps import read_steps
 from agentlightning.types import EnqueueRolloutRequest, Mode, Rollout, RolloutConfig, Span
 
-_UNHEARD: Final = (
+_NOT_RECORDED: Final = (
     "no rollout has a recorded conversation for the critic to see. An agent's own client is recorded where its API is "
     "`llm` in initial_resources, and isolation='process' has the gateway in the environment; or make it from `llm`"
 )
@@ -38,7 +38,7 @@ Measure: TypeAlias = tuple[str, Mode, int]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a rollout; without a reward it `failed` and counts 0, so that failing cannot help."""
+    """The result of a rollout. Without a reward it `failed` and counts 0, so failing cannot help."""
 
     rollout: Rollout
     reward: float
@@ -46,7 +46,7 @@ class Outcome:
 
 
 class Measuring:
-    """Outcomes by what was measured."""
+    """Outcomes by measure."""
 
     def __init__(self, context: RunContext, lineage: Lineage, budget: Budget, timeout: float) -> None:
         self.outcomes: dict[Measure, Outcome] = {}
@@ -54,14 +54,14 @@ class Measuring:
         self._lineage = lineage
         self._budget = budget
         self._timeout = timeout
-        self._heard = False  # whether a conversation was recorded
+        self._recorded = False  # whether a conversation was recorded
         chance = random.Random(context.seed)
         self.tasks: dict[Mode, list[Any]] = {"train": [*context.train_tasks], "val": [*context.val_tasks]}
         for tasks in self.tasks.values():
             chance.shuffle(tasks)
 
     async def open(self) -> None:
-        """Take up what the run has measured before."""
+        """Load what the run has measured earlier."""
         for rollout in await self._context.store.query_rollouts(
             run_id=self._context.run.run_id, status_in=["succeeded", "failed"]
         ):
@@ -69,7 +69,7 @@ class Measuring:
                 await self._take(msgspec.convert(rollout.metadata["measure"], Measure), rollout)
 
     async def measure(self, wanted: Iterable[tuple[Candidate, Mode, int]]) -> None:
-        """Make the rollouts that are missing and wait for all. OutOfBudget before the first, if not all fit."""
+        """Run the missing rollouts and wait for all. OutOfBudget before the first, if not all fit."""
         asked: dict[Measure, Candidate] = {(one.name, mode, number): one for one, mode, number in wanted}
         missing = {measure: one for measure, one in asked.items() if measure not in self.outcomes}
         if not missing:
@@ -77,7 +77,7 @@ class Measuring:
         self._budget.require(len(missing))
         requests = [await self._request(candidate, measure) for measure, candidate in missing.items()]
         ours = {request.rollout_id for request in requests}
-        if self._context.resume:  # an interrupted process's rollouts went to an endpoint that is gone
+        if self._context.resume:  # the interrupted process's rollouts used an endpoint that is gone
             await withdraw_rollouts(self._context, lambda rollout: rollout.rollout_id not in ours)
         self._context.progress.phase("evaluate", len(requests))
         await self._context.store.enqueue_many_rollouts(requests)
@@ -92,24 +92,24 @@ class Measuring:
             for rollout in await self._context.unless_stopped(awaited):
                 await self._take(waiting.pop(rollout.rollout_id), rollout)
             self._context.progress.advance(len(requests) - len(waiting))
-        if not self._heard and any(one.rollout.status == "succeeded" for one in self.outcomes.values()):
-            raise TrainingError(_UNHEARD)
+        if not self._recorded and any(outcome.rollout.status == "succeeded" for outcome in self.outcomes.values()):
+            raise TrainingError(_NOT_RECORDED)
 
     def rewards(self, name: str, numbers: Iterable[int]) -> list[float]:
         """Of held-out tasks."""
         return [self.outcomes[name, "val", number].reward for number in numbers]
 
     def measured(self, name: str) -> list[int]:
-        """Numbers of the held-out tasks that a candidate has run."""
+        """Numbers of the held-out tasks on which a candidate has run."""
         return [number for number in range(len(self.tasks["val"])) if (name, "val", number) in self.outcomes]
 
     def score(self, name: str) -> Score:
-        """Over all held-out tasks that the candidate has run, at least one."""
+        """Over all held-out tasks on which the candidate has run, at least one."""
         made = [self.outcomes[name, "val", number] for number in self.measured(name)]
-        return Score(statistics.fmean(one.reward for one in made), len(made), sum(one.failed for one in made))
+        return Score(statistics.fmean(each.reward for each in made), len(made), sum(each.failed for each in made))
 
     async def evaluation(self, name: str, step: int) -> Evaluation:
-        """All that was measured of a candidate on held-out tasks."""
+        """All held-out results of a candidate."""
         tasks: list[EvaluatedTask] = []
         for number in self.measured(name):
             rollout = self.outcomes[name, "val", number].rollout
@@ -118,7 +118,7 @@ class Measuring:
         return Evaluation(step, 0, tuple(tasks))
 
     async def in_words(self, measure: Measure) -> str:
-        """What became of a measure, for a reader."""
+        """A measured rollout as text."""
         outcome = self.outcomes[measure]
         spans = await self.spans(outcome.rollout)
         return in_words(outcome.rollout.input, spans, outcome.reward, outcome.rollout.status)
@@ -142,7 +142,7 @@ class Measuring:
 
     async def _take(self, measure: Measure, rollout: Rollout) -> None:
         spans = await self.spans(rollout)
-        self._heard |= bool(read_calls(spans)[0])
+        self._recorded |= bool(read_calls(spans)[0])
         reward = trace_rollout(rollout, spans).reward
         self.outcomes[measure] = Outcome(rollout, reward or 0.0, reward is None)
         self._budget.spend_rollout(usage_of(spans))

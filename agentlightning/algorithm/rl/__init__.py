@@ -1,1 +1,1 @@
-"""Reinforcement learning: `settings`, groups on their way (`groups`), a step's `batch`, the loop (`reinforcement`)."""
+"""Reinforcement learning: `settings`, the `groups` in progress, a step's `batch`, the loop (`reinforcement`)."""

@@ -12,24 +12,24 @@ from typing import Final
 from agentlightning.algorithm.rl.settings import RLSettings
 from agentlightning.errors import TrainingError
 
-FAR: Final = 100.0  # tolerances: above that the weights are others
-FAR_KL: Final = 0.1  # nats a token: where the learner's probabilities are the lower ones, no ratio is far from 1
-EXPLOSION: Final = 20.0  # a gradient so many times as large as usual; from batch to batch it varies a few times
-USUAL: Final = 20  # the norms whose median is what is usual
-FEWEST: Final = 5  # before so many nothing is usual yet
-TOLD: Final = 3  # steps without any reward before that is worth a note
+FAR: Final = 100.0  # tolerances; above that, sampler and learner have different weights
+FAR_KL: Final = 0.1  # nats per token: catches tokens that the learner finds unlikely, whose ratios stay near 0
+EXPLOSION: Final = 20.0  # times the usual gradient; between batches it varies by small factors
+USUAL: Final = 20  # norms whose median is the usual one
+FEWEST: Final = 5  # norms before there is a usual one
+NOTED_AFTER: Final = 3  # steps without any reward before a note
 
 
 class GradientNorms:
-    """The usual gradient norms. The loss is no sign: that of a policy gradient is about 0 at any scale."""
+    """The usual gradient norms. The loss is no indicator: a policy gradient's loss is about 0 at any scale."""
 
     def __init__(self) -> None:
         self._usual: deque[float] = deque(maxlen=USUAL)
         self._row = 0
 
     def add(self, norm: float) -> int:
-        """How many steps in a row, up to this one, were above `EXPLOSION` times the median norm of the steps before. A
-        step that trained nothing has norm 0. After `[1.0] * 5`, 30.0 gives 1 and 40.0 gives 2."""
+        """How many consecutive steps, including this one, exceeded `EXPLOSION` times the median norm of the steps
+        before. A step that trained nothing has norm 0. After `[1.0] * 5`, 30.0 gives 1 and 40.0 gives 2."""
         if norm == 0:
             return 0
         if len(self._usual) >= FEWEST and norm > EXPLOSION * statistics.median(self._usual):
@@ -42,8 +42,8 @@ class GradientNorms:
 
 @dataclass
 class Earnings:
-    """How many groups a run has seen and how many of them earned something: before the latest steps without any reward
-    (`flat_steps`), and in those."""
+    """How many groups a run has seen and how many earned something: before the latest steps without any reward
+    (`flat_steps`), and during them."""
 
     groups: int = 0
     earned: int = 0
@@ -51,11 +51,11 @@ class Earnings:
     flat_groups: int = 0
 
     def add(self, groups: Sequence[bool]) -> int:
-        """Count the groups of a step, of which these earned something. How many steps in a row none did, if that is no
-        chance: if groups as those before would give it less than once in a million runs.
+        """Count a step's groups, by whether they earned something. Returns how many consecutive steps earned nothing,
+        if that is significant: if earlier groups would do this by chance in less than one of a million runs.
 
-        Where rewards were 0 from the start, or are rare, there is nothing yet that they fell from. Groups count, not
-        rollouts: those of one task are alike."""
+        If rewards were 0 from the start, or are rare, there is no collapse. It counts groups, not rollouts, because
+        rollouts of one task are alike."""
         if any(groups):
             self.groups += self.flat_groups + len(groups)
             self.earned += sum(groups)
@@ -72,7 +72,7 @@ class Earnings:
 
 
 class Alarms:
-    """Logs what is unusual, and raises TrainingError if the algorithm's settings say so."""
+    """Logs anomalies, and raises TrainingError if the algorithm's settings say so."""
 
     def __init__(self, algorithm: RLSettings, note: Callable[[str], None], gradients: Iterable[str]) -> None:
         self._algorithm = algorithm
@@ -99,7 +99,7 @@ class Alarms:
     def check_collapse(self, step: int, row: int, earnings: Earnings, best: Callable[[], Path | None]) -> None:
         """Check after `row` steps without any reward; `best` finds the best saved weights."""
         ends = 0 < self._algorithm.stop_on_collapse <= row
-        if not ends and (row < TOLD or self._collapse_noted):
+        if not ends and (row < NOTED_AFTER or self._collapse_noted):
             return
         place = best()
         problem = (
@@ -113,7 +113,7 @@ class Alarms:
         self._note(problem)
 
     def check_mismatch(self, step: int, metrics: Mapping[str, float], tolerance: float) -> None:
-        """Of what these very weights sampled, learner and sampler differ by rounding alone."""
+        """On tokens sampled with the same weights, learner and sampler differ only by rounding."""
         mismatch, kl = metrics.get("inference_mismatch", 0.0), metrics.get("inference_kl", 0.0)
         problem = (
             f"step {step}: sampler and learner differ by {mismatch:.2g} in the probability of a token (expected at "

@@ -1,4 +1,4 @@
-"""Makes training sequences of a step's groups. The training loop and a replay from the store give the same batch."""
+"""Builds training sequences from a step's groups. Training and a replay from the store give the same batch."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from agentlightning.errors import ConfigError
 T = TypeVar("T")
 
 Sequences: TypeAlias = Sequence[TrainingSequence]
-# What a critic says each sampled token is worth, one float32[N] per sequence (`Learner.values`).
+# A critic's value of each sampled token, float32[N] per sequence (`Learner.values`).
 Values: TypeAlias = Callable[[Sequences], Sequence[FloatArray]]
 
 BATCHES_FILE: Final = "batches.jsonl"  # in the run's directory, one `RecordedBatch` a line
 
 
 class RecordedBatch(msgspec.Struct, frozen=True):
-    """What a step trained on: the rollouts of each group, in order, and the weights. If a step was repeated after a
+    """A step's training data: the rollouts of each group, in order, and the weights. If a step was repeated after a
     kill, the last line counts."""
 
     step: int
@@ -38,7 +38,7 @@ class RecordedBatch(msgspec.Struct, frozen=True):
 
 
 def recorded_batches(directory: Path) -> dict[int, RecordedBatch]:
-    """What each step of the run in `directory` trained on, by its number. ConfigError where nothing was recorded."""
+    """The training data of each step of the run in `directory`, by number. ConfigError if nothing was recorded."""
     path = directory / BATCHES_FILE
     try:
         lines = path.read_bytes().splitlines()
@@ -52,7 +52,7 @@ def recorded_batches(directory: Path) -> dict[int, RecordedBatch]:
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step trains one policy on; empty if every group was skipped."""
+    """One policy's training data of a step; empty if every group was skipped."""
 
     sequences: list[TrainingSequence]
     metrics: dict[str, float]
@@ -61,9 +61,9 @@ class Batch:
 def make_batches(
     algorithm: RLSettings, groups: Sequence[RewardedGroup], critics: Mapping[str, Values | None]
 ) -> dict[str, Batch]:
-    """Credit the groups of one step and lay their calls into sequences: a batch for each policy that `critics` names,
-    with its critic if it has one. Of several policies each has its own calls, compared with its own calls in the other
-    rollouts. Groups from which nothing is learned are dropped and counted."""
+    """Credit the groups of one step and lay their calls into sequences: a batch for each policy in `critics`, with its
+    critic if any. With several policies, each policy's calls are compared with its own calls in the other rollouts.
+    Groups without anything to learn are dropped and counted."""
     batches: dict[str, Batch] = {}
     enough = [group for group in groups if len(group.rewards) >= algorithm.fewest_rewarded]
     for model, values in critics.items():
@@ -84,7 +84,7 @@ def make_batches(
             **algorithm.measured,
             **credit_metrics(credited),
         }
-        versions = [version for one in sequences if (version := one.oldest_version) is not None]
+        versions = [version for sequence in sequences if (version := sequence.oldest_version) is not None]
         if versions:
             metrics["policy_version_oldest"] = float(min(versions))
         batches[model] = Batch(sequences, metrics)
@@ -98,7 +98,7 @@ def _sequences(algorithm: RLSettings, calls: Sequence[CreditedTransition], origi
 
 
 def _origin(group: RewardedGroup, number: int, index: int) -> Origin:
-    """Where the sequences of a rollout of the group are from."""
+    """The origin of the sequences of a rollout."""
     rollout = group.rollouts[index] if group.rollouts else None
     return Origin(
         number,
@@ -111,7 +111,7 @@ def _origin(group: RewardedGroup, number: int, index: int) -> Origin:
 
 
 def minibatches(sequences: Sequence[T], count: int, seed: int, step: int, epoch: int = 0) -> list[list[T]]:
-    """The sequences of a step in `count` parts (fewer where there are fewer), shuffled by seed, step and epoch."""
+    """The sequences of a step in `count` parts (fewer if there are fewer), shuffled by seed, step and epoch."""
     order = list(sequences)
     random.Random(f"{seed}/minibatches/{step}{f'/{epoch}' if epoch else ''}").shuffle(order)
     count = min(count, len(order))
@@ -120,21 +120,21 @@ def minibatches(sequences: Sequence[T], count: int, seed: int, step: int, epoch:
 
 
 def values_of(groups: Sequence[RewardedGroup], level: Level, values: Values) -> list[FloatArray]:
-    """The values of each transition, in order, computed like their sequences in training."""
+    """The values of each transition, in order, computed on the same sequences as in training."""
     rollouts = [transitions for group in groups for transitions in group.transitions]
     ends = np.cumsum([len(transition.response_ids) for transitions in rollouts for transition in transitions])
     if not len(ends):
         return []
-    # What stands for advantages tells which token of all is which: sequences may hold transitions in another order.
+    # Advantages carry each token's index, because sequences may have transitions in another order.
     numbers = iter(np.split(np.arange(ends[-1], dtype=np.float64), ends[:-1]))
     sequences = [
         sequence
         for transitions in rollouts
         for sequence in build_sequences(
-            [CreditedTransition(one, cast(FloatArray, next(numbers))) for one in transitions], level
+            [CreditedTransition(transition, cast(FloatArray, next(numbers))) for transition in transitions], level
         )
     ]
     found = np.zeros(ends[-1], np.float32)
-    for sequence, said in zip(sequences, values(sequences), strict=True):
-        found[sequence.advantages.astype(np.int64)] = said
+    for sequence, estimates in zip(sequences, values(sequences), strict=True):
+        found[sequence.advantages.astype(np.int64)] = estimates
     return np.split(found, ends[:-1])

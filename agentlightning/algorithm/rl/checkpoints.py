@@ -61,11 +61,11 @@ class Checkpoints:
         return self._write(weights, state, "best", resumable=False)
 
     def save_candidate(self, weights: Policies, state: LoopState) -> Path:
-        """Keep weights that are evaluated while training continues."""
+        """Keep weights that are being evaluated while training continues."""
         return self._write(weights, state, "candidate", resumable=False)
 
     def promote_candidate(self, step: int, reward: float) -> bool:
-        """Make the candidate of this step the best. False if it is of another step."""
+        """Make this step's candidate the best. False if the candidate is of another step."""
         candidate = self.directory / "candidate"
         if not (candidate / STATE_FILE).is_file() or (state := _read_state(candidate)).step != step:
             return False
@@ -112,7 +112,7 @@ class Checkpoints:
                 weights.save(partial, resumable=resumable)
                 _write_state(partial, state)
                 self._replace(partial, target)
-            finally:  # on a full disk it would keep the space
+            finally:  # frees its space on a full disk
                 shutil.rmtree(partial, ignore_errors=True)
         return target
 
@@ -127,7 +127,7 @@ class Checkpoints:
 
 
 def _highest(places: list[Path]) -> Path | None:
-    """Where the reward was highest that its state tells of."""
+    """The checkpoint with the highest recorded reward."""
     states = {path: _read_state(path) for path in places}
     rewards = {path: one.best_reward if path.name == "best" else one.recent_reward for path, one in states.items()}
     known = {path: reward for path, reward in rewards.items() if reward is not None}

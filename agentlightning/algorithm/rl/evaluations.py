@@ -1,4 +1,4 @@
-"""The evaluations of a training: at its start, every so many steps, and at its end; and the best weights."""
+"""The evaluations of a training run: at its start, at intervals, and at its end; and the best weights."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class HeldOut:
         self._running: asyncio.Task[None] | None = None
 
     async def first(self) -> None:
-        """Evaluate the starting weights, and reserve the time to evaluate again at the end. A resumed run has the
-        result in its store."""
+        """Evaluate the starting weights, and reserve time for the final evaluation. A resumed run has the result in its
+        store."""
         job = self._job
         if not job.context.val_tasks:
             return
@@ -37,8 +37,8 @@ class HeldOut:
             job.context.deadline -= 1.5 * job.state.evaluation_seconds
 
     async def when_due(self) -> None:
-        """Evaluate the current weights every so many steps, before training continues or, if rollouts overlap anyway,
-        beside it. An evaluation that is still running is not started again."""
+        """Evaluate the current weights at intervals: before training continues or, if rollouts overlap anyway, beside
+        it. Skipped while an evaluation is still running."""
         job = self._job
         every, step = job.algorithm.evaluation_interval, job.state.step
         if not every or step % every or self._last == step:
@@ -65,7 +65,7 @@ class HeldOut:
         context = self._job.context
         if context.stop.is_set() or self._last in (None, self._job.state.step):
             return None
-        context.deadline = None  # the time for it was set aside at the start
+        context.deadline = None  # its time was reserved at the start
         try:
             await self._evaluate()
         except Stopped as stopped:
@@ -107,7 +107,7 @@ class HeldOut:
         best = job.state.best_reward
         if best is not None and evaluation.reward <= best:
             return
-        if self._beside:  # the learner may be changing the weights this very moment
+        if self._beside:  # the learner may be changing the weights now
             promote = partial(job.checkpoints.promote_candidate, evaluation.step, evaluation.reward)
             if await job.policies.in_thread(promote):
                 job.state.best_reward = evaluation.reward

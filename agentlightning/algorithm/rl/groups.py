@@ -1,8 +1,8 @@
-"""Groups on their way: begun as long as they can still be fresh when they are trained, and handed over when complete.
+"""Groups in progress: started while they can still be fresh at training, and delivered when complete.
 
-No more groups are on their way than (K + 1) steps consume, with K the staleness that is allowed; a group begun now is
-then trained, in order of completion, about K publications later. This is AReaL's capacity rule (arXiv:2505.24298)
-without a counter: whatever group is trained, dropped or failed is no longer on its way, so capacity cannot be lost.
+At most as many groups are in progress as (K + 1) steps consume, where K is the allowed staleness. A group started now
+is then trained, in order of completion, about K publications later. This is AReaL's capacity rule (arXiv:2505.24298)
+without a counter: a group that was trained, dropped or failed is no longer in progress, so no capacity is lost.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from agentlightning.errors import ConflictError
 from agentlightning.store.base import LightningStore
 from agentlightning.types import EnqueueRolloutRequest, Rollout, RolloutStatus
 
-# How many groups in a row may be useless, in steps' worth, before a step is made without them.
+# How many steps' worth of consecutive useless groups are replaced before a step trains without them.
 USELESS_STEPS: Final = 10
 
 STALE: Final = "stale"
@@ -37,8 +37,8 @@ UNFINISHED: Final[list[RolloutStatus]] = ["queuing", "requeuing", "preparing", "
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """A group that was begun: the position of its task, the policy version that was newest then, and the index of the
-    task where the algorithm picked it."""
+    """A group that was started: the position of its task, the newest policy version then, and the task's index if the
+    algorithm picked it."""
 
     position: int
     version: int
@@ -46,8 +46,8 @@ class Ticket(msgspec.Struct, frozen=True):
 
 
 class GroupsState(msgspec.Struct):
-    """What a checkpoint keeps: where the sampler stands, groups begun and not trained, complete groups up to `cursor`
-    that are done with, and the versions of this run's weights that may still be met, oldest first."""
+    """What a checkpoint keeps: the sampler's state, groups started but not trained, the `cursor` up to which complete
+    groups are done, and the versions of this run's weights that may still occur, oldest first."""
 
     sampler: SamplerState = msgspec.field(default_factory=SamplerState)
     tickets: tuple[Ticket, ...] = ()
@@ -58,7 +58,7 @@ class GroupsState(msgspec.Struct):
 @dataclass(frozen=True)
 class CompleteGroup:
     """A group whose rollouts have all ended, and the rewards of those that count. `staleness` is how many publications
-    ago the oldest token of each rollout was sampled, when the group was handed over."""
+    ago the oldest token of each rollout was sampled, at delivery."""
 
     ticket: Ticket
     finished_index: int
@@ -69,8 +69,8 @@ class CompleteGroup:
 
 @dataclass
 class Dropped:
-    """What was of no use since the last step: groups, each with the reason, and how many rollouts, by reason. What is
-    not `STALE` had no two different rewards."""
+    """What was dropped since the last step: groups, each with the reason, and rollouts, counted by reason. Groups that
+    are not `STALE` had no two different rewards."""
 
     groups: list[tuple[str, CompleteGroup]] = field(default_factory=list[tuple[str, CompleteGroup]])
     rollouts: Counter[str] = field(default_factory=Counter[str])
@@ -87,7 +87,7 @@ class Dropped:
 async def trace_group(
     store: LightningStore, rollout_ids: Sequence[str], algorithm: RLSettings, models: Iterable[str]
 ) -> list[TracedRollout]:
-    """What the store holds of these finished rollouts, as `algorithm` sees it when it trains `models`."""
+    """These finished rollouts from the store, as `algorithm` sees them when it trains `models`."""
     rollouts = {rollout.rollout_id: rollout for rollout in await store.query_rollouts(rollout_id_in=rollout_ids)}
     calls, traced = algorithm.call_filter(*models), list[TracedRollout]()
     for name in rollout_ids:
@@ -113,14 +113,14 @@ class Groups:
         )
         self.steps_left = algorithm.steps
         self._dropped = Dropped()
-        self._begun: dict[str, Ticket] = {}
+        self._started: dict[str, Ticket] = {}
         self._enqueued: set[str] = set()
         self._ready: list[CompleteGroup] = []
         self._taken: list[CompleteGroup] = []
         self._cursor = 0
         self._lineage: list[int] = [0]
         self._changed = asyncio.Event()
-        self._first: list[TracedRollout] | None = []  # of a step's worth, until they are known to call the model
+        self._first: list[TracedRollout] | None = []  # of the first step, until one is known to call the model
         self._failure: BaseException | None = None
 
     # --- what a checkpoint keeps ---
@@ -129,29 +129,29 @@ class Groups:
     def state(self) -> GroupsState:
         complete = [*self._ready, *self._taken]
         cursor = min([self._cursor, *(group.finished_index - 1 for group in complete)])
-        tickets = (*self._begun.values(), *(group.ticket for group in complete))
+        tickets = (*self._started.values(), *(group.ticket for group in complete))
         return GroupsState(self.sampler.state, tickets, cursor, tuple(self._lineage))
 
     def restore(self, state: GroupsState) -> None:
         self.sampler.state = state.sampler
-        self._begun = {self.name(ticket): ticket for ticket in state.tickets}
+        self._started = {self.name(ticket): ticket for ticket in state.tickets}
         self._cursor = state.cursor
         self._lineage = list(state.lineage)
 
-    def begin_again(self, version: int) -> None:
-        """Forget every group that was not trained, and start from their tasks under another version."""
+    def restart(self, version: int) -> None:
+        """Forget every group that was not trained, and restart from their tasks under another version."""
         positions = [ticket.position for ticket in self.state.tickets]
         self.sampler.state.position = min([self.sampler.state.position, *positions])
-        self._begun, self._ready, self._taken = {}, [], []
+        self._started, self._ready, self._taken = {}, [], []
         self._publish(version)
 
     def name(self, ticket: Ticket) -> str:
         return f"{self.context.run.run_id}-{ticket.position}-v{ticket.version}"
 
     def awaits(self, group_id: str | None) -> bool:
-        """Whether this is a group that is on its way, or one that may be begun before the weights change: where steps
-        were skipped, or groups were replaced, there are more of these than one step takes."""
-        if group_id is None or group_id in self._begun:
+        """Whether this group is in progress, or may be started before the weights change. After skipped steps or
+        replaced groups there are more of these than one step takes."""
+        if group_id is None or group_id in self._started:
             return group_id is not None
         version = self._lineage[-1]
         position = group_id.removeprefix(f"{self.context.run.run_id}-").removesuffix(f"-v{version}")
@@ -164,15 +164,15 @@ class Groups:
     async def take(self) -> tuple[list[CompleteGroup], Dropped]:
         """The groups of the next step in the order of their tasks, and what was dropped since the step before.
 
-        Waits for as many as a step trains on. Where groups of no use are not replaced, these are all that were begun;
-        where they are, fewer only after `USELESS_STEPS` times as many were of no use."""
+        Waits for as many as a step trains on. If useless groups are not replaced, these are all that were started; if
+        they are, fewer only after `USELESS_STEPS` times as many were useless."""
         progress = self.context.progress
         progress.phase("rollouts", self.algorithm.tasks_per_step * self.algorithm.group_size)
         while not self._enough():
-            if self._failure is not None:  # it may have come while nobody waited
+            if self._failure is not None:  # it may have occurred while nothing waited
                 raise self._failure
             self._changed.clear()
-            await self._begin_groups()  # what is too old by now has made room
+            await self._begin_groups()  # dropped stale groups made room
             await self._changed.wait()
             progress.advance(len(self._ready) * self.algorithm.group_size)
         count = self.algorithm.tasks_per_step
@@ -181,7 +181,7 @@ class Groups:
         return sorted(self._taken, key=lambda group: group.ticket.position), dropped
 
     async def trained(self, version: int | None) -> None:
-        """What was taken is done with; the weights are called `version` now, or, with None, what they were."""
+        """The taken groups are done; the weights are now called `version`, or are unchanged (None)."""
         self._taken = []
         self.steps_left -= 1
         if version is not None:
@@ -190,15 +190,15 @@ class Groups:
             await self._begin_groups()
 
     async def withdraw(self) -> None:
-        """Give up every group that is on its way: no step is left for it."""
-        names, self._begun, self._ready = frozenset(self._begun), {}, []
+        """Cancel every group in progress: no step is left for it."""
+        names, self._started, self._ready = frozenset(self._started), {}, []
         await withdraw_rollouts(self.context, lambda rollout: rollout.group_id in names)
 
     def _publish(self, version: int) -> None:
         self._lineage = [*self._lineage, version][-1 - self.algorithm.max_staleness :]
 
     def _enough(self) -> bool:
-        if not self.algorithm.refills and self._begun:
+        if not self.algorithm.refills and self._started:
             return False
         self._ready = [group for group in map(self._fresh, self._ready) if group is not None]
         if not self.algorithm.refills:
@@ -207,7 +207,7 @@ class Groups:
         return len(self._ready) >= per_step or len(self._dropped.groups) >= USELESS_STEPS * per_step
 
     def _fresh(self, group: CompleteGroup) -> CompleteGroup | None:
-        """The group without the rollouts that are too old by now; None where too little is left of it."""
+        """The group without rollouts that have become stale; None if too little is left."""
         allowed = self.algorithm.max_staleness
         staleness = [self.staleness(traced, group.ticket) for traced in group.rollouts]
         kept = [index for index, age in enumerate(staleness) if age <= allowed]
@@ -222,9 +222,9 @@ class Groups:
         return replace(group, rollouts=rollouts, rewarded=rewarded, staleness=tuple(staleness[i] for i in kept))
 
     def staleness(self, traced: TracedRollout, ticket: Ticket) -> int:
-        """How many publications ago the oldest token of a rollout was sampled; of weights that this run does not
-        descend from, more than is ever allowed. Where a backend does not say, the version counts that was newest when
-        the group was begun."""
+        """How many publications ago the oldest token of a rollout was sampled; for weights that this run does not
+        descend from, more than ever allowed. If a backend does not report versions, the newest version at the group's
+        start counts."""
         ages = {version: age for age, version in enumerate(reversed(self._lineage))}
         sampled = {int(version) for one in traced.transitions for version in np.unique(one.versions)} or {-1}
         unknown = 1 + self.algorithm.max_staleness
@@ -233,12 +233,12 @@ class Groups:
     # --- beside the loop ---
 
     async def collect(self) -> None:
-        """Begin groups and take in those that complete, for ever. What goes wrong is raised by `take`."""
+        """Start groups and collect complete ones, forever. `take` raises its errors."""
         store, run_id = self.context.store, self.context.run.run_id
         try:
             while True:
                 for group in await store.complete_groups_after(run_id, self._cursor, timeout=30.0):
-                    if group.group_id in self._begun:  # those of an abandoned lineage pass by unused
+                    if group.group_id in self._started:  # groups of an abandoned lineage are ignored
                         rollouts = await trace_group(store, group.rollout_ids, self.algorithm, self.context.policies)
                         await self._check_called(rollouts)
                         self._take_in(group.group_id, group.finished_index or 0, rollouts)
@@ -246,12 +246,13 @@ class Groups:
                 if self.algorithm.refills:
                     await self._begin_groups()
                 self._changed.set()
-        except Exception as error:  # noqa: BLE001 (whoever waits for groups raises it)
+        except Exception as error:  # noqa: BLE001 (`take` raises it)
             self._failure = error
             self._changed.set()
 
     async def _check_called(self, rollouts: Sequence[TracedRollout]) -> None:
-        """TrainingError if none of a step's worth called the model; an agent may well answer some tasks without it."""
+        """TrainingError if none of the first step's rollouts called the model; an agent may well solve some tasks
+        without it."""
         if self._first is not None:
             self._first += rollouts
             if len(self._first) >= self.algorithm.tasks_per_step * self.algorithm.group_size:
@@ -259,8 +260,8 @@ class Groups:
                 self._first = None
 
     def _take_in(self, name: str, finished: int, rollouts: Sequence[TracedRollout]) -> None:
-        ticket = self._begun.pop(name, None)
-        if ticket is None:  # given up while it was read
+        ticket = self._started.pop(name, None)
+        if ticket is None:  # cancelled while it was read
             return
         self._enqueued.discard(name)
         rewarded = rewarded_group(rollouts, self.algorithm.unrewarded)
@@ -275,29 +276,29 @@ class Groups:
 
     @property
     def _capacity(self) -> int:
-        """How many groups may be begun now: each must be fresh when it is trained, and there must be a step for it."""
+        """How many groups may be started now: each must be fresh at training, and there must be a step for it."""
         steps = min(self.algorithm.max_staleness + 1, self.steps_left)
-        return max(0, steps * self.algorithm.tasks_per_step - len(self._begun) - len(self._ready) - len(self._taken))
+        return max(0, steps * self.algorithm.tasks_per_step - len(self._started) - len(self._ready) - len(self._taken))
 
     def _next_ticket(self) -> Ticket:
         position, index = self.sampler.take()
         return Ticket(position, self._lineage[-1], index)
 
     async def _begin_groups(self) -> None:
-        """Begin as many groups as there is room for: those that turn out complete and of no use make room for more."""
+        """Start as many groups as there is room for; groups that turn out complete but useless make room for more."""
         while True:
             new = [self._next_ticket() for _ in range(self._capacity)]
-            self._begun |= {self.name(ticket): ticket for ticket in new}
-            # Restored ones too: the process may have died before it had enqueued them all.
-            missing = {name: ticket for name, ticket in self._begun.items() if name not in self._enqueued}
+            self._started |= {self.name(ticket): ticket for ticket in new}
+            # Restored ones too: the process may have died before all were enqueued.
+            missing = {name: ticket for name, ticket in self._started.items() if name not in self._enqueued}
             if not missing:
                 return
             self._enqueued |= missing.keys()
             await self._enqueue(missing)
 
     async def _enqueue(self, missing: Mapping[str, Ticket]) -> None:
-        """Tell the store of these groups; doing it again changes nothing. What a process that was killed had complete,
-        and `collect` passed by before it was begun here, will not be reported again: it is taken in now."""
+        """Enqueue these groups in the store; repeating this changes nothing. Groups that a killed process completed are
+        not reported again after `collect` has passed them, so they are collected here."""
         passed = self._cursor
         store, size, run_id = self.context.store, self.algorithm.group_size, self.context.run.run_id
         groups = await asyncio.gather(*(store.create_group(size, run_id=run_id, group_id=name) for name in missing))
@@ -331,7 +332,7 @@ class Groups:
 
 
 async def withdraw_rollouts(context: RunContext, unwanted: Callable[[Rollout], bool]) -> None:
-    """Cancel the rollouts of the run that have not ended and that nobody wants any more."""
+    """Cancel the unfinished rollouts of the run that are no longer wanted."""
     for rollout in await context.store.query_rollouts(run_id=context.run.run_id, status_in=UNFINISHED):
         if unwanted(rollout):
             with contextlib.suppress(ConflictError):  # it has ended meanwhile

@@ -1,4 +1,4 @@
-"""What steps, evaluations and resumption of one training share: its parts, its state, and how it is saved."""
+"""What steps, evaluations and resumption of a training run share: its parts, its state, and how it is saved."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Job:
 
     @asynccontextmanager
     async def alone(self) -> AsyncGenerator[None]:
-        """In the block, the learner has weights and cores for itself, unless rollouts run beside it."""
+        """In the block, the learner has weights and cores to itself, unless rollouts run beside it."""
         if self.overlaps:
             yield
         else:
@@ -48,7 +48,7 @@ class Job:
         return [history[step]["reward"] for step in sorted(history)[-3:] if "reward" in history[step]]
 
     async def save(self) -> None:
-        """Write a checkpoint that the run can be resumed from."""
+        """Write a checkpoint for resuming the run."""
         self.state.groups = self.groups.state
         self.state.algorithm = self.algorithm.saved_state()
         rewards = self.recent_rewards()
@@ -56,14 +56,14 @@ class Job:
         await self.written(self.checkpoints.save)
 
     async def written(self, save: Callable[[Policies, LoopState], object]) -> None:
-        """Write the current weights and state, which change meanwhile."""
+        """Write the current weights and state in the learner's thread, between changes."""
         await self.policies.in_thread(partial(save, self.policies, copy.deepcopy(self.state)))
 
     async def renew_version(self) -> None:
-        """Publish the present weights once more, as another version: finished rollouts are never run again, and a
-        resumed run, its agent fixed, must not meet those that ended this one."""
+        """Publish the current weights again, as another version: finished rollouts never run again, and a resumed run
+        whose agent was fixed must not reuse those that ended this one."""
         self.state.policy_version = await self.context.store.next_policy_version(self.run_id)
         if self.state.step == 0:
             self.state.first_version = self.state.policy_version
-        self.groups.begin_again(self.state.policy_version)
+        self.groups.restart(self.state.policy_version)
         await self.policies.publish(self.state.policy_version)

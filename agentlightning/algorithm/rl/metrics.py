@@ -1,4 +1,4 @@
-"""What a step measures: its rollouts, credit, optimiser steps and speed (`docs/reference/metrics.md`)."""
+"""The metrics of a step: its rollouts, credit, optimiser steps and speed (`docs/reference/metrics.md`)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _EXTREMES: Final[dict[str, Callable[[list[float]], float]]] = {
 
 
 def rollout_metrics(groups: Sequence[CompleteGroup], dropped: Dropped | None = None) -> dict[str, float]:
-    """What the rollouts of a step came to, how old they are, and what was dropped. The mean rewards are over those of
-    useless groups too, which these replaced: a policy that is always right would seem to earn nothing."""
+    """The results of a step's rollouts, their age, and what was dropped. Mean rewards include the useless groups that
+    were replaced; without them, a policy that is always right would seem to earn nothing."""
     dropped = dropped or Dropped()
     rollouts = [traced for group in groups for traced in group.rollouts]
     measured = [*groups, *dropped.useless]
@@ -35,7 +35,7 @@ def rollout_metrics(groups: Sequence[CompleteGroup], dropped: Dropped | None = N
     worked = tool_success(rollouts)
     return {
         "reward": _mean(rewards),
-        **{f"reward/{name}": _mean([one[name] for one in terms]) for name in (terms[0] if terms else ())},
+        **{f"reward/{name}": _mean([term[name] for term in terms]) for name in (terms[0] if terms else ())},
         "rollouts": float(len(rollouts)),
         "unrewarded": float(sum(traced.reward is None for traced in rollouts)),
         "calls": float(len(calls)),
@@ -61,8 +61,8 @@ def rollout_metrics(groups: Sequence[CompleteGroup], dropped: Dropped | None = N
 
 
 def credit_metrics(groups: Sequence[Sequence[Sequence[CreditedTransition]]]) -> dict[str, float]:
-    """Advantages of all sampled tokens that were credited, those of useless groups too; what a critic said
-    of them before the step, and how much of the targets' variance that explains."""
+    """Advantages of all credited tokens, including useless groups; the critic's values before the step, and the share
+    of the targets' variance that they explain."""
     items = [item for group in groups for transitions in group for item in transitions]
     values = np.concatenate([np.zeros(0), *(item.advantages for item in items)], dtype=np.float64)
     if not len(values):
@@ -76,30 +76,30 @@ def credit_metrics(groups: Sequence[Sequence[Sequence[CreditedTransition]]]) -> 
     }
     pairs = [(i.values, i.value_targets) for i in items if i.values is not None and i.value_targets is not None]
     if pairs:
-        said, targets = (np.concatenate(side).astype(np.float64) for side in zip(*pairs, strict=True))
-        metrics |= {"value_mean": float(said.mean()), "value_target_mean": float(targets.mean())}
+        estimates, targets = (np.concatenate(side).astype(np.float64) for side in zip(*pairs, strict=True))
+        metrics |= {"value_mean": float(estimates.mean()), "value_target_mean": float(targets.mean())}
         if variance := float(targets.var()):
-            metrics["explained_variance"] = 1 - float((targets - said).var()) / variance
+            metrics["explained_variance"] = 1 - float((targets - estimates).var()) / variance
     return metrics
 
 
 def over_steps(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Each metric over the optimiser steps of a batch: of tokens the sum, of extremes the extreme, else the mean."""
+    """Each metric over the optimiser steps of a batch: the sum for tokens, the extreme for extremes, else the mean."""
     totals: dict[str, float] = {}
-    for name in {name: None for one in history for name in one}:
-        values = [one[name] for one in history if name in one]
+    for name in {name: None for step in history for name in step}:
+        values = [step[name] for step in history if name in step]
         if name.startswith("tokens"):
             totals[name] = sum(values)
         else:
             totals[name] = _EXTREMES.get(name, _mean)(values)
-    if "tokens_computed" not in totals:  # corrections left every token out
+    if "tokens_computed" not in totals:  # corrections left out every token
         return totals
     return totals | {"tree_savings": totals["tokens_saved"] / (totals["tokens_saved"] + totals["tokens_computed"])}
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What engines have done: tokens sampled by all, and seconds in which one of them, on average, did nothing."""
+    """The usage of engines: tokens sampled by all, and mean idle seconds of one."""
 
     generated_tokens: int
     idle_seconds: float
@@ -111,8 +111,7 @@ class Usage:
 def speed_metrics(
     metrics: Mapping[str, float], waited: float, learned: float, engines: Usage, *, overlaps: bool
 ) -> dict[str, float]:
-    """Of a step with these `metrics` that waited so many seconds for rollouts and learned for so many, at once or one
-    after the other."""
+    """For a step with these `metrics`, given its seconds of waiting for rollouts and of learning."""
     total = waited + learned
     took = total if overlaps else waited
     computed = sum(value for name, value in metrics.items() if name.rpartition("/")[2] == "tokens_computed")

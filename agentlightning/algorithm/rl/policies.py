@@ -1,6 +1,7 @@
 """The models that a run trains: they step, are published, saved and restored together, under one policy version.
 
-Each has its optimiser and engine, and learns from its own calls. If there are several, metrics have the model's name.
+Each has its optimiser and engine, and learns from its own calls. With several, metric names start with the model's
+name.
 """
 
 from __future__ import annotations
@@ -23,15 +24,14 @@ from agentlightning.errors import TrainingError, docs_page
 from agentlightning.learner.base import Learner, Sampler, Weights, WeightsForm
 from agentlightning.learner.corrections import corrected, prepare
 
-_EXPORTS_KEPT: Final[dict[str, int]] = {"adapter": 16}  # of each policy, else 3; a server may read one again
+_EXPORTS_KEPT: Final[dict[str, int]] = {"adapter": 16}  # per policy, else 3; a server may read one again
 
 T = TypeVar("T")
 
 
 class Policies:
-    """Learners by name, and their samplers. Gradient steps run in the one thread of `thread`, since torch's freed
-    memory stays with the thread that allocated it. Weights for samplers that load files go through the directory
-    `exports`."""
+    """Learners by name, and their samplers. Gradient steps run in one `thread`, because memory that torch has freed
+    stays with its thread. Samplers that load files get their weights through the directory `exports`."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Policies:
             yield
 
     async def begin(self, version: int) -> None:
-        """Before the first call: give weights to samplers that do not read the learner's. TrainingError if one does not
+        """Before the first call: send weights to samplers that do not read the learner's. TrainingError if one does not
         sample with them."""
         for name, sampler in self._samplers.items():
             if sampler.takes != "live":
@@ -85,7 +85,7 @@ class Policies:
         await self.in_thread(partial(_export, self.learners[name], place, sampler.takes))
         await sampler.publish(Weights(version, place.absolute()))
         for old in sorted(written.iterdir())[: -_EXPORTS_KEPT.get(sampler.takes, 3)]:
-            if old != place:  # of a run that went on from an earlier step there are later ones
+            if old != place:  # a run resumed from an earlier step has later ones
                 await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)
 
     async def _check_parity(self, name: str, sampler: Sampler) -> None:
@@ -93,7 +93,7 @@ class Policies:
         of_learner = await self.in_thread(lambda: [logprobs.numpy() for logprobs in learner.logprobs(samples)])
         pairs = zip(of_learner, samples, strict=True)
         differences = [float(np.abs(np.expm1(own - sample.logprobs)).max()) for own, sample in pairs]
-        worst = max(differences, default=0.0)  # with no server left there is nothing to compare yet
+        worst = max(differences, default=0.0)  # without a usable server there is nothing to compare
         if not worst <= learner.mismatch_tolerance:
             raise TrainingError(
                 f"the sampler was given the weights of {name!r} and does not sample with them: in the probability of a "
@@ -109,7 +109,7 @@ class Policies:
         return Usage(sum(sampler.generated_tokens for sampler in samplers), idle)
 
     def save(self, directory: Path, resumable: bool = True) -> None:
-        """Save into the directory, or, for several policies, into one each with the policy's name."""
+        """Save into the directory, or, with several policies, into one subdirectory each."""
         for name, learner in self.learners.items():
             place = self._place(directory, name)
             place.mkdir(exist_ok=True)
@@ -120,7 +120,7 @@ class Policies:
             learner.load(self._place(directory, name))
 
     def named(self, by_policy: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-        """`loss` of a single policy, `writer/loss` of one of several."""
+        """`loss` for a single policy, `writer/loss` for one of several."""
         single = len(self.names) == 1
         return {
             metric if single else f"{name}/{metric}": value
@@ -133,7 +133,7 @@ class Policies:
 
 
 def _export(learner: Learner, place: Path, form: WeightsForm) -> None:
-    shutil.rmtree(place, ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(place, ignore_errors=True)  # left by a killed run
     learner.export(place, form)
 
 
@@ -146,7 +146,7 @@ def optimiser_steps(
     step: int,
     version: int | None,
 ) -> Iterator[dict[str, float]]:
-    """Make the optimiser steps of one batch, whose weights are called `version` now; the metrics of each as it is made.
+    """Make the optimiser steps of one batch, whose starting weights are called `version`; yields the metrics of each.
     Blocks."""
     if not batch:
         return
@@ -155,7 +155,7 @@ def optimiser_steps(
         for epoch in range(algorithm.epochs):
             for part in minibatches(batch, count, seed, step, epoch):
                 yield learner.step(part, loss, version)
-                version = None  # the weights have another by now
+                version = None  # the weights have changed
         return
     prepared, measured = prepare(learner, batch, loss.temperature, version)
     moved = False
@@ -164,7 +164,7 @@ def optimiser_steps(
             present = None
             if moved and corrections.ask_present:
                 of_part = learner.logprobs([one.sequence for one in some], loss.temperature)
-                present = [one.numpy() for one in of_part]
+                present = [tensor.numpy() for tensor in of_part]
             part, masked = corrected(some, corrections, loss.old, present)
             moved |= bool(part)
             yield (learner.step(part, loss) if part else {}) | masked | measured

@@ -1,7 +1,7 @@
 """The reinforcement-learning loop: take complete groups, give credit, step, publish, repeat.
 
-With a staleness of 0 rollouts, steps and evaluations take turns; with more they run beside each other. A kill at any
-moment loses nothing that `resumption.py` does not find again.
+With staleness 0, rollouts, steps and evaluations take turns; with more they run concurrently. After a kill at any
+moment, `resumption.py` finds everything again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ EXPORTS: Final = "published"  # folder of a run for the weights that samplers re
 class Loop:
     """One training job of an algorithm on these groups.
 
-    Whatever reads or writes weights runs in the one `thread`: the event loop stays free, and a checkpoint holds the
+    Everything that reads or writes weights runs in one `thread`, so the event loop stays free, and a checkpoint has the
     weights of one step."""
 
     def __init__(self, algorithm: RLSettings, context: RunContext, groups: Groups, thread: Executor) -> None:
@@ -61,7 +61,7 @@ class Loop:
         self._learning = False  # between the first optimiser step of a batch and the publication
 
     async def run(self) -> str:
-        """Steps until one of the reasons to end holds; returns the reason in words."""
+        """Train until one of the reasons to end holds; returns the reason as text."""
         job = self.job
         if job.context.resume:
             await resume(job, self._alarms)
@@ -82,7 +82,7 @@ class Loop:
         except Stopped as stopped:
             reason = str(stopped)
         except AgentLightningError as error:
-            if not self._learning:  # the weights are those of a whole step
+            if not self._learning:  # the weights are those of a complete step
                 if isinstance(error, TrainingError):
                     await job.renew_version()
                 await job.save()
@@ -119,7 +119,7 @@ class Loop:
         make = partial(make_batches, job.algorithm, [group.rewarded for group in groups], critics)
         if job.algorithm.trained_critic is None:
             batches = await asyncio.to_thread(make)
-        else:  # a critic reads weights as a gradient step does
+        else:  # a critic reads weights like a gradient step
             async with job.alone():
                 batches = await job.policies.in_thread(make)
         metrics = rollout_metrics(groups, dropped)
@@ -130,7 +130,7 @@ class Loop:
             version = job.state.policy_version
         elif metrics["calls"] or dropped.groups:
             self._note_nothing_learned(step, metrics["reward"], dropped)
-        # Together: a step that is cut short must find its groups again.
+        # Together: an interrupted step must find its groups again.
         job.state.step = step
         await job.groups.trained(version)
         times = sampled - started, time.perf_counter() - sampled
@@ -146,7 +146,8 @@ class Loop:
         self._alarms.check_collapse(step, fallen, job.state.earnings, job.checkpoints.best)
 
     def _own_metrics(self, groups: Sequence[CompleteGroup], others: Mapping[str, float]) -> dict[str, float]:
-        """Tell the algorithm how the step went. ConfigError for a metric that has a name of the loop's, or no value."""
+        """Report the step to the algorithm. ConfigError if one of its metrics has a name of the loop's, or is not
+        finite."""
         ordered = sorted(groups, key=lambda group: group.ticket.position)
         own = self.job.algorithm.step_done([group.rewarded for group in ordered if group.rewarded.rewards])
         for name, value in own.items():
@@ -156,9 +157,9 @@ class Loop:
         return {name: float(value) for name, value in own.items()}
 
     def _earned(self, groups: Sequence[CompleteGroup]) -> list[bool]:
-        """Whether a rollout of each group has a reward above 0, terms that were added to the agent's own aside."""
+        """Whether each group has a rollout with a reward above 0, without the terms that training adds."""
         given = self.job.algorithm.reward.given_part
-        return [any(given(one.reward_terms) > 0 for one in of.rollouts) for of in groups if of.rollouts]
+        return [any(given(rollout.reward_terms) > 0 for rollout in of.rollouts) for of in groups if of.rollouts]
 
     def _how_to_replay(self, step: int) -> str:
         directory = self.job.context.directory
@@ -172,14 +173,14 @@ class Loop:
         )
 
     def _record_batch(self, step: int, groups: Sequence[CompleteGroup]) -> None:
-        """Note what the step trains on, before it does."""
+        """Record the step's training data before training."""
         names = tuple(tuple(traced.rollout.rollout_id for traced in group.rollouts) for group in groups)
         path = self.job.context.directory / BATCHES_FILE
         with explained("the record of steps", path), path.open("ab") as file:
             file.write(msgspec.json.encode(RecordedBatch(step, self.job.state.policy_version, names)) + b"\n")
 
     async def _check_trainable(self, rollouts: Sequence[TracedRollout]) -> None:
-        """TrainingError where nothing can be learned from these rollouts for a reason that would hold for others."""
+        """TrainingError if nothing can be learned from these rollouts, for a reason that would also hold for others."""
         job = self.job
         silent = not any(traced.transitions for traced in rollouts)
         unrewarded = all(traced.reward is None for traced in rollouts)
@@ -199,7 +200,7 @@ class Loop:
             f"none of the calls is by an agent that agents={job.algorithm.agents!r} names; the agents here are "
             f"{', '.join(others[:10])}{' …' if len(others) > 10 else ''}"
         )
-        if job.state.step == 0:  # a mistake; later an agent may have had nothing to do
+        if job.state.step == 0:  # a mistake; later, the agent may just have had nothing to do
             raise TrainingError(message)
         job.context.progress.note(f"step {job.state.step + 1} trains nothing: {message}")
 
@@ -220,7 +221,7 @@ class Loop:
                         progress.advance(sum(map(len, history.values())))
             except TrainingError as error:
                 raise TrainingError(f"step {step}: {error}. {self._how_to_replay(step)}") from error
-            # Before the engines continue: no token of the new weights is to be called one of the old.
+            # Before the engines continue, or tokens of the new weights would get the old version.
             job.state.policy_version = await job.context.store.next_policy_version(job.run_id)
             await job.policies.publish(job.state.policy_version)
         self._learning = False
@@ -233,24 +234,25 @@ class Loop:
 
 
 class Reinforcement(RLSettings):
-    """A dataclass below it defines `advantages`; its fields are its settings, those of `RLSettings` included."""
+    """Base class of algorithms; a dataclass below it defines `advantages`, and its fields are its settings, in addition
+    to those of `RLSettings`."""
 
     evaluations: list[Evaluation]
     stopped_because: str
 
     def traces_beside(self, store: LightningStore) -> AbstractAsyncContextManager[LightningStore]:
-        """The store with the rollouts that are learned from, where the run's own is `store`."""
+        """The store of the rollouts to learn from; `store` is the run's own."""
         return nullcontext(store)
 
     @asynccontextmanager
     async def groups(self, context: RunContext) -> AsyncGenerator[Groups]:
-        """What steps learn from. ConfigError or TrainingError where there is nothing to learn from."""
+        """The groups that steps train on. ConfigError or TrainingError if there is nothing to learn from."""
         if not context.train_tasks:
             raise ConfigError(f"{self.name} runs the agent on tasks: give a training dataset")
         yield Groups(self, context)
 
     async def run(self, context: RunContext) -> None:
-        """Train until done or stopped; afterwards `evaluations` holds the first and the last, and what lay between."""
+        """Train until done or stopped; afterwards `evaluations` has all evaluations in order."""
         async with self.groups(context) as groups:
             with ThreadPoolExecutor(1, "learner") as thread:
                 loop = Loop(self, context, groups, thread)

@@ -1,4 +1,4 @@
-"""Which task is trained next: epoch after epoch, each task once, in an order that the seed or a curriculum gives."""
+"""Which task is next: epoch after epoch, each task once, in an order from the seed or a curriculum."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from agentlightning.errors import ConfigError
 
 Curriculum: TypeAlias = Callable[[Sequence[Any], int], Sequence[int]]
-"""`(tasks, epoch) → indices`: what epoch 0, 1, 2 … goes through, in order; tasks may be left out or repeated."""
+"""`(tasks, epoch) → indices`: the order of epoch 0, 1, 2 …; tasks may be left out or repeated."""
 
 
 Picker: TypeAlias = Callable[[Sequence[Any], random.Random], int]
@@ -19,17 +19,17 @@ Picker: TypeAlias = Callable[[Sequence[Any], random.Random], int]
 
 
 class SamplerState(msgspec.Struct):
-    """Where a sampler stands: the number of the next task, and by index of a task that proved too hard or too easy the
-    epoch from which on it is tried again."""
+    """The state of a sampler: the number of the next task, and, for tasks that were too hard or too easy, the epoch
+    from which they are tried again, by index."""
 
     position: int = 0
     skipped: dict[int, int] = {}
 
 
 class TaskSampler:
-    """The endless sequence of tasks: position 0, 1, 2 … Without a `curriculum` an epoch is a permutation of the tasks
-    drawn from (seed, epoch). With a `difficulty` range, a task whose group's mean reward lay outside of it is left out
-    of the next epoch."""
+    """The endless sequence of tasks: position 0, 1, 2 … Without a `curriculum`, an epoch is a permutation of the tasks
+    drawn from (seed, epoch). With a `difficulty` range, a task whose group had a mean reward outside it is left out of
+    the next epoch."""
 
     def __init__(
         self,
@@ -49,22 +49,22 @@ class TaskSampler:
         self._orders: list[list[int]] = []
 
     def task(self, position: int, index: int | None = None) -> Any:
-        """The task at a position, whose `index` is known where it was picked."""
+        """The task at a position; `index` is given if the task was picked."""
         return self.tasks[self._at(position)[1] if index is None else index]
 
     def take(self) -> tuple[int, int | None]:
-        """The next position, and the index of its task where that is picked. ConfigError for an index out of range."""
+        """The next position, and the task's index if `pick` chose it. ConfigError for an index out of range."""
         if self._pick is None:
             return self._next_of_epoch(), None
         position = self.state.position
         index = self._pick(self.tasks, random.Random(f"{self._seed}/task/{position}"))
         if index not in range(len(self.tasks)):
-            raise ConfigError(f"next_task gave {index!r}; it must give the index of one of {len(self.tasks)} tasks")
+            raise ConfigError(f"next_task returned {index!r}; give the index of one of {len(self.tasks)} tasks")
         self.state.position += 1
         return position, int(index)
 
     def _next_of_epoch(self) -> int:
-        """The next position whose task is not left out."""
+        """The next position whose task is not skipped."""
         while True:
             position = self.state.position
             self.state.position += 1
@@ -73,7 +73,7 @@ class TaskSampler:
                 return position
 
     def report(self, position: int, reward: float) -> None:
-        """The mean reward of the group that was made of the task at `position`."""
+        """Report the mean reward of the group for the task at `position`."""
         if self._difficulty is None:
             return
         epoch, index = self._at(position)
@@ -99,6 +99,6 @@ class TaskSampler:
         order = [int(index) for index in self._curriculum(self.tasks, epoch)]
         if not order or not all(0 <= index < len(self.tasks) for index in order):
             raise ConfigError(
-                f"the curriculum gave {order!r:.200} for epoch {epoch}; it must give indices of {len(self.tasks)} tasks"
+                f"the curriculum returned {order!r:.200} for epoch {epoch}; give indices of {len(self.tasks)} tasks"
             )
         return order

@@ -1,6 +1,6 @@
-"""The settings of reinforcement learning, and an algorithm's answers: advantages and a loss.
+"""The settings of reinforcement learning, and what an algorithm computes: advantages and a loss.
 
-It knows groups of credited rollouts. It does not know how they are run (the loop) or how a gradient is taken (the
+It knows groups of credited rollouts. It does not know how they are run (the loop) or how a gradient is computed (the
 learner).
 """
 
@@ -41,7 +41,7 @@ _LEAST: Final[dict[str, float]] = {
 TOO_FEW_REWARDED: Final = "too few rewarded"
 WITHOUT_VARIANCE: Final = "without variance"
 
-# Beside a group that counts only in comparison with others; no agent's rewards have a mean of 2⁻²¹.
+# Added to a group that only counts compared with others; no agent's rewards have a mean of 2⁻²¹.
 _BESIDE: Final = RewardedGroup.trial(-1.5, 1.5 + 2**-20)
 
 
@@ -156,7 +156,7 @@ class RLSettings(metaclass=_Tried):
 
     def __post_init__(self) -> None:
         self.measured: dict[str, float] = {}
-        """What `advantages` has measured of the groups it was given last, for the step's metrics."""
+        """Metrics that `advantages` measured on its last groups, for the step's metrics."""
         check_settings(self, least=_LEAST, choices={"level": get_args(Level)})
         if max(self.temperature, self.val_temperature) > 2:
             raise ConfigError(
@@ -201,19 +201,19 @@ class RLSettings(metaclass=_Tried):
                 )
 
     def call_filter(self, *models: str) -> CallFilter:
-        """Which calls train, of these models, or without any of all. ConfigError for settings out of range."""
+        """Which calls of these models train (default: of all models). ConfigError for settings out of range."""
         settings = {name: getattr(self, name) for name in CallFilter.__dataclass_fields__ if name != "models"}
         return CallFilter(models=models or None, **settings)
 
     @property
     def imitates(self) -> bool:
-        """Whether what is trained is right to be trained whatever weights sampled it."""
+        """Whether the loss is valid whatever weights sampled the tokens."""
         return False
 
     @property
     def evaluation_interval(self) -> int:
-        """Steps between two evaluations on held-out tasks, 0 for none between the first and the last: a fifth of the
-        training, and at least 5, unless `evaluate_every` says otherwise."""
+        """Steps between two held-out evaluations, 0 for none between the first and the last; default: a fifth of the
+        training, at least 5."""
         return max(5, math.ceil(self.steps / 5)) if self.evaluate_every is None else self.evaluate_every
 
     @property
@@ -222,7 +222,7 @@ class RLSettings(metaclass=_Tried):
         return self.dynamic_sampling or self.max_staleness > 0
 
     def why_useless(self, group: RewardedGroup) -> str | None:
-        """Why no step learns from this group, whatever else it trains on; None if one may."""
+        """Why no step can learn from this group, whatever the other groups; None if one may."""
         if len(group.rewards) < self.fewest_rewarded:
             return TOO_FEW_REWARDED
         return None if self.trains_on(group) or self.trains_on(group, _BESIDE) else WITHOUT_VARIANCE
@@ -232,8 +232,8 @@ class RLSettings(metaclass=_Tried):
         return any(item.trains for rollout in self.credited(groups)[0] for item in rollout)
 
     def try_advantages(self) -> None:
-        """ConfigError where `advantages` fails on groups that no agent made, or gives what is no advantage; and where
-        `dynamic_sampling` would never find a group to replace."""
+        """ConfigError if `advantages` fails on made-up groups or returns invalid advantages, or if `dynamic_sampling`
+        would never replace a group."""
         rewards = [index % 2 for index in range(self.group_size)]
         groups = [RewardedGroup.trial(*rewards), RewardedGroup.trial(*rewards[::-1])]
         try:
@@ -252,8 +252,8 @@ class RLSettings(metaclass=_Tried):
     def credited(
         self, groups: Sequence[RewardedGroup], values: Sequence[FloatArray] | None = None
     ) -> list[list[list[CreditedTransition]]]:
-        """What `advantages` answers, or with a critic's `values` `advantages_with_values`. ConfigError unless that has
-        a list for each rollout of each group, and in it transitions with a finite float for each sampled token."""
+        """The result of `advantages` or, with a critic's `values`, of `advantages_with_values`. ConfigError unless it
+        has a list for each rollout of each group, with transitions that have a finite float per sampled token."""
         if not groups:
             return []
         by = f"{type(self).__name__}.{'advantages' if values is None else 'advantages_with_values'}"
@@ -263,22 +263,22 @@ class RLSettings(metaclass=_Tried):
             items: list[Any] = [item for group in answer for rollout in group for item in rollout]
         except TypeError:
             raise ConfigError(
-                f"{by} must give a list for each rollout of each group, and gave {answer!r:.200}"
+                f"{by} must return a list for each rollout of each group, but returned {answer!r:.200}"
             ) from None
         asked = [len(group.transitions) for group in groups]
         if shape != asked:
-            raise ConfigError(f"{by} must give lists for groups of {asked} rollouts, and gave them for {shape}")
+            raise ConfigError(f"{by} must return lists for groups of {asked} rollouts, but returned them for {shape}")
         for item in items:
             if not isinstance(item, CreditedTransition):
                 raise ConfigError(
-                    f"{by} must give a CreditedTransition for each call that trains, and gave {item!r:.200}"
+                    f"{by} must return a CreditedTransition for each call that trains, but returned {item!r:.200}"
                 )
             tokens = len(item.transition.response_ids)
             for one in (item.advantages, item.values, item.value_targets):
                 if one is not None and not _is_float_each(one, tokens):
                     raise ConfigError(
-                        f"{by} must give a NumPy array with a finite float for each of the {tokens} sampled tokens of "
-                        f"a call, and gave {one!r:.200}"
+                        f"{by} must return a NumPy array with a finite float for each of the {tokens} sampled tokens "
+                        f"of a call, but returned {one!r:.200}"
                     )
         return answer
 
@@ -289,29 +289,29 @@ class RLSettings(metaclass=_Tried):
 
     @property
     def picks_tasks(self) -> bool:
-        """Whether `next_task` is defined, so that tasks are not taken epoch after epoch."""
+        """Whether `next_task` is defined; otherwise tasks are taken epoch after epoch."""
         return type(self).next_task is not RLSettings.next_task
 
     def next_task(self, tasks: Sequence[Any], rng: random.Random) -> int:
-        """The index of the task to run next, if you define it. `rng` draws the same numbers for the same seed and
-        number of tasks picked before."""
+        """Define this to pick tasks: returns the index of the task to run next. `rng` gives the same numbers for the
+        same seed and number of earlier picks."""
         raise NotImplementedError
 
     def step_done(self, groups: Sequence[RewardedGroup]) -> Mapping[str, float]:
-        """A step is over: called once for each with its groups that have a reward, in the order in which their tasks
-        were picked. Change your state here; the answer is your metrics of the step."""
+        """Called once after each step with its groups that have a reward, in the order in which their tasks were
+        picked. Update your state here; the result is your metrics of the step."""
         return {}
 
     def state(self) -> Any:
-        """What a checkpoint keeps for `restore`, in the types of JSON."""
+        """What a checkpoint keeps for `restore`, in JSON types."""
         return None
 
     def restore(self, state: Any) -> None:
-        """Go on from what `state` gave when the checkpoint was written."""
+        """Restore what `state` returned at the checkpoint."""
         raise NotImplementedError
 
     def saved_state(self) -> Any:
-        """What `state` gives. ConfigError unless it can be restored."""
+        """The result of `state`. ConfigError unless it can be restored."""
         own, state = type(self), self.state()
         if own.state is not RLSettings.state and own.restore is RLSettings.restore:
             raise ConfigError(f"{own.__name__} defines state and not restore, so that a resumed run would lose it")
@@ -321,26 +321,26 @@ class RLSettings(metaclass=_Tried):
             same = False
         if not same:
             raise ConfigError(
-                f"{own.__name__}.state gave {state!r:.200}, which JSON does not give back unchanged; give dicts with "
+                f"{own.__name__}.state returned {state!r:.200}, which JSON does not preserve; return dicts with "
                 "names of text, lists, text, finite numbers, booleans and None"
             )
         return state
 
     @abc.abstractmethod
     def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
-        """Credit the groups of one step. The answer has, for each rollout of each group, its transitions with an
-        advantage per sampled token. It is asked in a thread, off the event loop, and may block."""
+        """Credit the groups of one step. Returns, for each rollout of each group, its transitions with an advantage per
+        sampled token. Called in a thread, off the event loop; it may block."""
 
     @property
     def trained_critic(self) -> Critic | None:
-        """The critic that is trained beside the policy; None: there is none, and no value is asked for."""
+        """The critic that is trained beside the policy; None: no critic."""
         return None
 
     def advantages_with_values(
         self, groups: Sequence[RewardedGroup], values: Sequence[FloatArray]
     ) -> list[list[list[CreditedTransition]]]:
-        """As `advantages`, where there is a critic: `values` float32[T] of each transition, in order, are what it says
-        each sampled token is worth. The answer holds them, and what it should have said."""
+        """Like `advantages`, with a critic: `values` float32[T] of each transition, in order, are its estimates for the
+        sampled tokens. The result includes them, and their targets."""
         raise ConfigError(f"{self.name} trains a critic, and does not define what its values mean")
 
     def make_loss(self, step: int = 1) -> Loss:
@@ -351,10 +351,10 @@ class RLSettings(metaclass=_Tried):
 
 
 def _try_weights(function: Callable[..., Any]) -> None:
-    """ConfigError unless it weighs the tokens of two calls that no agent made."""
+    """ConfigError unless it returns weights for the tokens of two made-up calls."""
     calls = RewardedGroup.trial(0.0).transitions[0]
     try:
-        weighed([CreditedTransition(one, np.zeros(len(one.response_ids), np.float32)) for one in calls], function)
+        weighed([CreditedTransition(call, np.zeros(len(call.response_ids), np.float32)) for call in calls], function)
     except ConfigError:
         raise
     except Exception as error:
@@ -364,7 +364,7 @@ def _try_weights(function: Callable[..., Any]) -> None:
 
 
 def _read(what: str, given: Any, known: Mapping[str, Callable[..., Any]] = {}) -> Any:
-    """None, or a name of the table, as it is; else the function that is meant."""
+    """None, or a name in the table, unchanged; otherwise the function meant."""
     return given if given is None or (isinstance(given, str) and given in known) else read_function(what, given, known)
 
 

@@ -1,4 +1,4 @@
-"""Groups that were recorded earlier, in the place of those that are run: what a loop trains on without new rollouts."""
+"""Recorded groups in place of new rollouts: a loop trains on them without running the agent."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _STORE_FILE: Final = "store.sqlite"
 
 @contextlib.asynccontextmanager
 async def open_traces(place: str) -> AsyncGenerator[LightningStore]:
-    """The store in the directory of a run, in a SQLite file, at a postgresql:// URL, or behind a server's URL (whose
-    key is in AGL_KEY). ConfigError where there is none, or another has it open."""
+    """The store in the directory of a run, in a SQLite file, at a postgresql:// URL, or behind a server's URL (with the
+    key in AGL_KEY). ConfigError if there is none; InUseError if another process has it open."""
     remote, file = place.startswith(("http://", "https://")), _file(place)
     try:
         store = LightningStoreClient(place, os.environ.get("AGL_KEY")) if remote else await SqlStore.open(file)
@@ -60,7 +60,7 @@ def _file(place: str) -> str | Path:
 
 
 class RecordedGroups(Groups):
-    """Groups that a store holds, pass after pass in an order that the seed gives."""
+    """Groups of a store, in passes whose order is drawn from the seed."""
 
     def __init__(
         self, algorithm: RLSettings, context: RunContext, traces: LightningStore, groups: Sequence[Sequence[str]]
@@ -73,11 +73,11 @@ class RecordedGroups(Groups):
         """All are complete."""
 
     async def take(self) -> tuple[list[CompleteGroup], Dropped]:
-        tickets = [*self._begun.values()]  # of a step that was begun and not finished
+        tickets = [*self._started.values()]  # of a step that was started and not finished
         count = min(self.algorithm.tasks_per_step, len(self.sampler.tasks)) - len(tickets)
         tickets += [self._next_ticket() for _ in range(count)]
-        self._begun = {self.name(ticket): ticket for ticket in tickets}  # a run may be stopped while they are read
-        self._taken, self._begun = [await self._read(ticket) for ticket in tickets], {}
+        self._started = {self.name(ticket): ticket for ticket in tickets}  # a run may be stopped while they are read
+        self._taken, self._started = [await self._read(ticket) for ticket in tickets], {}
         return self._taken, Dropped()
 
     async def _read(self, ticket: Ticket) -> CompleteGroup:
@@ -87,7 +87,7 @@ class RecordedGroups(Groups):
 
 
 def _of_unknown_weights(traced: TracedRollout) -> TracedRollout:
-    """Policy versions count within a run: those of another say nothing here."""
+    """Policy versions are numbered per run: those of another run are meaningless here."""
     return replace(
         traced,
         transitions=tuple(
@@ -106,10 +106,10 @@ _OTHERWISE: Final = (
 async def read_groups(
     algorithm: RLSettings, context: RunContext, traces: LightningStore, run_id: str | None, place: str
 ) -> list[tuple[str, ...]]:
-    """The rollouts of each recorded group that can be trained on, by id. Held-out rollouts are left alone.
+    """The ids of the rollouts of each recorded group that can be trained on, without held-out rollouts.
 
-    ConfigError where the policy's tokenizer is not the one that the traces were made with; TrainingError, which says
-    what there was, where nothing is to be learned."""
+    ConfigError if the policy has another tokenizer than the traces; TrainingError, with what was found, if there is
+    nothing to learn."""
     context.progress.phase("read traces")
     tokens = next((policy.learner.token_bytes for policy in context.policies.values()), None)
     calls = algorithm.call_filter(*context.policies)
@@ -130,11 +130,11 @@ async def read_groups(
         context.progress.advance(outcomes.total())
         rewarded = rewarded_group(traced, algorithm.unrewarded)
         if algorithm.why_useless(rewarded) is None and algorithm.trains_on(rewarded):
-            groups.append(tuple(one.rollout.rollout_id for one in traced))
+            groups.append(tuple(rollout.rollout.rollout_id for rollout in traced))
     if False in spelled and True not in spelled:
         raise ConfigError(
-            f"the prompts in {place} do not say what was asked when the tokenizer of {', '.join(context.policies)} "
-            f"reads them: another one made these ids. {_OTHERWISE}"
+            f"the prompts in {place} do not contain what was asked, as the tokenizer of "
+            f"{', '.join(context.policies)} reads them: another one made these ids. {_OTHERWISE}"
         )
     if not groups:
         reasons = [f"{count:,} {outcome}" for outcome, count in outcomes.most_common()]
@@ -145,13 +145,13 @@ async def read_groups(
             f"nothing to learn from: of the finished rollouts in {where}, held-out ones aside, none is kept for "
             f"{', '.join(context.policies)}: {'; '.join(reasons) or 'there is none'}{hint}. Nothing was trained"
         )
-    context.progress.note(f"{len(groups):,} recorded groups are learned from, of {outcomes.total():,} rollouts")
+    context.progress.note(f"{len(groups):,} recorded groups to train on, from {outcomes.total():,} rollouts")
     return groups
 
 
 def _spelled(tokens: TokenBytes, traced: TracedRollout, spans: Sequence[Span], place: str) -> set[bool | None]:
-    """Whether the prompts' tokens hold what a user said, letter by letter; None where that was not recorded.
-    ConfigError for a token that the model's tokenizer does not have."""
+    """Whether the tokens of the prompts contain the user's words exactly; None if these were not recorded. ConfigError
+    for a token id that the model's tokenizer does not have."""
     if not traced.transitions:
         return set()
     last = max(int(max(one.prompt_ids.max(), one.response_ids.max())) for one in traced.transitions)
@@ -164,5 +164,5 @@ def _spelled(tokens: TokenBytes, traced: TracedRollout, spans: Sequence[Span], p
     prompt = tokens.text(call.prompt_ids.tolist())
     attributes = next(span.attributes for span in spans if span.span_id == call.span_id)
     messages = chat_messages(input_messages(attributes))
-    said = [text.strip() for one in messages if one["role"] == "user" and isinstance(text := one["content"], str)]
-    return {any(text in prompt for text in said if text) if any(said) else None}
+    requests = [text.strip() for one in messages if one["role"] == "user" and isinstance(text := one["content"], str)]
+    return {any(text in prompt for text in requests if text) if any(requests) else None}

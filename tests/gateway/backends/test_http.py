@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import openai
 import pytest
 
 from agentlightning import semconv
@@ -46,12 +45,6 @@ async def test_ids_logprobs_and_usage_are_asked_for_and_read(stream: bool) -> No
     assert upstream.headers[0]["authorization"] == "Bearer secret"
 
 
-async def test_a_hosted_api_is_not_asked_for_token_ids() -> None:
-    upstream = Upstream(GOOD)
-    await events_of(upstream, kind="openai")
-    assert "return_token_ids" not in upstream.asked[0] and "logprobs" not in upstream.asked[0]
-
-
 async def test_the_effective_sampling_is_sent() -> None:
     upstream = Upstream(GOOD)
     sampling = Sampling(temperature=0.5, top_p=0.9, top_k=3, max_tokens=7, stop=("x",), seed=9)
@@ -72,14 +65,6 @@ async def test_a_stop_string_and_a_grammar_are_flagged() -> None:
         assert events[-2] == Finished(0, "stop", "constrained by a grammar")
 
 
-async def test_streamed_calls_share_a_connection() -> None:
-    upstream = Upstream(GOOD)
-    async with upstream.backend() as backend:
-        for _ in range(3):
-            assert [event async for event in backend.answer(simple_call(stream=True))]
-    assert len(set(upstream.callers)) == 1
-
-
 async def test_no_secret_of_the_backends_is_told() -> None:
     with pytest.raises(BackendError) as caught:
         await events_of(Upstream([], 401, {"error": {"message": "sk-secret is no key"}}), simple_call())
@@ -88,32 +73,12 @@ async def test_no_secret_of_the_backends_is_told() -> None:
         HttpBackend("http://user:sk-secret@localhost/v1")
 
 
-@pytest.mark.parametrize(
-    ("upstream", "status", "says"),
-    [
-        (Upstream([], 400, {"error": {"message": "too long", "code": "context_length_exceeded"}}), 400, "too long"),
-        (Upstream([], 429, {"error": {"message": "slow down"}}), 429, "slow down"),
-        (Upstream([], 500, {"detail": "oops"}), 502, "oops"),
-        (Upstream([], 401, {"error": {"message": "bad key"}}), 502, "key"),
-        (Upstream(GOOD[:2]), 502, "before every choice"),
-        (Upstream([GOOD[0], "data: {nonsense\n\n"]), 502, "no chat completion"),
-        (Upstream([GOOD[0], 'data: {"error": {"message": "gpu on fire"}}\n\n']), 502, "gpu on fire"),
-    ],
-)
-async def test_a_failing_upstream_is_a_typed_error(upstream: Upstream, status: int, says: str) -> None:
-    with pytest.raises(BackendError, match=says) as caught:
-        await events_of(upstream, simple_call(stream=True))
-    assert caught.value.status == status
-
-
 @pytest.mark.slow
 async def test_an_unreachable_upstream_is_a_503_after_retries(caplog: pytest.LogCaptureFixture) -> None:
     backend = HttpBackend("http://127.0.0.1:9/v1")
     with pytest.raises(BackendError, match="cannot be reached") as caught:
         [event async for event in backend.answer(simple_call())]
-    await backend.close()
-    assert caught.value.status == 503
-    assert "trying again" in caplog.text
+    assert caught.value.status == 503 and "trying again" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -143,19 +108,6 @@ async def test_a_call_whose_counts_disagree_is_flagged_and_counted(events: list[
         assert front.gateway.statistics.untrainable == ({flag: 1} if flag else {})
 
 
-async def test_whole_and_streamed_answers_are_captured_alike() -> None:
-    async with gateway_before(Upstream(GOOD)) as front:
-        attempted = await front.attempt()
-        client = front.client(attempted)
-        answer = await client.chat.completions.create(model="policy", messages=user("hello"))
-        stream = await client.chat.completions.create(model="policy", messages=user("hello"), stream=True)
-        text = "".join([part.choices[0].delta.content or "" async for part in stream])
-        first, second = await front.spans(attempted)
-    assert text == answer.choices[0].message.content == "Hi!"
-    assert first.tokens == second.tokens
-    assert first.tokens is not None and first.tokens.choices[0].token_ids == (4, 5, 6)
-
-
 async def test_a_hosted_model_keeps_the_agents_sampling_and_is_not_trained() -> None:
     upstream = Upstream(GOOD)
     async with gateway_before(upstream, kind="openai") as front:
@@ -171,19 +123,6 @@ async def test_a_hosted_model_keeps_the_agents_sampling_and_is_not_trained() -> 
     assert not {"temperature", "top_p", "top_k", "seed", "logprobs", "n"} & silent.keys()
     assert (outspoken["temperature"], outspoken["max_tokens"]) == (0.3, 9)  # by the name that the agent gave it
     assert outspoken["presence_penalty"] == 0.5
-
-
-async def test_a_failure_in_mid_stream_reaches_the_client_and_the_span() -> None:
-    async with gateway_before(Upstream(GOOD[:2])) as front:
-        attempted = await front.attempt()
-        stream = await front.client(attempted).chat.completions.create(
-            model="policy", messages=user("hello"), stream=True
-        )
-        with pytest.raises(openai.APIError, match="before every choice"):
-            [chunk async for chunk in stream]
-        (span,) = await front.spans(attempted)
-        assert span.attributes[semconv.CALL_FLAG] == "call failed"
-        assert span.tokens is not None and span.tokens.choices[0].token_ids == (4,)
 
 
 async def test_a_gateway_before_a_gateway_records_the_engines_ids_and_versions(tmp_path: Path) -> None:

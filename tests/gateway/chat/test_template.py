@@ -67,39 +67,29 @@ def test_arguments_that_are_no_object_stay_text(chat: ChatTemplate) -> None:
     assert f'"arguments": {"[" * 5000}}}' in chat.render(tool_turn("[" * 5000), [SEARCH_TOOL])
 
 
-def test_developer_messages_are_system_messages_where_a_template_does_not_know_them() -> None:
-    tokenizer = make_talker().tokenizer
-    ours = ChatTemplate(tokenizer.backend_tokenizer, CHATML, special_tokens={})
-    assert ours.render([{"role": "developer", "content": "x"}]).startswith("<|im_start|>system\nx")
-
-
-def test_what_a_template_refuses_is_told(chat: ChatTemplate) -> None:
-    with pytest.raises(BackendError, match="role") as caught:
-        chat.render([{"role": "king", "content": "x"}])
+@pytest.mark.parametrize(
+    ("template", "messages", "variables", "says"),
+    [
+        (None, [{"role": "king", "content": "x"}], {}, "role"),
+        (None, user("x"), {"messages": []}, "multiple values"),
+        ("{{ ''.__class__.__mro__ }}", user("x"), {}, "unsafe"),  # it cannot leave its sandbox
+    ],
+)
+def test_what_a_template_refuses_is_the_callers_error(chat: ChatTemplate, template, messages, variables, says) -> None:
+    ours = chat if template is None else ChatTemplate(chat.tokenizer, template, special_tokens={})
+    with pytest.raises(BackendError, match=says) as caught:
+        ours.render(messages, [], **variables)
     assert caught.value.status == 400
-    with pytest.raises(BackendError, match="multiple values"):
-        chat.render(user("x"), [], messages=[])
 
 
-def test_a_template_cannot_leave_its_sandbox() -> None:
-    evil = ChatTemplate(make_talker().tokenizer.backend_tokenizer, "{{ ''.__class__.__mro__ }}", special_tokens={})
-    with pytest.raises(BackendError):
-        evil.render(user("x"))
-
-
-def test_a_tokenizer_without_a_template_is_refused() -> None:
+def test_a_tokenizer_without_a_template_or_a_format_of_tool_calls_is_refused(chat: ChatTemplate) -> None:
     class Bare:
         chat_template = None
 
     with pytest.raises(ConfigError, match="no chat template"):
         ChatTemplate.from_pretrained(Bare())
-
-
-def test_tools_with_an_unknown_format_are_refused() -> None:
-    tokenizer = make_talker().tokenizer
-    plain = ChatTemplate(tokenizer.backend_tokenizer, "{{ messages[0].content }}", special_tokens={})
     with pytest.raises(ConfigError, match="tool-call format"):
-        plain.tool_call_parser()
+        ChatTemplate(chat.tokenizer, "{{ messages[0].content }}", special_tokens={}).tool_call_parser()
 
 
 def spoken(detokenizer: Detokenizer, token_ids: list[int]) -> list[str]:
@@ -107,39 +97,31 @@ def spoken(detokenizer: Detokenizer, token_ids: list[int]) -> list[str]:
 
 
 @pytest.mark.slow
-@given(st.text(max_size=30))
-def test_text_comes_out_as_it_went_in_and_never_in_halves(text: str) -> None:
-    chat = ChatTemplate.from_pretrained(make_talker().tokenizer)
-    pieces = spoken(chat.detokenizer(keep_markers=False), list(chat.encode(text)))
-    expected = make_talker().tokenizer.decode(chat.encode(text), skip_special_tokens=True)
-    assert "".join(pieces) == expected
-    if "\ufffd" not in text:
-        assert all("\ufffd" not in piece for piece in pieces)
-
-
-@pytest.mark.slow
-@given(st.lists(st.integers(0, 400), max_size=30))
-def test_any_ids_stream_to_the_text_they_decode_to(ids: list[int]) -> None:
+@given(st.text(max_size=30), st.lists(st.integers(0, 400), max_size=30))
+def test_any_ids_stream_to_the_text_they_decode_to_and_never_in_halves(text: str, more: list[int]) -> None:
     talker = make_talker()
     chat = ChatTemplate.from_pretrained(talker.tokenizer)
-    ids = [token_id % len(talker.tokenizer) for token_id in ids]
-    pieces = spoken(chat.detokenizer(keep_markers=False), ids)
-    visible = [token_id for token_id in ids if token_id not in chat.token_bytes.special_ids]
-    assert "".join(pieces) == talker.tokenizer.decode(visible)
+    for ids in (list(chat.encode(text)), [token_id % len(talker.tokenizer) for token_id in more]):
+        pieces = spoken(chat.detokenizer(keep_markers=False), ids)
+        visible = [token_id for token_id in ids if token_id not in chat.token_bytes.special_ids]
+        assert "".join(pieces) == (whole := talker.tokenizer.decode(visible))
+        assert "\ufffd" in whole or not any("\ufffd" in piece for piece in pieces)
 
 
-def sentencepiece_like() -> Tokenizer:
+def sentencepiece_like(*more: Any) -> Tokenizer:
     pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefghijklmnopqrstuvwxyz"]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *more])
     return tokenizer
 
 
-def test_vocabularies_that_are_not_byte_level_stream_whole_characters_too() -> None:
-    tokenizer = sentencepiece_like()
-    ids = tokenizer.encode("some 漢 words", add_special_tokens=False).ids
+@pytest.mark.parametrize("strips", [False, True])  # and then text depends on its context
+@given(text=st.text("ab \u6f22\u00e9", max_size=30))
+def test_vocabularies_that_are_not_byte_level_stream_as_they_decode(strips: bool, text: str) -> None:
+    tokenizer = sentencepiece_like(*[decoders.Strip(" ", 1, 0)] * strips)
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
     token_bytes = TokenBytes(tokenizer)
     pieces = spoken(Detokenizer(token_bytes, keep_markers=False), ids)
     assert not token_bytes.exact
@@ -147,60 +129,38 @@ def test_vocabularies_that_are_not_byte_level_stream_whole_characters_too() -> N
     assert all("\ufffd" not in piece for piece in pieces)
 
 
-@given(st.text("ab \u6f22\u00e9", max_size=30))
-def test_text_that_depends_on_context_comes_out_as_it_decodes(text: str) -> None:
-    tokenizer = sentencepiece_like()
-    decoding = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    tokenizer.decoder = decoders.Sequence(decoding)
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
-    pieces = spoken(Detokenizer(TokenBytes(tokenizer), keep_markers=False), ids)
-    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=False)
-
-
 def test_only_tokenizers_that_split_at_special_tokens_are_spliced() -> None:
     assert splits_at_special_tokens(make_talker().tokenizer.backend_tokenizer)
     assert not splits_at_special_tokens(sentencepiece_like())
 
 
+HELLO = "<|user|>hello<|end|><|assistant|>"
+PROMPT_TOKENS = len(ChatTemplate.from_pretrained(make_talker().tokenizer).encode(HELLO))
+
+
 def test_a_recorded_answer_is_repeated_in_its_own_ids(chat: ChatTemplate) -> None:
     recorded = RecordedAnswers(chat)
     end = make_talker().tokenizer.eos_token_id
-    prompt = recorded.encode("s", "<|user|>hello<|end|><|assistant|>")
+    prompt = recorded.encode("s", HELLO)
     unusual = [chat.encode(letter)[0] for letter in "there"]  # not how the tokenizer splits it
     assert tuple(unusual) != chat.encode("there")
     recorded.record("s", prompt, [*unusual, end])
-    longer = "<|user|>hello<|end|><|assistant|>there<|end|><|user|>more<|end|>"
+    longer = f"{HELLO}there<|end|><|user|>more<|end|>"
     again = recorded.encode("s", longer)
     assert again.token_ids == (*prompt.token_ids, *unusual, end, *chat.encode("<|user|>more<|end|>"))
     assert again.spliced_tokens == 6
     assert recorded.encode("other", longer).token_ids == chat.encode(longer)
 
 
-def test_an_answer_without_an_end_is_not_recorded(chat: ChatTemplate) -> None:
-    recorded = RecordedAnswers(chat)
-    prompt = recorded.encode("s", "<|user|>hello<|end|><|assistant|>")
-    recorded.record("s", prompt, [chat.encode("t")[0]])
-    assert recorded.encode("s", f"{prompt.text}the").spliced_tokens == 0
-
-
-def test_the_least_recently_used_session_is_forgotten(chat: ChatTemplate) -> None:
-    recorded = RecordedAnswers(chat, sessions=2)
-    end = make_talker().tokenizer.eos_token_id
-    prompt = recorded.encode(None, "<|user|>hello<|end|><|assistant|>")
+@pytest.mark.parametrize("limits", [{"sessions": 2}, {"tokens": 2 * PROMPT_TOKENS + 2}])
+def test_the_least_recently_used_session_is_forgotten(chat: ChatTemplate, limits: dict[str, int]) -> None:
+    recorded = RecordedAnswers(chat, **limits)
+    prompt = recorded.encode(None, HELLO)
     for session in ("a", "b", "c"):
-        recorded.record(session, prompt, [end])
-    spliced = [recorded.encode(session, prompt.text + "<|end|>").spliced_tokens for session in ("a", "b", "c")]
-    assert spliced == [0, 1, 1]
-
-
-def test_no_more_tokens_are_remembered_than_there_is_room_for(chat: ChatTemplate) -> None:
-    end = make_talker().tokenizer.eos_token_id
-    prompt = RecordedAnswers(chat).encode(None, "<|user|>hello<|end|><|assistant|>")
-    recorded = RecordedAnswers(chat, tokens=2 * len(prompt.token_ids) + 2)
-    for session in ("a", "b", "c"):
-        recorded.record(session, prompt, [end])
-    spliced = [recorded.encode(session, prompt.text + "<|end|>").spliced_tokens for session in ("a", "b", "c")]
-    assert spliced == [0, 1, 1]
+        recorded.record(session, prompt, [make_talker().tokenizer.eos_token_id])
+    recorded.record("d", prompt, [chat.encode("t")[0]])  # an answer without an end is not recorded
+    spliced = [recorded.encode(session, HELLO + "<|end|>").spliced_tokens for session in "abcd"]
+    assert spliced == [0, 1, 1, 0]
 
 
 @given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=3))
@@ -222,9 +182,9 @@ def test_a_text_is_cut_at_its_first_stop_string_however_it_arrives(text: str, st
         assert len(said) + len(whole.matched or "") == min(ends)
 
 
-def test_a_later_system_message_is_the_users_where_the_template_refuses_it(chat: ChatTemplate) -> None:
+def test_a_developers_and_a_later_system_message_are_what_the_template_knows(chat: ChatTemplate) -> None:
     refuses = "{%- if message.role == 'system' and not loop.first %}{{ raise_exception('not here') }}{%- endif %}"
     strict = CHATML.replace("{%- for message in messages %}", "{%- for message in messages %}" + refuses)
     ours = ChatTemplate(chat.tokenizer, strict, special_tokens={})
-    later = [{"role": "system", "content": "S"}, *user("A"), {"role": "system", "content": "B"}]
-    assert ours.render(later) == ours.render([later[0], *user("A\n\nB")])
+    later = [{"role": "developer", "content": "S"}, *user("A"), {"role": "system", "content": "B"}]
+    assert ours.render(later) == ours.render([{"role": "system", "content": "S"}, *user("A\n\nB")])

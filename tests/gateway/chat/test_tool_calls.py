@@ -32,14 +32,10 @@ def parsed(tool_format: str, text: str, cuts: list[int] | None = None) -> tuple[
         ("hermes", f"Look.\n{A}\n{B}\n", "Look.", [("a", '{"x": 1}'), ("b", "{}")]),
         ("hermes", f"{A} and then", " and then", [("a", '{"x": 1}')]),
         ("hermes", "trailing space ", "trailing space ", []),
+        ("hermes", f"{A}<tool_call>{{</tool_call>{B}", "<tool_call>{</tool_call>", [("a", '{"x": 1}'), ("b", "{}")]),
         ("llama3", '{"name": "a", "parameters": {"x": [1, {}]}}', "", [("a", '{"x": [1, {}]}')]),
         ("llama3", '<|python_tag|>{"name": "a", "parameters": {}}', "", [("a", "{}")]),
-        (
-            "llama3",
-            '{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}',
-            "",
-            [("a", "{}"), ("b", "{}")],
-        ),
+        ("llama3", '{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}', "", [("a", "{}"), ("b", "{}")]),
         ("llama3", "words first {}", "words first {}", []),
         ("mistral", 'Hm. [TOOL_CALLS] [{"name": "a", "arguments": {"x": 1}}]', "Hm.", [("a", '{"x": 1}')]),
         (
@@ -77,12 +73,6 @@ def test_well_formed_calls_are_found(tool_format: str, text: str, content: str, 
 )
 def test_anything_else_stays_the_text_it_is(tool_format: str, text: str) -> None:
     assert parsed(tool_format, text) == (text, [])
-
-
-def test_one_malformed_call_does_not_take_the_others_along() -> None:
-    content, calls = parsed("hermes", f"{A}<tool_call>{{</tool_call>{B}")
-    assert content == "<tool_call>{</tool_call>"
-    assert [call.name for call in calls] == ["a", "b"]
 
 
 PIECES = st.sampled_from([A, B, "<tool_call>", "</tool_call>", "{", " ", "\n", "word", "<", "[TOOL_CALLS]", "é🙂"])
