@@ -375,7 +375,7 @@ def test_an_endpoint_is_measured_but_not_trained(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
     assert asyncio.run(fit(algorithm=agl.Baseline())).evaluations[0].reward == 0.4  # of "hello"
     assert calls == [0, 4]
-    with pytest.raises(ConfigError, match="address of an endpoint"):
+    with pytest.raises(ConfigError, match="URL of an endpoint"):
         trainer(tmp_path, run_dir=tmp_path / "b", model="https://api.openai.com/v1").fit(agents.vowels, TASKS)
 
 

@@ -118,7 +118,7 @@ async def refuse_uncalled(context: RunContext, rollouts: Sequence[TracedRollout]
     """TrainingError if a model is served and no successful rollout called it."""
     succeeded = [traced for traced in rollouts if traced.rollout.status == "succeeded"]
     ignored = FROZEN if context.policies else None  # calls of a judge do not count
-    if not succeeded or any(one.transitions or set(one.left_out.values()) - {ignored} for one in succeeded):
+    if not succeeded or any(traced.transitions or set(traced.left_out.values()) - {ignored} for traced in succeeded):
         return
     if not any(isinstance(one, LLM) and one.gateway for one in (await context.resources()).resources.values()):
         return

@@ -144,8 +144,8 @@ def summarise(rollouts: Sequence[Measured], measures: Measures) -> Summary:
     return Summary(
         tasks=len(attempts),
         attempts=(min(counts), max(counts)),
-        ended=dict(Counter(one.ended for one in rollouts)),
-        problem=next((f"{one.rollout_id}: {one.problem}" for one in rollouts if one.problem), ""),
+        ended=dict(Counter(rollout.ended for rollout in rollouts)),
+        problem=next((f"{rollout.rollout_id}: {rollout.problem}" for rollout in rollouts if rollout.problem), ""),
         estimates=_estimates(values, measures.confidence),
         tags={tag: _estimates(_only(values, own), measures.confidence) for tag, own in _by_tag(attempts).items()},
     )
@@ -176,9 +176,9 @@ def compare(first: Sequence[Measured], second: Sequence[Measured], measures: Mea
 
 def _attempts(rollouts: Sequence[Measured]) -> _Attempts:
     attempts: _Attempts = {}
-    for one in rollouts:
-        if one.ended != _LEFT_OUT:
-            attempts.setdefault(one.task, []).append(one)
+    for rollout in rollouts:
+        if rollout.ended != _LEFT_OUT:
+            attempts.setdefault(rollout.task, []).append(rollout)
     if not attempts:
         raise ConfigError(f"there is nothing to measure: of {len(rollouts)} rollouts none succeeded or failed")
     return attempts
@@ -209,7 +209,7 @@ def _by_tag(attempts: _Attempts) -> dict[str, set[str]]:
     """The tasks of each tag."""
     tagged: defaultdict[str, set[str]] = defaultdict(set)
     for task, of_task in attempts.items():
-        for tag in frozenset[str]().union(*(one.tags for one in of_task)):
+        for tag in frozenset[str]().union(*(rollout.tags for rollout in of_task)):
             tagged[tag].add(task)
     return dict(sorted(tagged.items()))
 

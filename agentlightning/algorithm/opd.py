@@ -84,7 +84,7 @@ class OPD(GRPO):
         items = [item for group in credited for calls in group for item in calls]
         differences = [next(teacher) - item.transition.logprobs for item in items]
         total = sum(map(len, differences))
-        self.measured = {"teacher_kl": -float(sum(one.sum() for one in differences)) / max(1, total)}
+        self.measured = {"teacher_kl": -float(sum(difference.sum() for difference in differences)) / max(1, total)}
         sums = (
             self.teacher_coefficient * difference + self.reward_coefficient * item.advantages
             for item, difference in zip(items, differences, strict=True)

@@ -57,7 +57,7 @@ class SFT(Reinforcement):
         if self.loss != "policy_gradient":
             raise ConfigError(f"loss is {self.loss!r}; fine-tuning has one loss, −log p: leave it out")
         if self.old != "behaviour":
-            raise ConfigError(f"old is {self.old!r}; fine-tuning asks for no importance ratio: leave it out")
+            raise ConfigError(f"old is {self.old!r}; fine-tuning has no importance ratio: leave it out")
         self._check_traces()
         if self.best is not None and not 1 <= self.best < (math.inf if self.traces else self.group_size):
             raise ConfigError(
@@ -76,9 +76,7 @@ class SFT(Reinforcement):
             self.traces = str(Path(self.traces).expanduser().absolute())
         given = [*(name for name in _OF_FRESH if getattr(self, name)), *["next_task"] * self.picks_tasks]
         if self.traces is not None and given:
-            raise ConfigError(
-                f"{given[0]} is about rollouts that are run, and with traces none is: leave one of them out"
-            )
+            raise ConfigError(f"{given[0]} is for new rollouts, and with traces there are none: leave one of them out")
 
     @property
     def imitates(self) -> bool:

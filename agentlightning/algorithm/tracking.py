@@ -89,7 +89,7 @@ class Tracking:
     async def resume_after(self, step: int) -> None:
         """Continue after `step` of a resumed run; later metrics will come again."""
         self._measured = [one for one in await self._store.query_metrics(self._run.run_id) if one.step <= step]
-        self.history = {one.step: dict(one.values) for one in self._measured}
+        self.history = {metrics.step: dict(metrics.values) for metrics in self._measured}
         self._write(sorted(self.history))
 
     async def record(self, step: int, values: Mapping[str, float]) -> None:
@@ -283,7 +283,7 @@ def make_tracker(spec: str | Mapping[str, Any] | Tracker) -> Tracker:
         except TypeError as error:
             raise ConfigError(f"trackers: {name}: {error}") from None
     if not isinstance(made, Tracker):
-        raise ConfigError(f"{made!r} is no tracker: it needs a name, and the methods start, log and close")
+        raise ConfigError(f"{made!r} is not a tracker: it needs a name, and the methods start, log and close")
     return made
 
 

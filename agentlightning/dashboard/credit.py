@@ -159,7 +159,7 @@ async def trace_group(store: LightningStore, rollout_ids: Sequence[str], group: 
 
 
 async def credit_view(store: LightningStore, group: TracedGroup) -> CreditView:
-    rows = await rows_of(store, [one.rollout for one in group.traced])
+    rows = await rows_of(store, [member.rollout for member in group.traced])
     return await asyncio.to_thread(group.credited, rows)
 
 
@@ -197,11 +197,11 @@ class _Path:
 
 def prefix_tree(traced: Sequence[TracedRollout], token_bytes: TokenBytes | None) -> PrefixTree:
     """The calls of these rollouts as a tree of token ids, which branches where ids differ and where an answer ends."""
-    rewards = {one.rollout.rollout_id: one.reward for one in traced}
+    rewards = {member.rollout.rollout_id: member.reward for member in traced}
     paths = [
         _Path(np.concatenate([call.prompt_ids, call.response_ids]), len(call.prompt_ids), call)
-        for one in traced
-        for call in one.transitions
+        for member in traced
+        for call in member.transitions
     ]
     nodes: list[TreeNode] = []
     waiting: list[tuple[list[_Path], int, int | None]] = [(paths, 0, None)]

@@ -50,7 +50,7 @@ class _Seen(msgspec.Struct, frozen=True):
     """One rollout: its measures, and counts of its behaviour."""
 
     one: Measured
-    did: dict[str, float]
+    counts: dict[str, float]
 
 
 async def progress(store: LightningStore, run_id: str) -> Progress:
@@ -61,12 +61,12 @@ async def progress(store: LightningStore, run_id: str) -> Progress:
         if isinstance(step, int) and rollout.status in ("succeeded", "failed"):
             by_step.setdefault(step, []).append(rollout)
     seen = [[await _see(store, one) for one in by_step[step][:_MOST]] for step in sorted(by_step)]
-    names = list(dict.fromkeys(name for part in seen for one in part for name in one.did))
+    names = list(dict.fromkeys(name for part in seen for one in part for name in one.counts))
     tags = sorted({tag for part in seen for one in part for tag in one.one.tags})
     return Progress(
         steps=sorted(by_step),
         rewards=[_row(tag or ALL, [_rewards(part, tag) for part in seen]) for tag in ("", *tags)],
-        behaviour=[_row(name, [[one.did.get(name, 0.0) for one in part] for part in seen]) for name in names],
+        behaviour=[_row(name, [[one.counts.get(name, 0.0) for one in part] for part in seen]) for name in names],
         tasks=_pairs(seen[0], seen[-1]) if len(seen) > 1 else [],
     )
 
@@ -74,13 +74,13 @@ async def progress(store: LightningStore, run_id: str) -> Progress:
 async def _see(store: LightningStore, rollout: Rollout) -> _Seen:
     spans = await store.query_spans(rollout.rollout_id, "latest")
     traced = await asyncio.to_thread(trace_rollout, rollout, spans)
-    did = {"calls": float(len(traced.transitions)), "answer tokens": 0.0}
+    counts = {"calls": float(len(traced.transitions)), "answer tokens": 0.0}
     for call in traced.transitions:
-        did["answer tokens"] += len(call.response_ids)
+        counts["answer tokens"] += len(call.response_ids)
         for tool in call.tools:
-            did[f"tool {tool.tool}"] = did.get(f"tool {tool.tool}", 0.0) + 1
-            did["failed tools"] = did.get("failed tools", 0.0) + (tool.status < 0)
-    return _Seen(measured(traced, spans), did)
+            counts[f"tool {tool.tool}"] = counts.get(f"tool {tool.tool}", 0.0) + 1
+            counts["failed tools"] = counts.get("failed tools", 0.0) + (tool.status < 0)
+    return _Seen(measured(traced, spans), counts)
 
 
 def _rewards(part: Sequence[_Seen], tag: str) -> list[float]:

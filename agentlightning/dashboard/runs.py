@@ -108,8 +108,8 @@ async def last_sign(store: LightningStore, run: Run, measured: Sequence[Metrics]
     """When the run last showed activity: its start, its newest step or its newest rollout."""
     newest = Order(field="number", descending=True)
     page = await store.page_rollouts(Condition("run_id", "eq", run.run_id), [newest], limit=1)
-    times = [one.end_time or one.start_time for one in page.items]
-    return max([run.start_time, *times, *(one.time for one in measured[-1:])])
+    times = [item.end_time or item.start_time for item in page.items]
+    return max([run.start_time, *times, *(metrics.time for metrics in measured[-1:])])
 
 
 def _lost(run: Run, heard: float) -> str | None:
@@ -126,8 +126,8 @@ def _lost(run: Run, heard: float) -> str | None:
 def row_of(run: Run, measured: Sequence[Metrics], failed: int, heard: float) -> RunRow:
     config, seed = mapping(run.manifest.get("config")), run.manifest.get("seed")
     total_steps = mapping(config.get("algorithm")).get("steps")
-    rewards = [one.values["reward"] for one in measured if "reward" in one.values]
-    val = [one.values["val_reward"] for one in measured if "val_reward" in one.values]
+    rewards = [metrics.values["reward"] for metrics in measured if "reward" in metrics.values]
+    val = [metrics.values["val_reward"] for metrics in measured if "val_reward" in metrics.values]
     return RunRow(
         run_id=run.run_id,
         name=run.manifest.get("name"),
@@ -144,7 +144,7 @@ def row_of(run: Run, measured: Sequence[Metrics], failed: int, heard: float) -> 
         steps=measured[-1].step if measured else 0,
         total_steps=total_steps if isinstance(total_steps, int) else None,
         models=list(mapping(config.get("models"))),
-        last={name: value for one in measured for name, value in one.values.items()},
+        last={name: value for metrics in measured for name, value in metrics.values.items()},
         best_val=max(val, default=None),
         sparkline=[float(part.mean()) for part in _parts(np.array(rewards), _SPARKLINE)],
     )
@@ -162,8 +162,8 @@ def _family(run: Run) -> str:
     config = {name: value for name, value in mapping(run.manifest.get("config")).items() if name not in _UNSHARED}
     # Not the tasks: a seed may generate them, as in the quickstart.
     data = mapping(run.manifest.get("data"))
-    told = (run.kind, config, {name: mapping(of).get("tasks") for name, of in data.items()}) if config else run.run_id
-    return hashlib.sha256(msgspec.json.encode(told, order="sorted")).hexdigest()[:12]
+    key = (run.kind, config, {name: mapping(of).get("tasks") for name, of in data.items()}) if config else run.run_id
+    return hashlib.sha256(msgspec.json.encode(key, order="sorted")).hexdigest()[:12]
 
 
 def _parts(values: np.ndarray[Any, Any], count: int) -> list[np.ndarray[Any, Any]]:
@@ -175,18 +175,18 @@ def series(run: Run, measured: Sequence[Metrics], names: Sequence[str], points: 
     buckets = [[measured[int(at)] for at in part] for part in _parts(np.arange(len(measured)), points)]
 
     def summed(value: Callable[[Mapping[str, float]], float]) -> list[float]:
-        total = np.cumsum([value(one.values) for one in measured])
+        total = np.cumsum([value(metrics.values) for metrics in measured])
         return [float(total[int(part[-1])]) for part in _parts(np.arange(len(measured)), points)]
 
     def mean(name: str, bucket: Sequence[Metrics]) -> float | None:
-        values = [one.values[name] for one in bucket if name in one.values]
+        values = [metrics.values[name] for metrics in bucket if name in metrics.values]
         return sum(values) / len(values) if values else None
 
     return RunSeries(
         run_id=run.run_id,
         family=_family(run),
         seed=seed if isinstance(seed := run.manifest.get("seed"), int) else None,
-        names=sorted({name for one in measured for name in one.values}),
+        names=sorted({name for metrics in measured for name in metrics.values}),
         step=[float(bucket[-1].step) for bucket in buckets],
         seconds=[bucket[-1].time - run.start_time for bucket in buckets],
         rollouts=summed(lambda values: values.get("rollouts", 0.0)),
@@ -223,11 +223,11 @@ class Quality(msgspec.Struct, frozen=True, kw_only=True):
 
 def quality(run: Run, measured: Sequence[Metrics]) -> Quality:
     """Computed from each step's counts, without steps that counted no rollouts (evaluations)."""
-    steps = [one for one in measured if "rollouts" in one.values]
+    steps = [metrics for metrics in measured if "rollouts" in metrics.values]
     suggestions: dict[str, str] = {**SUGGESTIONS}
     total: dict[str, float] = {}
-    for one in steps:
-        for name, value in one.values.items():
+    for step in steps:
+        for name, value in step.values.items():
             total[name] = total.get(name, 0.0) + value
 
     def counts(prefixes: Sequence[str]) -> dict[str, int]:
@@ -241,19 +241,19 @@ def quality(run: Run, measured: Sequence[Metrics]) -> Quality:
         return {name: count for name, count in named.items() if prefixes != ("unmerged/",) or name in suggestions}
 
     def share(part: str, *whole: str) -> list[float | None]:
-        sums = [(one.values.get(part, 0.0), sum(one.values.get(name, 0.0) for name in whole)) for one in steps]
+        sums = [(step.values.get(part, 0.0), sum(step.values.get(name, 0.0) for name in whole)) for step in steps]
         return [value / of if of else None for value, of in sums]
 
     return Quality(
         run_id=run.run_id,
         rollouts=round(total.get("rollouts", 0.0)),
         calls=round(total.get("calls", 0.0) + total.get("calls_excluded", 0.0)),
-        step=[one.step for one in steps],
+        step=[step.step for step in steps],
         counts={name: counts(prefixes) for name, prefixes in _COUNTED.items()},
         shares={
             "excluded": share("calls_excluded", "calls", "calls_excluded"),
             "unrewarded": share("unrewarded", "rollouts"),
-            "unmerged": [one.values.get("unmerged/rollouts") for one in steps],
+            "unmerged": [step.values.get("unmerged/rollouts") for step in steps],
         },
         suggestions=suggestions,
     )
@@ -301,20 +301,20 @@ class Prompts(msgspec.Struct, frozen=True, kw_only=True):
 async def prompts(store: LightningStore, run: Run) -> Prompts:
     """The candidates that the run stored as versions of its resources (`algorithm.apo.lineage`)."""
     updates = [one for one in await store.query_resources() if one.run_id == run.run_id]
-    rounds = [told for one in updates if (told := _read(one.metadata.get("round"), Round))]
+    rounds = [found for update in updates if (found := _read(update.metadata.get("round"), Round))]
     scores = {name: score for one in rounds for name, score in one.scores.items()}
     tried: dict[str, TriedPrompt] = {}
-    for one in reversed(updates):
-        made = mapping(one.metadata.get("candidate"))
-        about = {"diff": one.metadata.get("diff", ""), "resources_id": one.resources_id, "time": one.create_time}
-        if told := _read({**made, **about, "score": scores.get(str(made.get("name")))}, TriedPrompt):
-            tried[told.name] = told
+    for entry in reversed(updates):
+        made = mapping(entry.metadata.get("candidate"))
+        about = {"diff": entry.metadata.get("diff", ""), "resources_id": entry.resources_id, "time": entry.create_time}
+        if found := _read({**made, **about, "score": scores.get(str(made.get("name")))}, TriedPrompt):
+            tried[found.name] = found
     return Prompts(candidates=list(reversed(tried.values())), rounds=rounds)
 
 
-def _read(told: Any, kind: type[T]) -> T | None:
+def _read(value: Any, kind: type[T]) -> T | None:
     """None if it is not of this kind: a user's algorithm may use the name for something else."""
     try:
-        return msgspec.convert(told, kind)
+        return msgspec.convert(value, kind)
     except msgspec.ValidationError:
         return None

@@ -117,7 +117,7 @@ class Tokenizers:
 
 def texts_of(ids: Sequence[int], token_bytes: TokenBytes | None) -> list[str] | None:
     """The text of each token separately; incomplete characters become U+FFFD."""
-    return None if token_bytes is None else [token_bytes[one].decode(errors="replace") for one in ids]
+    return None if token_bytes is None else [token_bytes[token].decode(errors="replace") for token in ids]
 
 
 def token_view(

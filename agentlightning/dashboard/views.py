@@ -177,7 +177,7 @@ class ShowTokens(View, frozen=True, kw_only=True):
     async def read(self, sources: Sources) -> tokens.TokenView:
         group = await sources.compared_with(await sources.rollout(self.rollout_id))
         spans = await sources.store.query_spans(self.rollout_id, "latest")
-        traced = next(one for one in group.traced if one.rollout.rollout_id == self.rollout_id)
+        traced = next(member for member in group.traced if member.rollout.rollout_id == self.rollout_id)
         tokenizer = await asyncio.to_thread(sources.tokenizers.find, self.rollout_id)
         return await asyncio.to_thread(tokens.token_view, traced, spans, group, self.call, tokenizer)
 

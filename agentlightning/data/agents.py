@@ -38,7 +38,7 @@ class AgentName:
         return self.names[0] if self.names else None
 
     def __str__(self) -> str:
-        return " = ".join(self.names) or "one without a name"
+        return " = ".join(self.names) or "an unnamed agent"
 
 
 def agent_of(step: Step) -> AgentName:
@@ -83,7 +83,7 @@ def agent_pattern(pattern: str) -> re.Pattern[str]:
         return re.compile(pattern, re.IGNORECASE)
     except re.error as error:
         raise ConfigError(
-            f"agents is {pattern!r}, which is no pattern ({error}); give names with | between them, such as "
+            f"agents is {pattern!r}, which is not a pattern ({error}); give names with | between them, such as "
             "'writer|rewriter'"
         ) from None
 
@@ -98,9 +98,9 @@ def _system_prompt(call: Span) -> str:
     """The system prompt of a request in any of the three protocols; empty if there is none."""
     recorded = text_of(call, semconv.CALL_REQUEST) or ""
     request = mapping(json_of(recorded)) if any(map(recorded.__contains__, _PROMPT_KEYS)) else {}
-    if said := request.get("system") or request.get("instructions"):
-        return joined(said)
+    if system := request.get("system") or request.get("instructions"):
+        return joined(system)
     messages = text_of(call, semconv.GEN_AI_INPUT_MESSAGES) or ""
     first = mapping(first_item(messages))
     several = [first] if first.get("role") in _INSTRUCTING else map(mapping, items(json_of(messages)))
-    return next((joined(one.get("content")) for one in several if one.get("role") in _INSTRUCTING), "")
+    return next((joined(message.get("content")) for message in several if message.get("role") in _INSTRUCTING), "")

@@ -28,7 +28,7 @@ class Tokens:
     """The tokens of these sequences that have a loss, in order: the sampled ones, or the `observed` ones."""
 
     def __init__(self, sequences: Sequence[TrainingSequence], *, observed: bool = False) -> None:
-        rows = ((one, one.observed if observed else one) for one in sequences)
+        rows = ((sequence, sequence.observed if observed else sequence) for sequence in sequences)
         self._rows = [(one, of) for one, of in rows if of is not None]
         self._observed = observed
         self.lengths = [len(of.positions) for _, of in self._rows]
@@ -72,7 +72,7 @@ class Tokens:
 
     def each(self, value: Callable[[Origin], float]) -> npt.NDArray[np.float64]:
         """The `value` of each token's rollout, float64[N]."""
-        return np.array([value(one) for one in self.origins], np.float64)[self.rollouts]
+        return np.array([value(origin) for origin in self.origins], np.float64)[self.rollouts]
 
 
 def _trial_sequence(name: str, count: int, reward: float) -> TrainingSequence:
@@ -125,7 +125,7 @@ def aggregation_weights(
     Observed tokens are aggregated separately, and the result is multiplied by their own weights."""
     tokens = Tokens(sequences)
     made = _split(weights_of(tokens, aggregation, length), tokens.lengths)
-    if all(one.observed is None for one in sequences):
+    if all(sequence.observed is None for sequence in sequences):
         return made
     tokens = Tokens(sequences, observed=True)
     observed = iter(_split(weights_of(tokens, aggregation, length), tokens.lengths))
@@ -147,8 +147,8 @@ def weights_of(tokens: Tokens, aggregation: Aggregation, length: int | None = No
     weights = np.asarray(function(tokens, length=length) if function is constant else function(tokens), np.float64)
     if weights.shape != (len(tokens),) or not np.isfinite(weights).all():
         raise ConfigError(
-            f"aggregation {function_name(function, AGGREGATIONS)} must give a finite weight for each of {len(tokens)} "
-            f"tokens, and gave {weights!r:.200}"
+            f"aggregation {function_name(function, AGGREGATIONS)} must return a finite weight for each of "
+            f"{len(tokens)} tokens, but returned {weights!r:.200}"
         )
     return weights.astype(np.float32)
 
@@ -162,6 +162,6 @@ def try_aggregation(aggregation: Aggregation, length: int | None) -> None:
             raise  # a user's function may need fields that these tasks lack
     except Exception as error:
         raise ConfigError(
-            f"aggregation {aggregation!r} fails on five tokens: {type(error).__name__}: {error}. It is given tokens "
-            "(calls, rollouts, each), and gives the weight of each"
+            f"aggregation {aggregation!r} fails on five tokens: {type(error).__name__}: {error}. It gets tokens "
+            "(calls, rollouts, each), and must return the weight of each"
         ) from error

@@ -49,7 +49,7 @@ def _bounds(spans: Sequence[Span]) -> Iterator[tuple[float, float]]:
     for call in calls:
         if (outer := others.get(call.parent_id or "")) is not None:
             yield _around(outer, call)
-    said = [text_of(call, semconv.GEN_AI_OUTPUT_MESSAGES) or "" for call in calls]
+    outputs = [text_of(call, semconv.GEN_AI_OUTPUT_MESSAGES) or "" for call in calls]
     for span in others.values():
         kind = kind_of(span)
         if kind == "call":
@@ -57,7 +57,7 @@ def _bounds(spans: Sequence[Span]) -> Iterator[tuple[float, float]]:
             result = "" if named else result_of(span) or ""
             yield from (_around(span, call) for name, call in answers.items() if name == named or name in result)
         elif kind == "tool" and (call_id := text_of(span, *TOOL_CALL_IDS)):
-            yield _between(span, f'"{call_id}"', calls, said)
+            yield _between(span, f'"{call_id}"', calls, outputs)
 
 
 def _around(outer: Span, call: Span) -> tuple[float, float]:
@@ -66,16 +66,16 @@ def _around(outer: Span, call: Span) -> tuple[float, float]:
     return outer.start_time - call.start_time, end - call.end_time
 
 
-def _between(tool: Span, call_id: str, calls: Sequence[Span], said: Sequence[str]) -> tuple[float, float]:
-    """`said` are the answers of the calls."""
-    asked = [index for index, answer in enumerate(said) if call_id in answer]
-    if len(asked) != 1:  # some servers number tool calls from 0 in each answer
+def _between(tool: Span, call_id: str, calls: Sequence[Span], outputs: Sequence[str]) -> tuple[float, float]:
+    """`outputs` are the answers of the calls."""
+    callers = [index for index, answer in enumerate(outputs) if call_id in answer]
+    if len(callers) != 1:  # some servers number tool calls from 0 in each answer
         return -math.inf, math.inf
-    later = calls[asked[0] + 1 :]
-    sent = ((one, text_of(one, semconv.GEN_AI_INPUT_MESSAGES) or "") for one in later)
-    answered = next((one for one, messages in sent if messages.rfind(call_id) >= 0), None)  # usually near the end
-    low = -math.inf if answered is None else tool.end_time - answered.start_time
-    return low, tool.start_time - calls[asked[0]].end_time
+    later = calls[callers[0] + 1 :]
+    sent = ((call, text_of(call, semconv.GEN_AI_INPUT_MESSAGES) or "") for call in later)
+    receiver = next((one for one, messages in sent if messages.rfind(call_id) >= 0), None)  # usually near the end
+    low = -math.inf if receiver is None else tool.end_time - receiver.start_time
+    return low, tool.start_time - calls[callers[0]].end_time
 
 
 def _earlier(span: Span, seconds: float) -> Span:

@@ -86,14 +86,14 @@ def continuity(transitions: Sequence[Transition], spans: Sequence[Span]) -> Cont
     for place, transition in enumerate(transitions):
         call = _Call(transition, attributes.get(transition.span_id, {}), place)
         parent = continued = _continued(call, calls)
-        if calls and (continued is None or continued.goes_on):
-            again = next((one for one in calls if np.array_equal(one.prompt, call.prompt)), None)
-            meant = None if again else _meant(call, calls, continued)
-            if meant is not None:
-                breaks.append(_break(call, *meant))
-            parent = continued or (meant[0] if meant else again)
+        if calls and (continued is None or continued.has_next):
+            again = next((other for other in calls if np.array_equal(other.prompt, call.prompt)), None)
+            intended = None if again else _intended(call, calls, continued)
+            if intended is not None:
+                breaks.append(_break(call, *intended))
+            parent = continued or (intended[0] if intended else again)
         if continued is not None:
-            call.continues, continued.goes_on = continued.place, True
+            call.continues, continued.has_next = continued.place, True
         if parent is None:
             call.conversation, call.root = conversations, call
             conversations += 1
@@ -117,7 +117,7 @@ class _Call:
         self.prompt, self.answer = transition.prompt_ids, transition.response_ids
         self.speaker = transition.agent, transition.model
         self.continues: int | None = None
-        self.goes_on = False  # whether another call continues it
+        self.has_next = False  # whether another call continues it
         self.tools = attributes.get(semconv.GEN_AI_TOOL_DEFINITIONS)
         text = attributes.get(semconv.CALL_PROMPT)
         self.text = text if isinstance(text, str) else None  # the prompt of a completion call, which has no messages
@@ -148,36 +148,36 @@ class _Call:
 def _continued(call: _Call, earlier: Sequence[_Call]) -> _Call | None:
     """The call with the longest prefix of this prompt; if several are equal, the last."""
     prompt, found = call.prompt, None
-    for one in reversed(earlier):
-        start, end = len(one.prompt), len(one.prompt) + len(one.answer)
+    for other in reversed(earlier):
+        start, end = len(other.prompt), len(other.prompt) + len(other.answer)
         longer = found is None or end > len(found.prompt) + len(found.answer)
         # Compare the answer first: if it differs, the rest need not be read.
-        if longer and end <= len(prompt) and np.array_equal(prompt[start:end], one.answer):
-            found = one if np.array_equal(prompt[:start], one.prompt) else found
+        if longer and end <= len(prompt) and np.array_equal(prompt[start:end], other.answer):
+            found = other if np.array_equal(prompt[:start], other.prompt) else found
     return found
 
 
-# --- what was meant -----------------------------------------------------------------------------------------------
+# --- what was intended -------------------------------------------------------------------------------------------
 
-_Meant: TypeAlias = tuple[_Call, BreakKind]
+_Intended: TypeAlias = tuple[_Call, BreakKind]
 
 
-def _meant(call: _Call, earlier: Sequence[_Call], continued: _Call | None) -> _Meant | None:
+def _intended(call: _Call, earlier: Sequence[_Call], continued: _Call | None) -> _Intended | None:
     """The call that this call should continue but does not, and the reason."""
-    own = [one for one in earlier if one.speaker == call.speaker and one is not continued]
+    own = [other for other in earlier if other.speaker == call.speaker and other is not continued]
     if call.text is not None:
-        glued = [one for one in own if (text := one.continuation) is not None and call.text.startswith(text)]
+        glued = [other for other in own if (text := other.continuation) is not None and call.text.startswith(text)]
         return (max(glued, key=lambda one: len(one.text or "")), "retokenised") if glued else None
     if call.messages:
-        answers = {one.history[-1] for one in earlier if one.history}
+        answers = {other.history[-1] for other in earlier if other.history}
         least = len(continued.history) if continued else 0
-        kept = [(*_kept(one.history, call.messages, answers), one.place, one) for one in own if one.history]
+        kept = [(*_kept(other.history, call.messages, answers), other.place, other) for other in own if other.history]
         count, whole, _, one = max(kept, default=(0, False, 0, None))
         return (one, "retokenised" if whole else "edited history") if one is not None and count > least else None
-    shared = [(shared_length(one.tokens, call.prompt), one.place, one) for one in own]
+    shared = [(shared_length(other.tokens, call.prompt), other.place, other) for other in own]
     length, _, one = max(shared, default=(0, 0, None))
-    begun = None if one is None else one.prompt if continued else one.root.prompt
-    if one is None or begun is None or not len(begun) <= length < len(call.prompt):
+    start = None if one is None else one.prompt if continued else one.root.prompt
+    if one is None or start is None or not len(start) <= length < len(call.prompt):
         return None
     return one, "unknown"
 
@@ -230,15 +230,15 @@ def words_of(message: Mapping[str, Any]) -> bytes:
     """The normalised content of a message: notation, white space, case and tool-call ids are ignored. Unknown notations
     are kept unchanged."""
     parts, calls = message.get("content"), items(message.get("tool_calls"))
-    if not all(isinstance(one, Mapping) for one in items(parts)) or not all(
+    if not all(isinstance(part, Mapping) for part in items(parts)) or not all(
         isinstance(mapping(call).get("function"), Mapping) for call in calls
     ):
         return msgspec.json.encode(message, order="sorted")
     content = message.get("content") or ""
     functions = [mapping(mapping(call)["function"]) for call in calls]
     named = [(function.get("name"), _arguments(function.get("arguments"))) for function in functions]
-    said = canonical(joined(content)) if isinstance(content, str | list) else content
-    return msgspec.json.encode((said, named), order="sorted")
+    text = canonical(joined(content)) if isinstance(content, str | list) else content
+    return msgspec.json.encode((text, named), order="sorted")
 
 
 def canonical(text: str) -> str:

@@ -154,20 +154,20 @@ def _continues_elsewhere(span: Span) -> bool:
     return bool(named) and semconv.CALL_RESPONSE in span.attributes
 
 
-def chat_messages(said: Iterable[Mapping[str, Any]], *, answer: bool = False) -> list[Message]:
+def chat_messages(recorded: Iterable[Mapping[str, Any]], *, answer: bool = False) -> list[Message]:
     """Messages of any of the three protocols as chat-completions messages, with only the fields of that form: reasoning
     is dropped. A message of none of them keeps its role, which is then unknown."""
     messages: list[Message] = []
-    for one in said:
-        kind = one.get("type") or "message"
+    for source in recorded:
+        kind = source.get("type") or "message"
         if kind == "function_call":
             calls = _turn(messages).setdefault("tool_calls", [])
-            calls.append(_tool_call(one.get("call_id"), one.get("name"), one.get("arguments")))
+            calls.append(_tool_call(source.get("call_id"), source.get("name"), source.get("arguments")))
         elif kind == "function_call_output":
-            messages.append(_tool_result(one.get("call_id"), one.get("output")))
+            messages.append(_tool_result(source.get("call_id"), source.get("output")))
         elif kind == "message":
-            role = "assistant" if answer else one.get("role")
-            messages += _of_assistant(one) if role == "assistant" else _of_others(one, role)
+            role = "assistant" if answer else source.get("role")
+            messages += _of_assistant(source) if role == "assistant" else _of_others(source, role)
         elif kind != "reasoning":
             messages.append({"role": str(kind), "content": None})
     return messages
@@ -180,14 +180,14 @@ def _turn(messages: list[Message]) -> Message:
     return messages[-1]
 
 
-def _of_assistant(one: Mapping[str, Any]) -> list[Message]:
-    message: Message = {"role": "assistant", "content": _content(one.get("content")) or None}
+def _of_assistant(source: Mapping[str, Any]) -> list[Message]:
+    message: Message = {"role": "assistant", "content": _content(source.get("content")) or None}
     calls = [
         _tool_call(call.get("id"), function.get("name"), function.get("arguments"))
-        for call in map(mapping, items(one.get("tool_calls")))
+        for call in map(mapping, items(source.get("tool_calls")))
         for function in [mapping(call.get("function"))]
     ]
-    for block in map(mapping, items(one.get("content"))):
+    for block in map(mapping, items(source.get("content"))):
         if block.get("type") == "tool_use":
             calls.append(_tool_call(block.get("id"), block.get("name"), block.get("input")))
     if calls:
@@ -197,20 +197,20 @@ def _of_assistant(one: Mapping[str, Any]) -> list[Message]:
     return [message]
 
 
-def _of_others(one: Mapping[str, Any], role: object) -> list[Message]:
+def _of_others(source: Mapping[str, Any], role: object) -> list[Message]:
     if role == "tool":
-        return [_tool_result(one.get("tool_call_id"), one.get("content"))]
-    blocks = [mapping(block) for block in items(one.get("content"))]
+        return [_tool_result(source.get("tool_call_id"), source.get("content"))]
+    blocks = [mapping(block) for block in items(source.get("content"))]
     results = [
         _tool_result(block.get("tool_use_id"), block.get("content"), failed=block.get("is_error") is True)
         for block in blocks
         if block.get("type") == "tool_result"
     ]
-    content = _content(one.get("content"))
+    content = _content(source.get("content"))
     if results and not content:
         return results
     message: Message = {"role": str(role), "content": content}
-    return [*results, message | ({"name": one["name"]} if isinstance(one.get("name"), str) else {})]
+    return [*results, message | ({"name": source["name"]} if isinstance(source.get("name"), str) else {})]
 
 
 def _tool_call(call_id: object, name: object, arguments: object) -> dict[str, Any]:
@@ -291,8 +291,8 @@ def _signatures(messages: Iterable[Message]) -> list[str]:
             for call in message.get("tool_calls", ())
         ]
         answers = numbers.get(message["tool_call_id"], -1) if "tool_call_id" in message else None
-        said = (message["role"], message.get("name"), message["content"] or "", calls, answers)
-        texts.append(msgspec.json.encode(said, order="sorted").decode())
+        signature = (message["role"], message.get("name"), message["content"] or "", calls, answers)
+        texts.append(msgspec.json.encode(signature, order="sorted").decode())
     return texts
 
 
@@ -325,6 +325,6 @@ def render_message(message: Mapping[str, Any]) -> str:
     """`assistant → search({"from": "Oslo"})` or `user: Find a flight.`"""
     calls = [f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or []]
     role = str(message.get("role"))
-    said = message.get("content")
-    text = said if isinstance(said, str) else "" if said is None else msgspec.json.encode(said).decode()
+    content = message.get("content")
+    text = content if isinstance(content, str) else msgspec.json.encode(content).decode() if content is not None else ""
     return " ".join([f"{role}:", text] if text or not calls else [role]) + "".join(f" → {call}" for call in calls)

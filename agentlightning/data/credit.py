@@ -231,7 +231,7 @@ class Returns:
         float64[R]."""
         out = np.empty(len(self.groups))
         for group in np.unique(self.groups):
-            out[self.groups == group] = statistic(*(one[self.groups == group] for one in of or (self.means,)))
+            out[self.groups == group] = statistic(*(array[self.groups == group] for array in of or (self.means,)))
         return out
 
     @cached_property
@@ -352,10 +352,10 @@ def gae(
     ends = np.cumsum(returns.tokens) - 1
     rewards = np.zeros(len(values))
     rewards[ends] = returns.values
-    goes_on = np.ones(len(values))  # whether the next token is of the same episode
-    goes_on[ends] = np.append(np.diff(returns.rollouts) == 0, False) if across_calls else 0.0
-    deltas = rewards + gamma * goes_on * np.append(values[1:], 0.0) - values
-    advantages = discount(deltas, gamma * lam * goes_on)
+    continues = np.ones(len(values))  # whether the next token is of the same episode
+    continues[ends] = np.append(np.diff(returns.rollouts) == 0, False) if across_calls else 0.0
+    deltas = rewards + gamma * continues * np.append(values[1:], 0.0) - values
+    advantages = discount(deltas, gamma * lam * continues)
     targets = advantages + values
     return advantages if whiten_over is None else whiten(advantages, returns.token_rollouts, whiten_over), targets
 

@@ -137,14 +137,14 @@ class Credit:
             weights={name: self.reward.weight_of(name) for name in terms},
         )
         if property_of(self.baseline, "values"):
-            said = np.zeros(tokens.sum()) if values is None else np.concatenate(values, dtype=np.float64)
-            advantages, targets = self.baseline(returns, said, **self.baseline_options)
-            of_tokens = [advantages, said, targets]
+            estimates = np.zeros(tokens.sum()) if values is None else np.concatenate(values, dtype=np.float64)
+            advantages, targets = self.baseline(returns, estimates, **self.baseline_options)
+            of_tokens = [advantages, estimates, targets]
         else:
             advantages = np.asarray(self.baseline(returns, **self.baseline_options), np.float64)
             of_tokens = [np.repeat(advantages, tokens) if advantages.shape == tokens.shape else advantages]
-        for one in of_tokens:
-            _check(self.baseline, one, tokens.sum(), f"{len(tokens)} transitions or each of their tokens")
+        for array in of_tokens:
+            _check(self.baseline, array, tokens.sum(), f"{len(tokens)} transitions or each of their tokens")
         split = [np.split(one.astype(np.float32), np.cumsum(tokens)[:-1]) for one in of_tokens]
         credited = map(CreditedTransition, transitions, *split)
         return [[[next(credited) for _ in calls] for calls in group.transitions] for group in groups]
@@ -185,17 +185,17 @@ def make_credit(
         )
     if property_of(first, "compares") == "group" and second is not formulas.no_baseline:
         raise ConfigError(
-            f"returns {_name(first)!r} subtracts what other rollouts got, and a second baseline would take it away "
-            "again; give baseline='none'"
+            f"returns {_name(first)!r} compares with other rollouts already, and a second baseline would repeat it; "
+            "give baseline='none'"
         )
     if property_of(second, "terms") and first is not formulas.identical:
         raise ConfigError(
-            f"baseline {_name(second)!r} compares the terms of R and not returns {_name(first)!r}, which would change "
-            "nothing; give returns='identical'"
+            f"baseline {_name(second)!r} compares the terms of R and would ignore returns {_name(first)!r}; "
+            "give returns='identical'"
         )
     if baseline_options.get("across_calls") and property_of(first, "repeats_reward"):
         raise ConfigError(
-            f"across_calls adds up the rewards of a rollout's calls, and returns {_name(first)!r} holds R in each: R "
+            f"across_calls adds up the rewards of a rollout's calls, and returns {_name(first)!r} puts R in each: R "
             "would count once per call; give returns='air_dense'"
         )
     if reward.base == "sum" and property_of(first, "intermediate"):
@@ -205,8 +205,8 @@ def make_credit(
         )
     if equal_rewards and (property_of(first, "follows_reward") or property_of(second, "compares") == "nothing"):
         raise ConfigError(
-            f"equal_rewards trains on a group whose rewards are all equal and whose calls differ, which returns "
-            f"{_name(first)!r} with baseline {_name(second)!r} does not ask: leave it out"
+            f"equal_rewards trains on groups whose rewards are equal but whose calls differ, and with returns "
+            f"{_name(first)!r} and baseline {_name(second)!r} they do not: leave it out"
         )
     try:  # show mistakes before the first rollouts
         credit.advantages([RewardedGroup.trial(0.0, 1.0)])
@@ -223,13 +223,13 @@ def make_credit(
 def _terms(groups: Sequence[RewardedGroup]) -> dict[str, Float64Array]:
     """The terms of R of each rollout, float64[R] by name; 0 if missing."""
     terms = [one for of in groups for one in of.terms or [{"final": reward} for reward in of.rewards]]
-    names = {name: None for one in terms for name in one}
-    return {name: np.array([one.get(name, 0.0) for one in terms], np.float64) for name in names}
+    names = {name: None for term in terms for name in term}
+    return {name: np.array([term.get(name, 0.0) for term in terms], np.float64) for name in names}
 
 
 def _check(function: CreditFunction, values: Float64Array, count: int, of: str) -> Float64Array:
     if values.shape != (count,) or not np.isfinite(values).all():
-        raise ConfigError(f"{_name(function)} must give a finite number for each of {of}, and gave {values!r:.200}")
+        raise ConfigError(f"{_name(function)} must return a finite number for each of {of}, not {values!r:.200}")
     return values
 
 

@@ -125,10 +125,10 @@ def training_of(run: Run | None) -> Training:
 def rewarded_group(group: Sequence[TracedRollout], unrewarded: str | float) -> RewardedGroup:
     """The group's members that count: those with a reward and, if `unrewarded` is a number, the others with that
     reward."""
-    counted = [one for one in group if one.reward is not None or unrewarded != "exclude"]
+    counted = [member for member in group if member.reward is not None or unrewarded != "exclude"]
     return RewardedGroup(
-        [one.transitions for one in counted],
-        [float(unrewarded if one.reward is None else one.reward) for one in counted],
-        [one.reward_terms or {"unrewarded": float(unrewarded)} for one in counted],
-        [one.rollout for one in counted],
+        [member.transitions for member in counted],
+        [float(unrewarded if member.reward is None else member.reward) for member in counted],
+        [member.reward_terms or {"unrewarded": float(unrewarded)} for member in counted],
+        [member.rollout for member in counted],
     )

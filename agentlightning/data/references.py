@@ -31,7 +31,7 @@ def load_reference(reference: str) -> Any:
     The current directory is on the import path. ConfigError if the reference is malformed, the module cannot be found
     or fails to import, or the attribute is missing."""
     if not is_reference(reference):
-        raise ConfigError(f"{reference!r} names no Python object; write module:attribute or path/to/file.py:attribute")
+        raise ConfigError(f"{reference!r} is not a reference; write module:attribute or path/to/file.py:attribute")
     module_name, _, attributes = reference.rpartition(":")
     module = _load_file(Path(module_name)) if module_name.endswith(".py") else _load_module(module_name)
     found: Any = module

@@ -71,7 +71,7 @@ def given_rewards(spans: Sequence[Span], steps: Sequence[Step]) -> GivenRewards:
             else:
                 of_calls[call.span_id] = of_calls.get(call.span_id, 0.0) + value
     dimensions = find_final_rewards(rewards)
-    named = dict(dimensions) if all(math.isfinite(one.value) for one in dimensions) else {}
+    named = dict(dimensions) if all(math.isfinite(dimension.value) for dimension in dimensions) else {}
     final = dimensions[0].value if named else None
     return GivenRewards(final, named, of_calls, math.fsum(values) if values else None, lost)
 
@@ -86,7 +86,7 @@ class _Receivers:
     def of(self, reward: Span) -> Span | None:
         if (named := self._named(reward)) is not None:
             return named
-        trained = [one for one in self._calls if semconv.CALL_HOUSEKEEPING not in one[0].span.attributes]
+        trained = [call for call in self._calls if semconv.CALL_HOUSEKEEPING not in call[0].span.attributes]
         ended = [(step.span, around) for step, around in trained if step.span.end_time <= reward.start_time]
         found = [call for call, _ in ended]
         for outer in ancestors(reward, self._above):
@@ -105,7 +105,7 @@ class _Receivers:
             link.value_match for link in extract_links_from_attributes(reward.attributes) if link.key_match in _IDS
         ]
         ids = links or [value for name in _IDS if isinstance(value := reward.attributes.get(name), str)]
-        named = [call for one in ids for call in self._by_id.get(one, ())]
+        named = [call for name in ids for call in self._by_id.get(name, ())]
         return named[0] if len(named) == 1 else None
 
     @cached_property
@@ -193,7 +193,7 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             try:
                 re.compile(getattr(self, name) or "")
             except re.error as error:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}, which is no pattern: {error}") from None
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, which is not a pattern: {error}") from None
 
     def given_terms(self, given: GivenRewards) -> dict[str, float]:
         """The starting terms of R, by name; empty if the rollout has no reward. ConfigError for a weight of a reward

@@ -234,9 +234,9 @@ def weighed(
     calls: Sequence[CreditedTransition], weigh: Callable[[Sequence[Transition]], Iterable[Any]]
 ) -> list[CreditedTransition]:
     """A rollout's calls with the token weights that `weigh` returns for each. ConfigError if some are missing."""
-    found = [np.asarray(one, np.float32) for one in weigh([item.transition for item in calls])]
+    found = [np.asarray(array, np.float32) for array in weigh([item.transition for item in calls])]
     if len(found) != len(calls):
-        raise ConfigError(f"token_weights must give an array for each of {len(calls)} calls, and gave {len(found)}")
+        raise ConfigError(f"token_weights must return an array for each of {len(calls)} calls, not {len(found)}")
     return [replace(item, weights=one) for item, one in zip(calls, found, strict=True)]
 
 
@@ -303,13 +303,13 @@ def pack(
     else:
         token_ids, rows = forest.token_ids[None], np.zeros(len(sequences), np.int64)
     places = [sequence.positions for sequence in sequences]
-    lengths = [len(one) for one in places]
+    lengths = [len(place) for place in places]
     observed: Sequence[FloatArray] = ()
     if sum(map(len, weights)) > sum(lengths):
         observed = [of[count:] for of, count in zip(weights, lengths, strict=True)]
         weights = [of[:count] for of, count in zip(weights, lengths, strict=True)]
         places += [np.zeros(0, np.int32) if one.observed is None else one.observed.positions for one in sequences]
-        lengths += [len(one) for one in observed]
+        lengths += [len(part) for part in observed]
         rows = np.concatenate([rows, rows])
     if forest is not None:
         places = [path[at] for path, at in zip([*paths, *paths], places, strict=False)]

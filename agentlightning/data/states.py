@@ -40,7 +40,7 @@ def named_states(spans: Sequence[Span], calls: Container[str]) -> dict[str, str]
         if span.span_id in calls:
             near = (by_parent[outer] for outer in ancestors(span, above) if outer in by_parent)
             earlier = (_latest(moments, span.start_time) for moments in (*near, everywhere))
-            if (state := next((one for one in earlier if one is not None), None)) is not None:
+            if (state := next((name for name in earlier if name is not None), None)) is not None:
                 found[span.span_id] = state
     return found
 

@@ -83,7 +83,7 @@ def _new_messages(later: Span, before: Span) -> list[Any]:
 
 def _continues(later: Span, call: Span) -> bool:
     """Whether the messages of `later` start with all messages of `call`."""
-    sent, before = (text_of(one, semconv.GEN_AI_INPUT_MESSAGES) or "" for one in (later, call))
+    sent, before = (text_of(span, semconv.GEN_AI_INPUT_MESSAGES) or "" for span in (later, call))
     return sent.startswith(before.removesuffix("]"))
 
 

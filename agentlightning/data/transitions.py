@@ -125,7 +125,7 @@ class TracedRollout:
 
 def tool_success(rollouts: Iterable[TracedRollout]) -> float | None:
     """The share of tool calls that succeeded, among those with a known outcome; None without any."""
-    statuses = [one.status for traced in rollouts for call in traced.transitions for one in call.tools]
+    statuses = [tool.status for traced in rollouts for call in traced.transitions for tool in call.tools]
     return statuses.count(1) / len(statuses) if statuses else None
 
 
@@ -170,11 +170,11 @@ def compare_costs(group: Sequence[TracedRollout], reward: RewardSpec) -> list[Tr
     names = [name for name in RELATIVE if getattr(reward, name)]
     if not names:
         return list(group)
-    rewarded = [one for one in group if one.reward_terms]
-    earned = [reward.given_part(one.reward_terms) > 0 for one in rewarded]
-    terms = [dict(one.reward_terms) for one in rewarded]
+    rewarded = [traced for traced in group if traced.reward_terms]
+    earned = [reward.given_part(traced.reward_terms) > 0 for traced in rewarded]
+    terms = [dict(traced.reward_terms) for traced in rewarded]
     for name in names:
-        costs = [_cost(name, one.transitions) for one in rewarded]
+        costs = [_cost(name, traced.transitions) for traced in rewarded]
         for own, value in zip(terms, relative_costs(costs, earned), strict=True):
             own[name] = getattr(reward, name) * value
     compared = iter(terms)
@@ -221,12 +221,12 @@ def _sort_calls(
             reasons.append(HOUSEKEEPING if agent.housekeeping else OTHER_AGENT)
         transition = None
         if span.tokens is not None and all(map(calls.keeps, reasons)):
-            said, earned = tuple(tools.get(span.span_id, ())), given.of_calls.get(span.span_id)
-            transition = _transition(span, span.tokens, agent.name, said, earned, states.get(span.span_id))
+            statuses, earned = tuple(tools.get(span.span_id, ())), given.of_calls.get(span.span_id)
+            transition = _transition(span, span.tokens, agent.name, statuses, earned, states.get(span.span_id))
             reasons += _token_reasons(transition, calls)
             messages = dialects.text_of(span, semconv.GEN_AI_INPUT_MESSAGES) or ""
-            goes_on = messages.startswith(before.removesuffix("]"))
-            images = (goes_on and images) or has_images(messages, len(before) if goes_on else 0)
+            continues = messages.startswith(before.removesuffix("]"))
+            images = (continues and images) or has_images(messages, len(before) if continues else 0)
             before = messages
             if images:
                 reasons.append(HAS_IMAGES)

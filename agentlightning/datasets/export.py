@@ -148,9 +148,9 @@ def _corrections(recorded: Recorded, calls: Sequence[ChatCall]) -> list[tuple[Ch
 
 def labelled(group: Sequence[Recorded], wanted: Wanted, left_out: Counter[str]) -> Iterator[Recorded]:
     """A group's rollouts with a wanted label; the others are counted."""
-    for one in group:
-        if wanted.labels is None or annotation_of(one.rollout).label in wanted.labels:
-            yield one
+    for recorded in group:
+        if wanted.labels is None or annotation_of(recorded.rollout).label in wanted.labels:
+            yield recorded
         else:
             left_out[OTHER_LABEL] += 1
 
@@ -160,17 +160,17 @@ def _kept(group: Sequence[Recorded], wanted: Wanted, left_out: Counter[str]) -> 
     asked = wanted.min_reward is not None or wanted.best_of_group
     best = max(group, key=lambda one: -math.inf if one.reward is None else one.reward)
     grouped = group[0].rollout.group_id is not None
-    for one in labelled(group, wanted, left_out):
-        if annotation_of(one.rollout).answer is not None:
-            yield one
-        elif one.reward is None and asked:
+    for recorded in labelled(group, wanted, left_out):
+        if annotation_of(recorded.rollout).answer is not None:
+            yield recorded
+        elif recorded.reward is None and asked:
             left_out[NO_REWARD] += 1
-        elif wanted.min_reward is not None and one.reward is not None and one.reward < wanted.min_reward:
+        elif wanted.min_reward is not None and recorded.reward is not None and recorded.reward < wanted.min_reward:
             left_out[LOW_REWARD] += 1
-        elif wanted.best_of_group and grouped and one is not best:
+        elif wanted.best_of_group and grouped and recorded is not best:
             left_out[NOT_BEST] += 1
         else:
-            yield one
+            yield recorded
 
 
 def _calls(recorded: Recorded, wanted: Wanted, left_out: Counter[str]) -> list[ChatCall]:
@@ -224,10 +224,10 @@ def _problem(message: Message) -> str | None:
     named = [call["function"]["name"] for call in message.get("tool_calls", ()) if call["id"]]
     if len(named) < len(message.get("tool_calls", ())) or not message.get("tool_call_id", True):
         return "tool calls without an id"
-    return None if all(map(_NAME.match, named)) else "tool calls by another name than hosts take"
+    return None if all(map(_NAME.match, named)) else "tool calls whose names hosts refuse"
 
 
 def _tools_problem(tools: Sequence[dict[str, Any]]) -> str | None:
     if any(tool.get("type") != "function" or not _NAME.match(str(tool["function"].get("name"))) for tool in tools):
-        return "tools that are no functions, or of another name than hosts take"
+        return "tools that are not functions, or whose names hosts refuse"
     return f"more than {_MOST_TOOLS} tools" if len(tools) > _MOST_TOOLS else None

@@ -102,7 +102,7 @@ def rollouts_of(
     if by is not None:
         _check_name("the attribute", by, {name for span in spans for name in (*span.attributes, *span.resource)})
     if reward is not None:
-        _check_name("a number as", reward, {name for attributes in _said(spans) for name in _scores(attributes)})
+        _check_name("a number as", reward, {name for attributes in _attributes(spans) for name in _scores(attributes)})
     traces: dict[str, list[Span]] = {}
     for span in spans:
         traces.setdefault(span.trace_id, []).append(span)
@@ -216,7 +216,7 @@ def _parsed(text: str) -> Any:
 def _score(rollout_id: str, spans: Sequence[Span], wanted: str | None) -> tuple[str, float] | None:
     """(name, value) of the reward, if there is no reward span."""
     scores: dict[str, float] = {}
-    for attributes in _said(spans):
+    for attributes in _attributes(spans):
         scores |= _scores(attributes, every=wanted is not None)
     if wanted is not None:
         return (wanted, scores[wanted]) if wanted in scores else None
@@ -230,7 +230,7 @@ def _score(rollout_id: str, spans: Sequence[Span], wanted: str | None) -> tuple[
     return next(iter(scores.items()), None)
 
 
-def _said(spans: Sequence[Span]) -> list[Attributes]:
+def _attributes(spans: Sequence[Span]) -> list[Attributes]:
     return [span.attributes for span in spans] + [event.attributes for span in spans for event in span.events]
 
 

@@ -79,8 +79,8 @@ def transition_rows(recorded: Recorded, wanted: Wanted) -> list[dict[str, Any]]:
     rollout = recorded.rollout
     traced = trace_rollout(rollout, recorded.spans, calls=CallFilter(models=wanted.models, agents=wanted.agents))
     common = {name: getattr(rollout, name) for name in _OF_A_ROLLOUT}
-    said = annotation_of(rollout)
-    common |= {"label": said.label, "note": said.note, "corrected_answer": said.answer}
+    annotation = annotation_of(rollout)
+    common |= {"label": annotation.label, "note": annotation.note, "corrected_answer": annotation.answer}
     common |= {"input": msgspec.json.encode(rollout.input).decode(), "reward": traced.reward}
     rows = [{**common, **row} for row in _calls(recorded.spans, traced)]
     return sorted(rows, key=lambda row: (row["call_index"], row["choice"]))

@@ -53,7 +53,7 @@ def _from_object(source: Any) -> list[Any]:
     if isinstance(source, Iterable) and not isinstance(source, Mapping | bytes | bytearray):
         return list(source)
     raise ConfigError(
-        f"a {type(source).__name__} is no dataset; expected a list, a path to {', '.join(_READERS)}, a DataFrame, "
+        f"a {type(source).__name__} is not a dataset; expected a list, a path to {', '.join(_READERS)}, a DataFrame, "
         "a Hugging Face Dataset or a reference module:attribute"
     )
 

@@ -241,7 +241,7 @@ class EngineService:
                 if self._touched:
                     ready = [stream.ready for stream in self._touched]
                     self._touched.clear()
-                    self._to_loop(lambda ready=ready: [one.set() for one in ready])
+                    self._to_loop(lambda ready=ready: [event.set() for event in ready])
         except Exception as fault:
             logger.exception("The engine's thread ended.")
             error = UnavailableError(f"the engine failed: {type(fault).__name__}: {fault}")

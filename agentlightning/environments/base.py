@@ -89,4 +89,4 @@ def tasks_of(agent: Any, train_dataset: Any, val_dataset: Any) -> list[list[Any]
     if isinstance(agent, Environment) and train_dataset is None:
         train_dataset, held_out = agent.split()
         val_dataset = held_out or None if val_dataset is None else val_dataset
-    return [[] if one is None else load_dataset(one) for one in (train_dataset, val_dataset)]
+    return [[] if dataset is None else load_dataset(dataset) for dataset in (train_dataset, val_dataset)]

@@ -30,7 +30,7 @@ class HarborTasks(Environment):
             raise ConfigError("tasks of Harbor are those of a folder and take no args; held_out is a share of them")
         if not folder.is_dir():
             raise ConfigError(f"no folder {folder} (looked in {Path.cwd()}); harbor download brings datasets")
-        return ({"path": str(one.parent.resolve())} for one in sorted(folder.glob("*/task.toml")))
+        return ({"path": str(path.parent.resolve())} for path in sorted(folder.glob("*/task.toml")))
 
     async def play(self, task: Any, llm: LLM, rollout: AttemptedRollout) -> Mapping[str, float]:
         harbor = imported("harbor", "a task of Harbor", "agent-lightning-next[harbor]")

@@ -16,7 +16,7 @@ from agentlightning.environments.base import Environment, EpisodeError
 from agentlightning.errors import ConfigError, imported
 from agentlightning.types import LLM, AttemptedRollout
 
-_TOLD = {"id", "input", "target", "choices", "metadata"}
+_FIELDS = {"id", "input", "target", "choices", "metadata"}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -33,8 +33,8 @@ class InspectTask(Environment):
 
     def read_tasks(self, args: Mapping[str, Any]) -> Iterable[Any]:
         for number, sample in enumerate(self._load(args).dataset, start=1):
-            told = sample.model_dump(mode="json", include=_TOLD, exclude_none=True)
-            yield {"id": number, **told, **({"args": args} if args else {})}
+            fields = sample.model_dump(mode="json", include=_FIELDS, exclude_none=True)
+            yield {"id": number, **fields, **({"args": args} if args else {})}
 
     async def play(self, task: Any, llm: LLM, rollout: AttemptedRollout) -> Mapping[str, float]:
         inspect = self._inspect

@@ -37,7 +37,7 @@ class OpenEnvServer(Environment):
         super().__post_init__()
         check_settings(self, least={"max_turns": 1, "sessions": 1})
         if not self.name.startswith(("http://", "https://", "ws://", "wss://")):
-            raise ConfigError(f"{self.name!r} is no URL; start an image first: docker run -p 8000:8000 IMAGE")
+            raise ConfigError(f"{self.name!r} is not a URL; start an image first: docker run -p 8000:8000 IMAGE")
 
     def read_tasks(self, args: Mapping[str, Any]) -> Iterable[Any]:
         if self.limit is None:
@@ -59,9 +59,9 @@ class OpenEnvServer(Environment):
                     break
                 messages.append({"role": "user", "content": self._seen(result.observation)})
                 answer = await chat.create(model=llm.model, messages=messages, extra_body=llm.sampling_parameters)
-                said = answer.choices[0].message.content or ""
-                messages.append({"role": "assistant", "content": said})
-                result = await session.step({self.action: said})
+                text = answer.choices[0].message.content or ""
+                messages.append({"role": "assistant", "content": text})
+                result = await session.step({self.action: text})
                 if result.reward is not None:
                     total += float(result.reward)
                     emit_reward(float(result.reward), final=False)

@@ -40,7 +40,7 @@ class VerifiersTaskset(Environment):
     async def play(self, task: Any, llm: LLM, rollout: AttemptedRollout) -> Mapping[str, float]:
         vf, env = self._vf, copy(self._env)  # a copy, since its servers are this episode's
         kind = type(env.taskset).task_type()
-        told = kind(kind.data_type().model_validate(task), env.config.taskset.task)
+        typed = kind(kind.data_type().model_validate(task), env.config.taskset.task)
         key = f"AGL_API_KEY_{rollout.attempt.attempt_id}"  # a harness's process gets no variable named like a key
         os.environ[key] = llm.api_key or "none"
         try:
@@ -48,7 +48,7 @@ class VerifiersTaskset(Environment):
             sampling = vf.SamplingConfig(**llm.sampling_parameters)
             async with env.serving():
                 context = vf.ModelContext(model=llm.model, client=client, sampling=sampling)
-                return _rewards(await env.run_episode(told, context))
+                return _rewards(await env.run_episode(typed, context))
         finally:
             del os.environ[key]
 

@@ -69,7 +69,7 @@ def admit(request: CallRequest, *, trained: bool, training: bool) -> tuple[CallR
             instead = instead or "send response_format"
             raise CallRefused(f"{name} is not supported: {instead}", code="unsupported_parameter", param=name)
         if name == "chat_template_kwargs" and isinstance(value, dict):
-            extra[name] = {key: one for key, one in value.items() if key in _TEMPLATE_VARIABLES}
+            extra[name] = {key: item for key, item in value.items() if key in _TEMPLATE_VARIABLES}
             dropped += [f"{name}.{key}" for key in value if key not in _TEMPLATE_VARIABLES]
         elif name in sent & _MEANT and len(msgspec.json.encode(value)) > LARGEST_GRAMMAR:
             limit = f"{name} may have {LARGEST_GRAMMAR:,} bytes"
@@ -101,7 +101,8 @@ def _function(function: Mapping[str, Any], dropped: list[str]) -> dict[str, Any]
 
 def admit_relayed(fields: dict[str, msgspec.Raw]) -> tuple[dict[str, msgspec.Raw], list[str]]:
     """The fields of a request for embeddings that an engine gets, and the names of the others."""
-    return {name: fields[name] for name in fields if name in _EMBEDDED}, [one for one in fields if one not in _EMBEDDED]
+    embedded = {name: value for name, value in fields.items() if name in _EMBEDDED}
+    return embedded, [name for name in fields if name not in embedded]
 
 
 def forces_a_call(tool_choice: Any) -> bool:

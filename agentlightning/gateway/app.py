@@ -79,13 +79,11 @@ class Gateway:
             self.release_gates(gates, holder)
 
     def hold_gates(self, gates: Iterable[Gate], holder: str, seconds: float | None = None) -> None:
-        """`hold`, by gates."""
         for gate in gates:
             gate.hold(holder, seconds)
         self._holding.changed()
 
     def release_gates(self, gates: Iterable[Gate], holder: str) -> None:
-        """`release`, by gates."""
         for gate in gates:
             gate.release(holder)
         self._holding.changed()
@@ -112,22 +110,18 @@ class Gateway:
         return self._calls.statistics
 
     def counts(self, name: str) -> tuple[int, int]:
-        """How many calls of a model are being answered right now, and how many wait."""
         gate = self.models.gate(name)
         return gate.running, gate.waiting
 
     @property
     def running(self) -> int:
-        """How many calls are being answered right now."""
         return sum(self.counts(gate.name)[0] for gate in self.models.gates())
 
     @property
     def shed(self) -> int:
-        """How many calls were answered and not recorded."""
         return 0 if self._calls.queue is None else self._calls.queue.shed
 
     async def close(self) -> None:
-        """Write what waits to be recorded, and end the backends' connections."""
         await self._holding.close()
         if self._calls.queue is not None:
             await self._calls.queue.close()

@@ -175,7 +175,7 @@ class Attributor:
             self._callers[ids] = caller
             if len(self._callers) > self._remembered:
                 # One with a running call stays: what it numbered is not in the store yet.
-                oldest = next((name for name, one in self._callers.items() if not one.running), ids)
+                oldest = next((name for name, known in self._callers.items() if not known.running), ids)
                 if oldest != ids:
                     del self._callers[oldest]
             return caller

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from agentlightning.data.agents import role_in
 from agentlightning.semconv import CALL_HOUSEKEEPING, CALL_PARENT_AGENT, GEN_AI_AGENT_ID, GEN_AI_AGENT_NAME
-from agentlightning.tracing.dialects import items, json_of, mapping
+from agentlightning.tracing.dialects import json_of, mapping, texts
 from agentlightning.types import Attributes
 
 _CLAUDE: Final = "x-claude-code-"
@@ -62,11 +62,11 @@ def caller_attributes(headers: Mapping[str, str], messages: Sequence[Any]) -> At
     client = headers.get("user-agent", "")
     turn, subagent = mapping(json_of(headers.get(_CODEX[0]))), headers.get(_CODEX[1])
     system = _texts(messages[0], *_SYSTEM)[:_PARTS] if messages else []
-    latest = next((one for one in reversed(messages) if mapping(one).get("role") not in _SYSTEM), None)
+    latest = next((message for message in reversed(messages) if mapping(message).get("role") not in _SYSTEM), None)
     found = _agent(headers, str(turn.get("agent_name") or ""), subagent, system)
-    texts = [text.lstrip() for text in (*system, *_texts(latest, "user")[-1:])]
+    begun = [text.lstrip() for text in (*system, *_texts(latest, "user")[-1:])]
     prompts = next((prompts for begins, prompts in _PROMPTS.items() if client.startswith(begins)), {})
-    kind = next((kind for begins, kind in prompts.items() if any(text.startswith(begins) for text in texts)), None)
+    kind = next((kind for begins, kind in prompts.items() if any(text.startswith(begins) for text in begun)), None)
     if client.startswith("codex") and str(turn.get("request_kind")) in _CODEX_KINDS:
         kind = turn["request_kind"]
     if kind:
@@ -85,14 +85,11 @@ def _agent(headers: Mapping[str, str], path: str, subagent: str | None, system: 
             if parent and not role:
                 role = subagent or role_in("".join(system[-1:])) or "sub-agent"
             name = f"{name}/{role}" if role else name
-            said = {GEN_AI_AGENT_NAME: name, GEN_AI_AGENT_ID: agent, CALL_PARENT_AGENT: parent}
-            return {attribute: value[:_LONGEST] for attribute, value in said.items() if value}
+            attributes = {GEN_AI_AGENT_NAME: name, GEN_AI_AGENT_ID: agent, CALL_PARENT_AGENT: parent}
+            return {attribute: value[:_LONGEST] for attribute, value in attributes.items() if value}
     return {}
 
 
 def _texts(message: object, *roles: str) -> list[str]:
-    """The texts of a message by one of these."""
-    said = mapping(message)
-    content = said.get("content") if said.get("role") in roles else None
-    texts = [content] if isinstance(content, str) else [mapping(part).get("text") for part in items(content)]
-    return [text for text in texts if isinstance(text, str)]
+    fields = mapping(message)
+    return texts(fields.get("content")) if fields.get("role") in roles else []

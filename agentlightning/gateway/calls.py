@@ -168,9 +168,9 @@ class Calls:
             caller, _ = await self.attributor.attribute(path_ids, headers)
             if self._committed and caller.attempt and caller.refused < _MOST_REFUSALS:
                 caller.refused += 1
-                said: Attributes = {CALL_REFUSED: path[:_LONGEST], ERROR_TYPE: error.code, HTTP_STATUS: error.status}
+                reason: Attributes = {CALL_REFUSED: path[:_LONGEST], ERROR_TYPE: error.code, HTTP_STATUS: error.status}
                 status = SpanStatus(status_code="ERROR", description=str(error)[:_LONGEST])
-                await self._committed.record(AttemptTracer(*caller.attempt).record(CALL_REFUSED, said, status=status))
+                await self._committed.record(AttemptTracer(*caller.attempt).record(CALL_REFUSED, reason, status=status))
 
     async def _asked(
         self, endpoint: Endpoint, body: bytes, headers: Mapping[str, str], path_ids: tuple[str, str] | None
@@ -222,14 +222,14 @@ def _sent(
 
 def _effective_sampling(asked: _Asked, index: int | None) -> tuple[Sampling, dict[str, Any]]:
     """Where the run decides, its temperature, top_p, top_k and seeds hold, without penalties; elsewhere the agent's."""
-    wanted, decided, overridden = asked.request.sampling, asked.run_sampling, dict[str, Any]()
-    sampling = wanted
+    requested, decided, overridden = asked.request.sampling, asked.run_sampling, dict[str, Any]()
+    sampling = requested
     if decided is not None:
-        limits = [limit for limit in (wanted.max_tokens, decided.max_tokens) if limit is not None]
+        limits = [limit for limit in (requested.max_tokens, decided.max_tokens) if limit is not None]
         limit = min(limits, default=None)
-        sampling = msgspec.structs.replace(decided, max_tokens=limit, stop=wanted.stop, n=wanted.n)
+        sampling = msgspec.structs.replace(decided, max_tokens=limit, stop=requested.stop, n=requested.n)
         for name in ("temperature", "top_p", "top_k", "max_tokens", "seed"):
-            value = getattr(wanted, name)
+            value = getattr(requested, name)
             if value is not None and value != getattr(sampling, name):
                 overridden[name] = value
     if decided is not None or asked.learns:
@@ -250,8 +250,8 @@ async def _counted(answer: RelayedAnswer) -> int:
     try:
         return msgspec.json.decode(body, type=_Counted).input_tokens
     except NOT_JSON:
-        told, refused = body[:500].decode(errors="replace"), 400 <= answer.status < 500
-        message = f"the backend did not count ({answer.status}): {told}"
+        text, refused = body[:500].decode(errors="replace"), 400 <= answer.status < 500
+        message = f"the backend did not count ({answer.status}): {text}"
         raise BackendError(message, status=answer.status if refused else 502) from None
 
 

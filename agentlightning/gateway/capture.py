@@ -81,7 +81,6 @@ class Call:
     _recorded: bool = False
 
     def events(self) -> AsyncGenerator[BackendEvent, None]:
-        """The backend's events; closing the iterator cancels the generation."""
         events = self.entry.backend.answer(self.sent)
         if self.request.extra.get("parallel_tool_calls") is False and self.entry.backend.captures_tokens:
             return _with_one_tool_call(events)
@@ -121,7 +120,6 @@ class Call:
             self.caller.running -= 1
 
     async def _store(self, error: BaseException | None) -> None:
-        """Record the span of the call, which has ended."""
         if self.recorder is None:
             return
         attributes = _attributes(self)
@@ -236,7 +234,7 @@ def _attributes(call: Call) -> Attributes:
         semconv.CALL_DISCARDS: call.discards or None,
         semconv.CALL_HELD_SECONDS: call.held_seconds or None,
         semconv.CALL_DROPPED: [*call.dropped, *started.dropped] or None,
-        semconv.CALL_FIRST_VERSION: min([one.versions[0][0] for one in sampled], default=None),
+        semconv.CALL_FIRST_VERSION: min([versioned.versions[0][0] for versioned in sampled], default=None),
         semconv.CALL_LAST_VERSION: max(last_versions, default=None),
         semconv.RECORDED_SPLICE: started.spliced_tokens or None,
     }

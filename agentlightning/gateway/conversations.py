@@ -62,10 +62,10 @@ class Conversations:
         """Keep a response that was answered, for later calls to continue."""
         if not request.continuable or answer.choices[0].finish_reason == "abort":
             return
-        said = [*request.messages[request.instructions :], answer.choices[0].message()]
+        conversation = [*request.messages[request.instructions :], answer.choices[0].message()]
         key = (_scope(caller), answer.response_id)
         self._bytes -= len(self._kept.pop(key, b""))
-        self._kept[key] = msgspec.json.encode(said)
+        self._kept[key] = msgspec.json.encode(conversation)
         self._bytes += len(self._kept[key])
         while self._bytes > self._limit_bytes or len(self._kept) > self._limit_count:
             _, oldest = self._kept.popitem(last=False)
@@ -78,13 +78,13 @@ class Conversations:
             return _MESSAGES.decode(self._kept[key])
         if self._store is None or caller.mode is None:
             return None
-        wanted = (
+        conditions = (
             Condition("attempt_id", "eq", caller.attempt_id),
             Condition(f"attributes.{semconv.CALL_ENDPOINT}", "eq", _ENDPOINT),
             Condition(f"attributes.{semconv.GEN_AI_RESPONSE_ID}", "eq", response_id),
             Not(Condition(f"attributes.{semconv.GEN_AI_FINISH_REASONS}", "contains", "abort")),
         )
-        found = await self._store.page_spans(And(wanted), limit=1)
+        found = await self._store.page_spans(And(conditions), limit=1)
         return _captured(found.items[0].attributes) if found.items else None
 
 
@@ -94,9 +94,9 @@ def _scope(caller: Caller) -> str:
 
 def _captured(attributes: Attributes) -> list[dict[str, Any]] | None:
     """The conversation of a captured call; None if its response was not to be stored."""
-    asked = _ASKED.decode(str(attributes[semconv.CALL_REQUEST]))
-    if asked.store is False:
+    request = _ASKED.decode(str(attributes[semconv.CALL_REQUEST]))
+    if request.store is False:
         return None
     given = _MESSAGES.decode(str(attributes[semconv.GEN_AI_INPUT_MESSAGES]))
-    said = _MESSAGES.decode(str(attributes[semconv.GEN_AI_OUTPUT_MESSAGES]))
-    return given[asked.instructions is not None :] + said
+    answer = _MESSAGES.decode(str(attributes[semconv.GEN_AI_OUTPUT_MESSAGES]))
+    return given[request.instructions is not None :] + answer

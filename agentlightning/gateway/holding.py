@@ -74,12 +74,11 @@ class Gate:
             expiry.cancel()
 
     def _expire(self, holder: Hashable, seconds: float) -> None:
-        told = "calls of the model %r are let through again: who held them has not been heard of for %g seconds"
-        _log.warning(told, self.name, seconds)
+        warning = "calls of the model %r are let through again: who held them has not been heard of for %g seconds"
+        _log.warning(warning, self.name, seconds)
         self.release(holder)
 
     async def passed(self) -> None:
-        """Return when calls are let through."""
         await self._open.wait()
 
     async def idle(self) -> None:
@@ -170,7 +169,7 @@ class Holding:
     async def _tell(self, store: LightningStore) -> None:
         """Stop the clocks of new attempts, and renew those of all every `_RENEWED` seconds."""
         loop = asyncio.get_running_loop()
-        told: set[AttemptIds] = set()
+        stopped: set[AttemptIds] = set()
         renewal = loop.time() + _RENEWED
         try:
             while True:
@@ -179,13 +178,13 @@ class Holding:
                 if not standing:
                     return
                 if loop.time() >= renewal:
-                    told, renewal = set(), loop.time() + _RENEWED
-                if standing - told:
+                    stopped, renewal = set(), loop.time() + _RENEWED
+                if standing - stopped:
                     try:
-                        await store.extend_attempts(sorted(standing - told), _SLICE)
+                        await store.extend_attempts(sorted(standing - stopped), _SLICE)
                     except AgentLightningError as error:
                         _log.warning("the clocks of attempts with held calls could not be stopped: %s", error)
-                    told |= standing
+                    stopped |= standing
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(renewal):
                         await self._changed.wait()

@@ -82,7 +82,7 @@ class ModelTable:
         """Remove and return an entry; None if there is none."""
         entry = self._entries.pop(name, None)
         if entry is not None:
-            self._names = {name: one for name, one in self._names.items() if one is not entry}
+            self._names = {name: other for name, other in self._names.items() if other is not entry}
         return entry
 
     def gate(self, name: str) -> Gate:

@@ -57,10 +57,10 @@ async def _check_processed(backend: RemoteBackend, model: str) -> None:
             if error.status == 400:  # a gateway of this project before its engine, whose logprobs are as they should be
                 return
             raise
-        told = [msgspec.json.decode(entry, type=_Entry).top_logprobs for entry in answer.choices[0].logprob_entries]
-        if not told or not told[0]:
+        tops = [msgspec.json.decode(entry, type=_Entry).top_logprobs for entry in answer.choices[0].logprob_entries]
+        if not tops or not tops[0]:
             return  # it does not tell, so that nothing can be said against it
-        logprobs.append(max(one.logprob for one in told[0]))
+        logprobs.append(max(top.logprob for top in tops[0]))
     if abs(logprobs[0] - logprobs[1]) < 1e-6 and logprobs[0] < -1e-6:
         raise _unfit(
             backend,

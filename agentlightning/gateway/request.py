@@ -105,16 +105,16 @@ class Fields:
         except NOT_JSON as error:
             raise CallRefused(f"the request body is not a JSON object: {error}", code="invalid_json") from None
         values: dict[str, Any] = {}
-        others: dict[str, Any] = {}
+        unread: dict[str, Any] = {}
         for name, value in raw.items():
             if bytes(value) != b"null":
-                (values if name in self._decoders else others)[name] = self._decoded(name, value)
+                (values if name in self._decoders else unread)[name] = self._decoded(name, value)
         for name in required:
             if name not in values:
                 raise CallRefused(f"the request has no {name!r}, which is required", param=name)
-        for name in self._refused.intersection(others):
+        for name in self._refused.intersection(unread):
             raise unsupported(name, "it is a field of chat completions, and has another name here, or none")
-        return values, others, raw
+        return values, unread, raw
 
     def _decoded(self, name: str, raw: msgspec.Raw) -> Any:
         try:
@@ -172,8 +172,8 @@ def unsupported(name: str, why: str) -> CallRefused:
 
 def function(name: str, description: str | None, parameters: Any, strict: bool | None = None) -> dict[str, Any]:
     """A tool in the form of chat completions."""
-    told = given(name=name, description=description, parameters=parameters, strict=strict)
-    return {"type": "function", "function": told}
+    fields = given(name=name, description=description, parameters=parameters, strict=strict)
+    return {"type": "function", "function": fields}
 
 
 def function_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
@@ -188,9 +188,9 @@ def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 def assistant_message(text: list[str], thinking: list[str], calls: list[dict[str, Any]]) -> dict[str, Any]:
     """An assistant's message. Texts and thoughts are joined unchanged, as they were sampled."""
-    said = {"role": "assistant", "content": "".join(text) or (None if calls else "")}
+    message = {"role": "assistant", "content": "".join(text) or (None if calls else "")}
     more = {"reasoning_content": "".join(thinking), "tool_calls": calls}
-    return said | {name: value for name, value in more.items() if value}
+    return message | {name: value for name, value in more.items() if value}
 
 
 def content_of(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:

@@ -96,7 +96,7 @@ class Serving:
 
     def described(self) -> list[tuple[str, str]]:
         """(method, template) of each route."""
-        return [(method, one.template) for routes in self._routes.values() for method, one in routes.items()]
+        return [(method, route.template) for routes in self._routes.values() for method, route in routes.items()]
 
     def find(self, method: str, path: str) -> Found | None:
         """What answers a request; None where it is none of the gateway's."""
@@ -120,13 +120,13 @@ class Serving:
         try:
             await found.route.handler(found.route.endpoint, exchange)
         except Exception as error:  # noqa: BLE001 - the agent gets an answer whatever happens
-            told = as_backend_error(error)
+            failure = as_backend_error(error)
             try:
                 if not exchange.in_call and exchange.method == "POST":
                     path = "/" + exchange.path.split("/", 5)[5] if exchange.ids else exchange.path
-                    await self._calls.note_refusal(path, exchange.headers, exchange.ids, told)
+                    await self._calls.note_refusal(path, exchange.headers, exchange.ids, failure)
             finally:
-                exchange.fail(told, found.route.endpoint.error)
+                exchange.fail(failure, found.route.endpoint.error)
 
     async def _answer(self, endpoint: Endpoint, exchange: Exchange) -> None:
         """`POST` to an endpoint, streamed or whole: the end is sent when the call is committed."""
@@ -200,7 +200,7 @@ class Serving:
             return
         names = [entry.name for entry in models]
         if name is None:
-            shown = {"object": "list", "data": [_card(one) for one in names], "has_more": False}
+            shown = {"object": "list", "data": [_card(entry_name) for entry_name in names], "has_more": False}
         elif name in names:
             shown = _card(name)
         else:

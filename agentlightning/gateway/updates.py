@@ -87,8 +87,8 @@ async def load_weights(name: str, servers: Sequence[RemoteBackend], update: Weig
 
 async def load_adapter(connection: Connection, name: str, path: str) -> None:
     """Let a vLLM server serve the adapter at `path` as the model `name`. BackendError if it cannot."""
-    asked = connection.url("load_lora_adapter"), {"lora_name": name, "lora_path": path}
-    await _post(connection, asked, _ADAPTERS_NEED)
+    request = connection.url("load_lora_adapter"), {"lora_name": name, "lora_path": path}
+    await _post(connection, request, _ADAPTERS_NEED)
 
 
 async def unload_adapter(connection: Connection, name: str) -> None:
@@ -224,8 +224,8 @@ async def _update(connection: Connection, script: _Script, update: WeightUpdate)
 async def _post(connection: Connection, request: _Request, needs: str) -> None:
     url, body = request
     async with connection.posted(url, msgspec.json.encode(body), control=True) as response:
-        said = (await response.read())[:500].decode(errors="replace")
+        text = (await response.read())[:500].decode(errors="replace")
         if response.status in (401, 403, 404, 405):
-            raise BackendError(f"{url} answers {response.status}: {said}; needed is {needs}", code=_NOT_THERE)
-        if response.status != 200 or _FAILED.search(said):
-            raise BackendError(f"{url} answered {response.status}: {said}")
+            raise BackendError(f"{url} answers {response.status}: {text}; needed is {needs}", code=_NOT_THERE)
+        if response.status != 200 or _FAILED.search(text):
+            raise BackendError(f"{url} answered {response.status}: {text}")

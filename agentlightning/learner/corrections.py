@@ -141,13 +141,13 @@ class Corrections:
         if given is None:
             given = "truncate" if old == "proximal" else []
         several = cast("list[Any]", list(given) if isinstance(given, list | tuple) else [given])
-        functions = [read_function("correction", one, CORRECTIONS) for one in several]
+        functions = [read_function("correction", item, CORRECTIONS) for item in several]
         found = [(function_name(one, CORRECTIONS), one) for one in functions]
         for name, function in found:
             if mark_of(function, "weighs", True) and old == "behaviour":
                 raise ConfigError(
-                    f"correction {name!r} weighs tokens, and with old='behaviour' the importance ratio corrects for "
-                    "what sampled already: give old='proximal', or a correction that only leaves tokens out, as bound"
+                    f"correction {name!r} weighs tokens, but with old='behaviour' the importance ratio corrects "
+                    "for older weights already: give old='proximal', or one that only drops tokens, such as bound"
                 )
             if given != "truncate":  # the default is known to be right, and trying it imports torch
                 _try(name, function)
@@ -186,13 +186,13 @@ def _try(name: str, function: CorrectionFunction) -> None:
         raise
     except Exception as error:
         raise ConfigError(
-            f"correction {name} fails on five tokens: {type(error).__name__}: {error}. It is given behaviour, proximal "
-            "and present log-probabilities and transitions, and gives the weight of each token and whether it is kept"
+            f"correction {name} fails on five tokens: {type(error).__name__}: {error}. It gets behaviour, proximal "
+            "and present log-probabilities and transitions, and must return each token's weight and whether to keep it"
         ) from error
     if not fits:
         raise ConfigError(
-            f"correction {name} must give, for five tokens, a finite weight of each that is not negative, and a bool "
-            f"that says whether it is kept; it gave {weights!r:.100}, {kept!r:.100}"
+            f"correction {name} must return, for five tokens, a finite weight of each that is not negative, and a bool "
+            f"that says whether it is kept; it returned {weights!r:.100}, {kept!r:.100}"
         )
 
 
@@ -231,11 +231,11 @@ def corrected(
     A weight can be a factor of the advantage because every loss allowed with `Old` proximal is proportional to it."""
     from torch import from_numpy
 
-    sequences = [one.sequence for one in part]
+    sequences = [item.sequence for item in part]
     transitions = Tokens(sequences).calls
-    proximal = [one.proximal for one in part]
+    proximal = [item.proximal for item in part]
     logprobs = ([one.logprobs for one in sequences], proximal, present or proximal)
-    behaviour_to_present = (from_numpy(np.concatenate(one)) for one in logprobs)
+    behaviour_to_present = (from_numpy(np.concatenate(logprob)) for logprob in logprobs)
     weights, kept, masked = corrections.of(*behaviour_to_present, transitions=from_numpy(transitions))
     calls, left = len(np.unique(transitions)), len(np.unique(transitions[kept.numpy()]))
     metrics: dict[str, float] = {}

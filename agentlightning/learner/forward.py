@@ -104,7 +104,7 @@ class ValueModel(torch.nn.Module):
         """Load what `save` wrote. OSError or SafetensorError if it cannot be read, ValueError if it does not fit."""
         own, saved = self._trained(), load_file(directory / CRITIC_FILE)
         if {name: one.shape for name, one in own.items()} != {name: one.shape for name, one in saved.items()}:
-            raise ValueError(f"{CRITIC_FILE} is of another critic")
+            raise ValueError(f"{CRITIC_FILE} belongs to another critic")
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(saved[name])
@@ -243,7 +243,7 @@ class _Gathered:
         self.sizes = [branch.stop - branch.start for branch in forest.branches]
         self.reaches = [len(branch.before) + size for branch, size in zip(forest.branches, self.sizes, strict=True)]
         parts = [(branch.before, np.arange(branch.start, branch.stop)) for branch in forest.branches]
-        self.slots = torch.from_numpy(np.concatenate([one for pair in parts for one in pair])).to(device)
+        self.slots = torch.from_numpy(np.concatenate([slots for pair in parts for slots in pair])).to(device)
 
 
 @contextmanager
@@ -271,7 +271,7 @@ def _forest_attention(
     D] → float[1, L, H, D]."""
     queries = query[0].unflatten(0, (key.shape[1], -1)).split(forest.sizes, 2)  # [K, H / K, n, D]: no key is repeated
     keys, values = (side[0].index_select(1, forest.slots).split(forest.reaches, 1) for side in (key, value))
-    out = [_branch_attention(*one, scaling) for one in zip(queries, keys, values, strict=True)]
+    out = [_branch_attention(*branch, scaling) for branch in zip(queries, keys, values, strict=True)]
     return torch.cat(out, 2).flatten(0, 1)[None].transpose(1, 2), None
 
 

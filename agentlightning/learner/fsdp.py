@@ -89,8 +89,8 @@ class FsdpLearner:
 
     def close(self) -> None:
         """End the processes."""
-        for one in self._ranks:
-            one.close()  # they end when it closes
+        for rank in self._ranks:
+            rank.close()  # they end when it closes
         give_up = time.monotonic() + _END_SECONDS
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -126,17 +126,17 @@ class FsdpLearner:
     def _send(self, message: Any) -> None:
         packed = pickle.dumps(message)
         with self._explained():
-            for one in self._ranks:
-                one.send_bytes(packed)
+            for rank in self._ranks:
+                rank.send_bytes(packed)
 
     def _answer(self) -> Any:
         """The first process's answer, once all have answered. An error of any process is raised."""
         answers: dict[Connection, tuple[Any, Exception | None]] = {}
         with self._explained():
             while len(answers) < len(self._ranks):
-                for one in wait([rank for rank in self._ranks if rank not in answers]):
-                    assert isinstance(one, Connection)
-                    answers[one] = pickle.loads(one.recv_bytes())
+                for rank in wait([rank for rank in self._ranks if rank not in answers]):
+                    assert isinstance(rank, Connection)
+                    answers[rank] = pickle.loads(rank.recv_bytes())
         for _, error in answers.values():
             if error is not None:
                 raise error
@@ -162,7 +162,7 @@ class FsdpLearner:
 
 def _without_origins(batch: Sequence[TrainingSequence]) -> list[TrainingSequence]:
     """The batch without tasks, which may be large: each process would read them."""
-    return [replace(one, origin=None) for one in batch]
+    return [replace(sequence, origin=None) for sequence in batch]
 
 
 def check_devices(device: str, processes: int) -> None:

@@ -147,13 +147,13 @@ class Loss:
         find_function("loss", self.kind, LOSSES)
         if self.clip_range is None and (self.clip_low, self.clip_high) != (None, None):
             raise ConfigError(
-                f"clip_low and clip_high are set, but {self.name} clips no ratio by them; ppo_clip, gspo, cispo do"
+                f"clip_low and clip_high are set, but {self.name} does not use them; ppo_clip, gspo, cispo do"
             )
         low, high = self.clip_range or (1.0, math.inf)
         if not 0 < low <= 1 or not high > 0:
             raise ConfigError(f"clip range ({low}, {high}): low must lie in (0, 1], high above 0")
         if self.dual_clip is not None and not mark_of(self.function, "dual"):
-            raise ConfigError(f"dual_clip is set, but the loss is {self.name}: it bounds ppo_clip alone")
+            raise ConfigError(f"dual_clip is set, but the loss is {self.name}: only ppo_clip uses it")
         check_settings(
             self,
             least={"kl_coefficient": 0},
@@ -226,8 +226,8 @@ def _with_metrics(loss: Loss, answer: Any) -> tuple[Tensor, Mapping[str, Tensor]
     for name, one in metrics.items():
         if getattr(one, "shape", None) != values.shape:
             raise ConfigError(
-                f"loss {loss.name} must give a number for each of {len(values)} tokens as its metric {name!r}, whose "
-                f"mean is shown; it gave {one!r:.200}"
+                f"loss {loss.name} must return a number for each of {len(values)} tokens as its metric {name!r}, whose "
+                f"mean is shown; it returned {one!r:.200}"
             )
     return values, metrics
 
@@ -251,17 +251,17 @@ def _try(loss: Loss) -> None:
         if mark_of(loss.function, "tokens") and isinstance(error, LookupError | AttributeError):
             return  # a user's function may need fields that these tasks lack
         raise ConfigError(
-            f"loss {loss.name} fails on five tokens: {type(error).__name__}: {error}. It is given logprobs, "
-            "old_logprobs, advantages and transitions, and gives the loss of each token"
+            f"loss {loss.name} fails on five tokens: {type(error).__name__}: {error}. It gets logprobs, "
+            "old_logprobs, advantages and transitions, and must return the loss of each token"
         ) from error
     if given != ((5,), True, True):
         raise ConfigError(
-            f"loss {loss.name} must give, for five tokens, a finite loss of each with a gradient through logprobs; it "
-            f"gave {value!r:.200}"
+            f"loss {loss.name} must return, for five tokens, a finite loss of each with a gradient through logprobs, "
+            f"but returned {value!r:.200}"
         )
     if loss.old == "proximal" and not allclose(twice, 2 * value):
         raise ConfigError(
-            f"old='proximal' corrects for what sampled by scaling the advantages, and loss {loss.name} is not "
+            f"old='proximal' scales the advantages, and loss {loss.name} is not "
             "proportional to them; give old='behaviour'"
         )
 

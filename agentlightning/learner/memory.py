@@ -82,18 +82,18 @@ def estimate_memory(
     slots (0: none).
 
     Assumes a full micro-batch: `micro_batch_tokens`, or one sequence of the maximum length."""
-    parameters = sum(one.numel() for one in model.parameters())
-    weights = sum(one.numel() * one.itemsize for one in model.parameters())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    weights = sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
     embedding: Any = model.get_input_embeddings()
     # At most the joined projections of a small model.
     engine = weights - embedding.weight.numel() * embedding.weight.itemsize if parameters <= LARGEST_JOINED else 0
     if lora is not None:
         targets = _targets(model, lora)
-        trained, moments = sum(lora.rank * (one.in_features + one.out_features) for one in targets), 2
-        engine += sum(one.weight.numel() * one.weight.itemsize for one in targets)
+        trained, moments = sum(lora.rank * (target.in_features + target.out_features) for target in targets), 2
+        engine += sum(target.weight.numel() * target.weight.itemsize for target in targets)
         weights += trained * FLOAT32
     else:
-        rounded = any(one.dtype != torch.float32 for one in model.parameters())
+        rounded = any(parameter.dtype != torch.float32 for parameter in model.parameters())
         trained, moments = parameters, 3 if rounded else 2
         engine += weights if own_weights else 0
     tokens = max(config.micro_batch_tokens, max_sequence_length)

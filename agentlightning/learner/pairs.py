@@ -194,7 +194,7 @@ class PairSettings:
             return RemoteSampler(self.sampling, policy, max_sequence_length=self.max_sequence_length)
         share = self._other_gpus()
         if share is None:
-            weights = sum(one.numel() * one.itemsize for one in policy.model.parameters())
+            weights = sum(parameter.numel() * parameter.itemsize for parameter in policy.model.parameters())
             free, total = torch.cuda.mem_get_info(choose_device(self.device))
             share = part_of_gpu(estimate, self.overlaps, weights=weights, free=free, total=total)
         started = self._start(policy, place, self.sampling, share)

@@ -109,9 +109,9 @@ def read_learner(given: str | Mapping[str, Any] | None) -> LearnerPlace:
     if place.fsdp is not None and place.fsdp < 1:
         raise ConfigError(f"learner: fsdp is {place.fsdp}; {_LEARNERS}")
     if place.remote and place.url != HOSTED and not _is_url(place.url):
-        raise ConfigError(f"learner: {place.url!r} is no address of a Tinker server: write http://host:port, or hosted")
+        raise ConfigError(f"learner: {place.url!r} is not a Tinker server's URL: write http://host:port, or hosted")
     if place.reduction and place.tinker is None:
-        raise ConfigError("learner: reduction is of a Tinker server; verl's sums its losses")
+        raise ConfigError("learner: reduction is for other Tinker servers; verl's sums its losses")
     return place
 
 
@@ -123,9 +123,9 @@ def read_sampler(given: str | Mapping[str, Any] | None) -> SamplerPlace | None:
     if len([kind for kind in (place.vllm, place.sglang) if kind]) != 1:
         raise ConfigError(f"sampler names both or neither of vllm and sglang; {_SAMPLERS}")
     if not place.starts and not all(map(_is_url, place.urls)):
-        raise ConfigError(f"sampler: {', '.join(place.urls)} is no address of a server; {_SAMPLERS}")
+        raise ConfigError(f"sampler: {', '.join(place.urls)} is not a server's URL; {_SAMPLERS}")
     if not place.starts and (place.flags or place.environment or place.program):
-        raise ConfigError("sampler: program, flags and environment are of a server that is started: {vllm: start, …}")
+        raise ConfigError("sampler: program, flags and environment are for a started server: {vllm: start, …}")
     if place.starts and place.api_key:
         raise ConfigError("sampler: api_key belongs to a server given by URL; a started server needs none")
     if (place.starts or place.sglang) and place.model:

@@ -199,7 +199,7 @@ def _found(source: str | Path) -> Generator[str | Path]:
     """The directory or hub id for transformers to load; its errors become ConfigErrors."""
     path = Path(source)
     if "://" in str(source):
-        raise ConfigError(f"{source} is the address of an endpoint, which gives no weights; give a path or a hub id")
+        raise ConfigError(f"{source} is the URL of an endpoint, which has no weights; give a path or a hub id")
     if path.exists() and not any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         raise ConfigError(
             f"{path} holds no model: config.json is missing. Give a directory written by save_pretrained, such as a "

@@ -129,11 +129,11 @@ class RemoteSampler:
             of_ids: Any = server
             if isinstance(server, VllmBackend):
                 if server.model is None and len(served) != 1:
-                    names = ", ".join(one.id for one in served) or "nothing"
+                    names = ", ".join(model.id for model in served) or "nothing"
                     raise ConfigError(f"the sampler at {server.name} serves {names}: choose one as `model`")
                 server.model, of_ids = server.model or served[0].id, server.of_ids
-            lengths = {one.max_model_len for one in served if one.max_model_len} | {self._max_sequence_length}
-            of_ids.max_sequence_length = min((one for one in lengths if one is not None), default=None)
+            lengths = {model.max_model_len for model in served if model.max_model_len} | {self._max_sequence_length}
+            of_ids.max_sequence_length = min((length for length in lengths if length is not None), default=None)
             await probe(server, "policy", train)
 
     def exclusive(self) -> AbstractAsyncContextManager[Any]:
@@ -282,20 +282,20 @@ class RemoteSampler:
                 yield event
 
     async def _answered(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
-        begun, repeated = False, False
+        started, repeated = False, False
         while True:
             await self._usable.wait()
             try:
                 with self._activity:
                     async with aclosing(self._replicas.answer(call)) as events:
                         async for event in events:
-                            begun = True
+                            started = True
                             if isinstance(event, Delta):
                                 self.generated_tokens += len(event.token_ids)
                             yield event
                 return
             except BackendError:
-                if begun or repeated or self._usable.is_set():  # this call may be what crashes its servers
+                if started or repeated or self._usable.is_set():  # this call may be what crashes its servers
                     raise
                 repeated = True
 
@@ -355,7 +355,7 @@ async def _served(server: RemoteBackend) -> list[_Served]:
             served = msgspec.json.decode(await response.read(), type=_ServedModels)
     except (BackendError, msgspec.DecodeError) as error:
         raise ConfigError(f"the sampler at {server.name} does not list its models: {error}") from None
-    return [one for one in served.data if one.parent is None]
+    return [model for model in served.data if model.parent is None]
 
 
 async def short_answer(backend: Backend) -> TrainingSequence:

@@ -84,7 +84,7 @@ def find_program(program: str | None) -> str:
     found = shutil.which(os.path.expanduser(program or "vllm"))
     if found is None:
         raise ConfigError(
-            f"there is no program {program or 'vllm'!r} to start: install vLLM in an environment of its own and name "
+            f"there is no program {program or 'vllm'!r} to start: install vLLM in its own environment and name "
             "it, as in {vllm: start, program: /path/to/bin/vllm}, or give the URL of a server"
         )
     return found
@@ -135,8 +135,8 @@ class StartedServer:
                         raise ConfigError(ended)
                     await asyncio.sleep(0.5)
         except TimeoutError:
-            said = end_of(self._log, self._log_begin)
-            raise ConfigError(f"vLLM does not answer after {_READY_SECONDS:g} seconds{said}") from None
+            log_end = end_of(self._log, self._log_begin)
+            raise ConfigError(f"vLLM does not answer after {_READY_SECONDS:g} seconds{log_end}") from None
 
     def ended(self) -> str | None:
         """How its program ended, and the end of its log; None while it runs."""
@@ -159,5 +159,5 @@ class StartedServer:
 def end_of(log: Path, begin: int) -> str:
     """The end of a message about a process: the last lines of its log, in which earlier processes wrote the first
     `begin` bytes."""
-    said = log.read_bytes()[begin:].decode(errors="replace")[-_SHOWN:]
-    return f". The end of {log}:\n{said}" if said.strip() else f", and nothing in {log}"
+    output = log.read_bytes()[begin:].decode(errors="replace")[-_SHOWN:]
+    return f". The end of {log}:\n{output}" if output.strip() else f", and nothing in {log}"

@@ -97,7 +97,7 @@ class ShardedLearner(TorchLearner):
 
     def logprobs_as_arrays(self, batch: Sequence[TrainingSequence], temperature: float) -> list[FloatArray]:
         """The log-probabilities as arrays: pickled tensors would include the whole storage that they are views of."""
-        return [one.numpy() for one in self.logprobs(batch, temperature)]
+        return [logprob.numpy() for logprob in self.logprobs(batch, temperature)]
 
     def export(self, directory: Path, form: WeightsForm) -> None:
         self._write(directory, self._gathered(self.model.state_dict(keep_vars=True)))
@@ -113,7 +113,7 @@ class ShardedLearner(TorchLearner):
 
     def _write(self, directory: Path, weights: dict[str, Tensor]) -> None:
         if dist.get_rank() == 0:
-            kinds = {id(one): one.to(self._dtype) for one in weights.values()}  # tied weights stay tied
+            kinds = {id(weight): weight.to(self._dtype) for weight in weights.values()}  # tied weights stay tied
             self.policy.save(directory, {name: kinds[id(one)] for name, one in weights.items()})
 
     def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:

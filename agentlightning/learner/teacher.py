@@ -86,7 +86,7 @@ def _local_teacher(source: Any, student: TokenBytes | None) -> Teacher:
                 "a teacher reads the student's own token ids, so take one of the same family"
             )
     learner = TorchLearner(policy)
-    return lambda sequences: [one.numpy() for one in learner.logprobs(sequences)]
+    return lambda sequences: [logprob.numpy() for logprob in learner.logprobs(sequences)]
 
 
 def _connected(server: TeacherServer) -> Connection:
@@ -119,7 +119,7 @@ async def _probed(server: TeacherServer, student: TokenBytes | None) -> TeacherS
                     "teacher of the same family"
                 )
         if not np.isfinite((await _score(server, connection, ids))[1:]).all():
-            raise ValueError("it gives log-probabilities that are no numbers")
+            raise ValueError("it gives log-probabilities that are not numbers")
         return server
     finally:
         await connection.close()

@@ -143,12 +143,12 @@ class TinkerLearner:
         check_loss(loss)
         rows = self._rows(batch)
         slopes, totals = gradient(batch, rows, loss, version)
-        if not np.isfinite([totals.sums["loss"], *(float(np.abs(one).sum()) for one in slopes)]).all():
+        if not np.isfinite([totals.sums["loss"], *(float(np.abs(slope).sum()) for slope in slopes)]).all():
             raise not_finite(totals.sums["loss"])
         rate = self.config.rate(self.steps + 1)
         settings = {"learning_rate": rate, "beta1": self.config.betas[0], "beta2": self.config.betas[1], "eps": 1e-8}
         settings |= {"weight_decay": self.config.weight_decay, "grad_clip_norm": self.config.max_grad_norm}
-        data, adam = self._data(batch, rows, [-one for one in slopes]), self._sdk.types.AdamParams(**settings)
+        data, adam = self._data(batch, rows, [-slope for slope in slopes]), self._sdk.types.AdamParams(**settings)
         self._ask("forward_backward", data, "importance_sampling")
         answer: dict[str, float] = self._ask("optim_step", adam).metrics or {}
         self.steps += 1
@@ -209,8 +209,8 @@ class TinkerLearner:
         nothing = self._datum(np.zeros(2, np.int64), *np.zeros((3, 1), np.float32))
         if not any("loss" in name for name in self._ask("forward_backward", [nothing], "importance_sampling").metrics):
             raise ConfigError(
-                "learner: this server does not tell the sum of its losses: it may average them, as SkyRL's JAX backend "
-                "does. Say which: reduction: mean, or reduction: sum"
+                "learner: this server does not report the sum of its losses: it may average them, like SkyRL's JAX "
+                "backend. Say which: reduction: mean, or reduction: sum"
             )
         self._sums = True
 
@@ -305,7 +305,7 @@ class TinkerSampler:
     async def sample(self) -> list[TrainingSequence]:
         prompt = self._chat.tokenizer.encode("Hi").ids
         tokens = await self.complete(GenerationRequest(prompt, max_tokens=PROBED_TOKENS, seed=0))
-        return [sampled_sequence(prompt, [one.token_id for one in tokens], [one.logprob for one in tokens])]
+        return [sampled_sequence(prompt, [token.token_id for token in tokens], [token.logprob for token in tokens])]
 
     # --- the generator ---
 

@@ -357,7 +357,7 @@ class TorchLearner:
             if not (directory / OPTIMIZER_FILE).is_file():
                 raise ValueError(f"it has no {OPTIMIZER_FILE}; its weights can be the model of a new run")
             if strangers := self._load_weights(directory):
-                raise ValueError(f"it is of another architecture: {strangers[:3]} …")
+                raise ValueError(f"it has another architecture: {strangers[:3]} …")
             if self.critic is not None:
                 self.critic.load(directory)
             copied = self.model.device.type != "cpu"  # to the weights' device, so that the file can be closed
@@ -395,15 +395,15 @@ class TorchLearner:
 
 def _sample_of_frozen(model: PreTrainedModel) -> Tensor:
     """A few values of each frozen tensor, to recognise other weights."""
-    frozen = [one.detach() for one in model.parameters() if not one.requires_grad]
-    whole: list[Tensor] = [getattr(one, "full_tensor", one.detach)() for one in frozen]
-    return torch.cat([torch.zeros(0), *(one.flatten()[:8].float().cpu() for one in whole)])
+    frozen = [parameter.detach() for parameter in model.parameters() if not parameter.requires_grad]
+    whole: list[Tensor] = [getattr(tensor, "full_tensor", tensor.detach)() for tensor in frozen]
+    return torch.cat([torch.zeros(0), *(tensor.flatten()[:8].float().cpu() for tensor in whole)])
 
 
 def _trained(model: PreTrainedModel, critic: ValueModel | None) -> tuple[MasterWeights, dict[str, list[Tensor]]]:
     """The tensors to optimise, by the metric name of their gradient norm."""
-    own = [one for one in model.parameters() if one.requires_grad]
-    of_critic = [] if critic is None else [one for one in critic.parameters() if one.requires_grad]
+    own = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    of_critic = [] if critic is None else [parameter for parameter in critic.parameters() if parameter.requires_grad]
     masters = MasterWeights([*own, *of_critic])
     parts = {"grad_norm": masters.trained[: len(own)], "critic_grad_norm": masters.trained[len(own) :]}
     return masters, {name: tensors for name, tensors in parts.items() if tensors}

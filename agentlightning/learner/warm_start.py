@@ -114,7 +114,7 @@ def warm_start(
         step += 1
         share = min(1.0, step / options.warm_up, (last_step - step + 1) / options.cool_down)
         learner.config = replace(config, learning_rate=options.learning_rate * share)
-        metrics = learner.step([one.sequence for one in next(batches)], Loss("policy_gradient"))
+        metrics = learner.step([example.sequence for example in next(batches)], Loss("policy_gradient"))
         if step % options.check_every == 0 and last_step == options.max_steps:
             copying = measure_copying(learner, checked)
             if step >= options.min_steps and min(copying.values(), default=1.0) >= options.copying:
@@ -127,7 +127,7 @@ def warm_start(
 def measure_copying(learner: TorchLearner, examples: Sequence[Example]) -> dict[str, float]:
     """Per kind, the mean probability of the copied tokens, each given all that precedes it."""
     probabilities: dict[str, list[float]] = defaultdict(list)
-    for one, logprobs in zip(examples, learner.logprobs([one.sequence for one in examples]), strict=True):
+    for one, logprobs in zip(examples, learner.logprobs([example.sequence for example in examples]), strict=True):
         probabilities[one.kind] += logprobs.exp().numpy()[one.copied].tolist()
     return {kind: sum(values) / len(values) for kind, values in sorted(probabilities.items()) if values}
 

@@ -50,7 +50,7 @@ def read_completion(answer: Any) -> Completion:
     try:
         text = str(answer["choices"][0]["message"]["content"] or "")
     except (LookupError, TypeError):
-        raise BackendError(f"the answer is no chat completion: {answer!s:.200}", status=422) from None
+        raise BackendError(f"the answer is not a chat completion: {answer!s:.200}", status=422) from None
     usage = answer.get("usage") or {}
     tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
     return Completion(text, str(answer.get("model")), str(answer.get("id")), *tokens)

@@ -83,15 +83,15 @@ class LLMJudge:
     def _account(self, answer: Completion, span: Operation) -> None:
         """Record the call. Tokens of a call that the gateway has recorded are in its span, and not counted twice."""
         binding = current_binding()
-        told: dict[str, Any] = {
+        attributes: dict[str, Any] = {
             semconv.GEN_AI_REQUEST_MODEL: self.llm.model,
             semconv.GEN_AI_RESPONSE_MODEL: answer.model,
         }
         if binding is None or f"-{binding.tracer.attempt_id}-" not in answer.call_id:
-            told |= {semconv.GEN_AI_INPUT_TOKENS: answer.read, semconv.GEN_AI_OUTPUT_TOKENS: answer.written}
+            attributes |= {semconv.GEN_AI_INPUT_TOKENS: answer.read, semconv.GEN_AI_OUTPUT_TOKENS: answer.written}
         elif answer.model != self.llm.model:
             raise ConfigError(
                 f"no model behind the gateway is called {self.llm.model!r}; {answer.model!r} answered in its place. "
                 "Register the judge there, or give LLMJudge the URL of another server"
             )
-        span.set_attributes(told)
+        span.set_attributes(attributes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import re
+import string
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias, cast, get_args
@@ -110,8 +111,6 @@ def _replaced(
     )
 
 
-# --- secrets -----------------------------------------------------------------------------------------------------
-#
 # Whoever has a key of an attempt chooses what is read here: everything takes linear time. Quantifiers are possessive
 # (`++`), so that nothing is read twice, and each pattern is tried only where one of its marks is in the text.
 
@@ -192,8 +191,6 @@ def settings_without_secrets(value: Any) -> Any:
     return {name: settings_without_secrets(one) for name, one in named.items() if not is_credential(name)}
 
 
-# --- what is named a credential within a text ---
-
 _LONGEST_NAME: Final = 120  # of what is looked at of a name, from its end
 _KEY_END: Final = re.compile(r"[\"'](?<=[\w\\][\"'])\s*+:\s*+(?P<list>\[\s*+)?+(?P<row>\\*+)(?P<quote>[\"'])")
 """The quote after a name, and what leads from there to its value."""
@@ -231,9 +228,6 @@ def _without_named(text: str) -> str:
             done = next_search = found.end()
         match = _KEY_END.search(text, next_search)
     return "".join((*pieces, text[done:]))
-
-
-# --- the rules ---
 
 
 def _basic(match: re.Match[str]) -> str:
@@ -301,13 +295,31 @@ _RULES: Final[Mapping[str, Sequence[Rule]]] = {
 _SIGNS: Final = [(re.compile(sign.encode()).search, rules) for sign, rules in _RULES.items()]
 
 
+_FILE: Final = b";base64,"
+_BASE64: Final = f"{string.ascii_letters}{string.digits}+/=".encode()
+_MARGIN: Final = 64  # characters of a file at each end that are searched: no sign is longer
+
+
+def _without_files(data: bytes) -> bytes:
+    """A text without the middle of the base64 of images and other files. They are long, and no sign is in base64."""
+    pieces: list[bytes] = []
+    done, start = 0, data.find(_FILE)
+    while start >= 0:
+        end = data.find(b'"', start)
+        end = len(data) if end < 0 else end
+        first, last = start + len(_FILE) + _MARGIN, end - _MARGIN
+        if last - first > _MARGIN and not data[first:last].translate(None, _BASE64):
+            pieces.append(data[done:first])
+            done = last
+        start = data.find(_FILE, end)
+    return b"".join((*pieces, data[done:]))
+
+
 def _rules_for(data: bytes) -> Collection[Rule]:
     """The rules whose signs are in a text, each once."""
-    small = data.lower()
+    small = _without_files(data).lower()
     return dict.fromkeys(rule for search, rules in _SIGNS if search(small) for rule in rules)
 
-
-# --- content -----------------------------------------------------------------------------------------------------
 
 _HARMLESS: Final = frozenset(
     (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, cast
 
 import msgspec
@@ -12,20 +12,52 @@ from agentlightning.errors import InvalidError
 from agentlightning.types import Attributes, AttributeValue
 
 MAX_DEPTH: Final = 16  # groups within groups
+_LEVELS: Final = 100  # of values that are flattened; more are taken for a circle
 
 
 def flatten(values: Mapping[str, Any]) -> Attributes:
-    """Nested mappings become dotted names; lists of one scalar type stay, other lists are numbered; None is omitted.
+    """Nested mappings become dotted names; lists of one scalar type stay, other lists are numbered; None and what is
+    empty are omitted.
 
     `{"a": {"b": 1}, "c": ["x", 2]}` → `{"a.b": 1, "c.0": "x", "c.1": 2}`. InvalidError for other objects and numbers
     that are not finite."""
-    flat: Attributes = {}
-    try:
-        for name, value in values.items():
-            _put(flat, checked_text("the name of an attribute", str(name)), value)
-    except RecursionError:
-        raise InvalidError("the attributes hold themselves, or are nested too deeply; pass plain values") from None
+    flat = laid_out("", values, _scalar, _word, (Mapping, Sequence), levels=_LEVELS)
+    if flat is None:
+        raise InvalidError("the attributes hold themselves, or are nested too deeply; pass plain values")
     return flat
+
+
+def laid_out(
+    name: str,
+    value: Any,
+    scalar: Callable[[str, Any], str | bool | int | float | None],
+    word: Callable[[Any], str],
+    groups: tuple[type, ...],
+    *,
+    levels: int,
+    most: float = math.inf,
+) -> Attributes | None:
+    """A value as attributes below `name`, its items by what `word` makes of their keys, its `scalar`s by path and
+    value. None if it has more than `most` items in all or so many `levels` of `groups`."""
+    attributes: Attributes = {}
+    waiting: list[tuple[str, Any, int]] = [(name, value, 0)]
+    held = 0
+    while waiting:
+        path, part, level = waiting.pop()
+        if not isinstance(part, groups) or isinstance(part, (str, bytes, bytearray)):
+            found = scalar(path, part)
+        else:
+            held += len(part)
+            if held > most or level >= levels:
+                return None
+            found = None if isinstance(part, Mapping) else _of_one_type(path, part, scalar)
+            if found is None:
+                below = part.items() if isinstance(part, Mapping) else enumerate(part)
+                prefix = f"{path}." if path else ""
+                waiting += reversed([(f"{prefix}{word(key)}", item, level + 1) for key, item in below])
+        if found is not None:
+            attributes[path] = found
+    return attributes
 
 
 def nested(attributes: Attributes, name: str) -> dict[str, Any]:
@@ -78,32 +110,26 @@ def to_json(what: str, value: Any) -> str:
         raise InvalidError(f"{what} cannot be written as JSON: {error}. Pass plain dicts, lists and scalars") from None
 
 
-def _put(flat: Attributes, name: str, value: Any) -> None:
-    if isinstance(value, str | bool | int | float):
-        flat[name] = _scalar(name, value)
-    elif isinstance(value, Mapping):
-        for key, item in cast(Mapping[Any, Any], value).items():
-            _put(flat, checked_text("the name of an attribute", f"{name}.{key}"), item)
-    elif isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
-        values = cast(Sequence[Any], value)
-        kinds = {type(item) for item in values}
-        if len(kinds) <= 1 and kinds <= {str, bool, int, float}:
-            flat[name] = cast(AttributeValue, [_scalar(name, item) for item in values])
-        else:
-            for index, item in enumerate(values):
-                _put(flat, f"{name}.{index}", item)
-    elif value is not None:
-        flat[name] = _scalar(name, value)
+def _of_one_type(path: str, values: Sequence[Any], scalar: Callable[[str, Any], Any]) -> AttributeValue | None:
+    """The values, if an attribute can hold them as one list."""
+    if not all(isinstance(value, str | int | float) for value in values):
+        return None
+    scalars = [scalar(path, value) for value in values]
+    return cast(AttributeValue, scalars) if len({type(item) for item in scalars}) == 1 else None
 
 
-def _scalar(name: str, value: Any) -> str | bool | int | float:
+def _word(key: Any) -> str:
+    return checked_text("the name of an attribute", str(key))
+
+
+def _scalar(path: str, value: Any) -> str | bool | int | float | None:
     if isinstance(value, str):
-        return checked_text(f"attribute {name!r}", value)
-    if isinstance(value, (bool, int)):
+        return checked_text(f"attribute {path!r}", value)
+    if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, float):
-        return finite(f"attribute {name!r}", value)
+        return finite(f"attribute {path!r}", value)
     raise InvalidError(
-        f"attribute {name!r} is a {type(value).__name__}; attributes are str, bool, int, float, and lists or "
+        f"attribute {path!r} is a {type(value).__name__}; attributes are str, bool, int, float, and lists or "
         "mappings of these. Use emit_object for anything that has a JSON form"
     )

@@ -179,7 +179,6 @@ class Bound:
 
 
 def bind(tracer: AttemptTracer, parent_id: str | None = None) -> Bound:
-    """A `Bound`, for a `with` statement."""
     return Bound(tracer, parent_id)
 
 

@@ -65,7 +65,6 @@ _PREBUILT_NODES: Final = ("model", "agent", "tools")  # of every agent that Lang
 
 
 def is_gateway_call(span: Span) -> bool:
-    """Whether the gateway recorded it as a call."""
     return span.tokens is not None or semconv.CALL_ENDPOINT in span.attributes
 
 
@@ -77,8 +76,8 @@ def speaks_for_gateway(span: Span) -> bool:
 def kind_of(span: Span) -> Kind:
     if is_gateway_call(span):
         return "call"
-    told = (span.attributes.get(name) for name in _KIND_NAMES)
-    kinds: list[Kind] = [_KINDS[value] for value in told if isinstance(value, str) and value in _KINDS]
+    values = (span.attributes.get(name) for name in _KIND_NAMES)
+    kinds: list[Kind] = [_KINDS[value] for value in values if isinstance(value, str) and value in _KINDS]
     if scope_of(span) == _DSPY and span.name.endswith("forward"):
         return "other" if _DSPY_MODULES.match(span.name) else "agent"
     if kinds == ["call"] and _PRIVATE.search(span.name):
@@ -210,10 +209,17 @@ def items(value: object) -> list[Any]:
     return cast(list[Any], value) if isinstance(value, list) else []
 
 
+def texts(content: object, *, others: bool = False) -> list[str]:
+    """The texts in a message's content, which is one text or parts; with `others`, `[image_url]` and the like too."""
+    if isinstance(content, str):
+        return [content]
+    parts = [mapping(part) for part in items(content)]
+    found = [part.get("text") or (others and f"[{part.get('type', 'part')}]") for part in parts]
+    return [text for text in found if isinstance(text, str)]
+
+
 def joined(content: object) -> str:
-    """The text of a message's content: a text, or the texts of its parts."""
-    texts = [mapping(part).get("text") for part in items(content)]
-    return content if isinstance(content, str) else "".join(text for text in texts if isinstance(text, str))
+    return "".join(texts(content))
 
 
 def _plain_name(span: Span) -> str:

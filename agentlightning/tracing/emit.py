@@ -7,14 +7,9 @@ form.
 
 from __future__ import annotations
 
-import base64
-import functools
-import inspect
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
-
-import msgspec
+from typing import Any
 
 from agentlightning import semconv
 from agentlightning.errors import InvalidError
@@ -22,8 +17,6 @@ from agentlightning.tracing.attributes import checked_text, flatten, to_json
 from agentlightning.tracing.context import AttemptTracer, Binding, require_binding
 from agentlightning.tracing.rewards import reward_attributes
 from agentlightning.types import UNATTRIBUTED, Attributes, Span, SpanStatus
-
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 MAX_STACKTRACE = 16_000  # characters; the end of a longer one is kept, since that is where it failed
 MAX_SHOWN = 2 * MAX_STACKTRACE  # of any other text of a stranger's; of a longer one the beginning and the end are kept
@@ -76,38 +69,6 @@ def emit_exception(
     own = exception_attributes(exception)
     status = SpanStatus(status_code="ERROR", description=str(own[semconv.EXCEPTION_MESSAGE]))
     return _emit("emit_exception", semconv.EXCEPTION, own, attributes, propagate, status)
-
-
-def reward(function: FunctionT) -> FunctionT:
-    """Decorate a function, sync or async, so that the reward it returns is also emitted."""
-
-    def emitted(value: Any) -> Any:
-        emit_reward(value)
-        return value
-
-    async def emitting_async(*args: Any, **kwargs: Any) -> Any:
-        return emitted(await function(*args, **kwargs))
-
-    def emitting(*args: Any, **kwargs: Any) -> Any:
-        return emitted(function(*args, **kwargs))
-
-    wrapper = emitting_async if inspect.iscoroutinefunction(function) else emitting
-    return cast(FunctionT, functools.wraps(function)(wrapper))
-
-
-def get_message_value(span: Span) -> str | None:
-    """The text of a span of `emit_message`; None for any other span."""
-    body = span.attributes.get(semconv.MESSAGE_BODY)
-    return body if isinstance(body, str) else None
-
-
-def get_object_value(span: Span) -> Any:
-    """The value of a span of `emit_object`; None for any other span."""
-    body = span.attributes.get(semconv.OBJECT_JSON)
-    if not isinstance(body, str):
-        return None
-    value = msgspec.json.decode(body)
-    return base64.b64decode(value) if span.attributes.get(semconv.OBJECT_TYPE) == "bytes" else value
 
 
 def exception_attributes(exception: BaseException) -> Attributes:

@@ -31,7 +31,6 @@ class Excerpt:
 
     @property
     def left_out(self) -> int:
-        """How many bytes were dropped between the beginning and the end."""
         return self._written - len(self._head) - min(len(self._tail), self._half)
 
     def write(self, data: bytes) -> None:
@@ -62,8 +61,8 @@ def record_log(
     """Record what the attempt wrote to `stream` as one span from its first write to its last, unless it is empty. Half
     surrogates, which UTF-8 cannot encode, become `?`."""
     if text:
-        said = text.encode(errors="replace").decode()
-        tracer.record(LOG, {LOG_STREAM: stream, LOG_TEXT: said}, start_time=times[0], end_time=times[1])
+        clean = text.encode(errors="replace").decode()
+        tracer.record(LOG, {LOG_STREAM: stream, LOG_TEXT: clean}, start_time=times[0], end_time=times[1])
 
 
 class AttemptLogs(logging.Handler):

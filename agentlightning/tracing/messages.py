@@ -19,7 +19,7 @@ import msgspec
 
 from agentlightning import semconv
 from agentlightning.tracing.attributes import nested
-from agentlightning.tracing.dialects import MODEL_NAMES, items, json_of, mapping
+from agentlightning.tracing.dialects import MODEL_NAMES, items, json_of, mapping, texts
 from agentlightning.types import Attributes
 
 _INPUT_TOKENS: Final = (semconv.GEN_AI_INPUT_TOKENS, "gen_ai.usage.prompt_tokens", "llm.token_count.prompt")
@@ -48,7 +48,6 @@ def token_counts(attributes: Attributes) -> tuple[int, int] | None:
 
 
 def finish_reasons(attributes: Attributes) -> list[str]:
-    """Why each choice ended."""
     value = attributes.get(semconv.GEN_AI_FINISH_REASONS, ())
     if isinstance(value, str):  # some write the list as JSON
         return [str(reason) for reason in items(json_of(value))] or [value]
@@ -58,10 +57,7 @@ def finish_reasons(attributes: Attributes) -> list[str]:
 def text_of(message: dict[str, Any]) -> str:
     """The text of a message, with the type of each part that has none (images)."""
     content = message.get("content")
-    if isinstance(content, list):
-        parts = [part for part in content if isinstance(part, dict)]
-        return " ".join(str(part.get("text") or f"[{part.get('type', 'part')}]") for part in parts)
-    return content if isinstance(content, str) else "" if content is None else msgspec.json.encode(content).decode()
+    return " ".join(texts(content, others=True)) if isinstance(content, str | list) else _text(content)
 
 
 def _first_integer(attributes: Attributes, names: Sequence[str]) -> int | None:
@@ -69,9 +65,9 @@ def _first_integer(attributes: Attributes, names: Sequence[str]) -> int | None:
 
 
 def _messages(attributes: Attributes, as_json: str, openinference: str, traceloop: str) -> list[dict[str, Any]]:
-    said = attributes.get(as_json)
-    if isinstance(said, str):
-        value = json_of(said)
+    text = attributes.get(as_json)
+    if isinstance(text, str):
+        value = json_of(text)
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else items(value)
         return [chat for message in messages if isinstance(message, dict) for chat in _of_parts(message)]
     entries = [mapping(entry.get("message")) for entry in _entries(nested(attributes, openinference))]
@@ -112,7 +108,6 @@ def _of_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _of_entries(message: dict[str, Any]) -> dict[str, Any]:
-    """A message of OpenInference or Traceloop."""
     parts = [mapping(entry.get("message_content")) for entry in _entries(message.get("contents"))]
     texts = [str(part["text"]) for part in parts if "text" in part]
     chat: dict[str, Any] = {

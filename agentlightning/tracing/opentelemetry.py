@@ -59,11 +59,9 @@ class OpenTelemetryTracer(AttemptTracer):
         return f"{current:016x}" if current in self._open else parent_id
 
     def started(self, span: SdkSpan) -> None:
-        """A span of the SDK began in this attempt."""
         self._open[_id_of(span)] = span
 
     def ended(self, span: ReadableSpan) -> None:
-        """A span of the SDK ended in this attempt."""
         self._open.pop(_id_of(span), None)
         self._collect(span)
 

@@ -16,10 +16,10 @@ from typing import Any, Final, Self, TypeVar, cast, overload
 
 from agentlightning.errors import ConfigError
 from agentlightning.semconv import OPERATION, OPERATION_INPUT, OPERATION_NAME, OPERATION_OUTPUT
-from agentlightning.tracing.attributes import flatten
+from agentlightning.tracing.attributes import flatten, laid_out
 from agentlightning.tracing.context import Binding, Bound, bind, current_binding, new_span_id
 from agentlightning.tracing.emit import exception_attributes, shown
-from agentlightning.types import Attributes, AttributeValue, Span, SpanStatus
+from agentlightning.types import Attributes, Span, SpanStatus
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -159,9 +159,9 @@ def _arguments_of(function: Callable[..., Any]) -> Callable[[tuple[Any, ...], di
         signature = inspect.signature(function)
     except ValueError:  # some of Python's own have none
         return lambda args, kwargs: _numbered("args", args) | {"kwargs": kwargs}
-    parameters = signature.parameters.values()
-    defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
-    many = next((one.name for one in parameters if one.kind is one.VAR_POSITIONAL), "")
+    parameters = signature.parameters
+    defaults = {name: given.default for name, given in parameters.items() if given.default is not given.empty}
+    many = next((name for name, given in parameters.items() if given.kind is given.VAR_POSITIONAL), "")
 
     def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -179,43 +179,16 @@ def _numbered(name: str, values: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def spread(name: str, value: Any) -> Attributes:
-    """Any value as attributes, in the layout of Agent Lightning 0.3: `{"a": {"b": 1}, "c": ["x", 2], "d": [1, 2]}` →
-    `….a.b = 1`, `….c.0 = "x"`, `….c.1 = 2`, `….d = [1, 2]`.
+    """Any value as attributes, in the layout of Agent Lightning 0.3 (see `flatten`), None as `null`.
 
-    Empty dicts and lists are omitted. Other objects become JSON, or `str` where they have no JSON form. A value with
-    more than MAX_VALUES values or MAX_LEVELS levels is one JSON text; of a text longer than MAX_SHOWN, the beginning
-    and the end are kept. Nothing is raised: recording must not break a working tool."""
-    if not isinstance(value, (dict, list)):
-        return {name: _scalar(value)}
-    attributes: Attributes = {}
-    waiting: list[tuple[str, Any, int]] = [(name, value, 0)]
-    held = 0
-    while waiting:
-        path, part, level = waiting.pop()
-        if not isinstance(part, (dict, list)):
-            attributes[path] = _scalar(part)
-            continue
-        group = cast("dict[Any, Any] | list[Any]", part)
-        held += len(group)
-        if held > MAX_VALUES or level >= MAX_LEVELS:
-            return {name: _json(value)}
-        if isinstance(group, list) and (scalars := _of_one_type(group)):
-            attributes[path] = scalars
-        else:
-            below = group.items() if isinstance(group, dict) else enumerate(group)
-            waiting += reversed([(f"{path}.{shown(key)}", one, level + 1) for key, one in below])
-    return attributes
+    Other objects become JSON, or `str` where they have no JSON form. A value with more than MAX_VALUES values or
+    MAX_LEVELS levels is one JSON text; of a text longer than MAX_SHOWN, the beginning and the end are kept. Nothing is
+    raised: recording must not break a working tool."""
+    attributes = laid_out(name, value, _scalar, shown, (dict, list), levels=MAX_LEVELS, most=MAX_VALUES)
+    return {name: _json(value)} if attributes is None else attributes
 
 
-def _of_one_type(values: list[Any]) -> AttributeValue | None:
-    """The values, if an attribute can hold them as one list."""
-    if not all(isinstance(value, str | int | float) for value in values):
-        return None
-    scalars = [_scalar(value) for value in values]
-    return cast(AttributeValue, scalars) if len({type(scalar) for scalar in scalars}) == 1 else None
-
-
-def _scalar(value: Any) -> str | bool | int | float:
+def _scalar(path: str, value: Any) -> str | bool | int | float:
     if isinstance(value, str):
         return shown(value, str.__str__)
     if isinstance(value, bool):

@@ -126,7 +126,7 @@ def parse_request(body: bytes, content_type: str) -> ExportTraceServiceRequest:
 def _ids_to_base64(message: Any) -> Any:
     """OTLP writes ids in hex where protobuf's own JSON has base64."""
     if isinstance(message, list):
-        return [_ids_to_base64(one) for one in message]
+        return [_ids_to_base64(item) for item in message]
     if not isinstance(message, dict):
         return message
     read = {name: _ids_to_base64(value) for name, value in message.items()}

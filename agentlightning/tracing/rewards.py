@@ -25,15 +25,11 @@ FORMS = 'a number such as 0.7, {"reward": 0.7}, or {"correct": 1, "short": 0.2, 
 
 
 class Reward(NamedTuple):
-    """One dimension of a reward."""
-
     name: str
     value: float
 
 
 class GivenReward(NamedTuple):
-    """The arguments of `reward_attributes`."""
-
     reward: float | dict[str, float]
     primary_key: str | None = None
     final: bool = True

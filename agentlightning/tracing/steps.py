@@ -67,16 +67,14 @@ def read_steps(spans: Sequence[Span], failed_tool: str | None = None) -> list[St
 def tool_requests(call: Span) -> list[ToolRequest]:
     """The tool calls in the answer of a gateway's call, in order; of several choices, the first."""
     answer = _first_message(call, semconv.GEN_AI_OUTPUT_MESSAGES)
-    asked = [dialects.mapping(item) for item in dialects.items(answer.get("tool_calls"))]
+    calls = [dialects.mapping(item) for item in dialects.items(answer.get("tool_calls"))]
     return [
         ToolRequest(call, str(item.get("id") or ""), str(dialects.mapping(item.get("function")).get("name") or ""))
-        for item in asked
+        for item in calls
     ]
 
 
 class _Attempt:
-    """The spans of an attempt and their relations."""
-
     def __init__(self, spans: Sequence[Span]) -> None:
         self.spans = sorted(spans, key=lambda span: (span.start_time, span.sequence_id))
         self.by_id = {span.span_id: span for span in self.spans}
@@ -88,13 +86,11 @@ class _Attempt:
         self.requests = [request for call in self.calls for request in tool_requests(call)]
         times_asked = Counter(request.id for request in self.requests)
         # Some servers count the ids of tool calls from 0 in each answer: these tell nothing about the attempt.
-        self.reused = {told for told, times in times_asked.items() if times > 1 or not told}
-        self.told_ids = {
-            one.span_id: _tool_call_id(one, times_asked) for one in self.spans if self.kinds[one.span_id] == "tool"
-        }
-        self.first_told = {
-            told: span_id for span_id, told in reversed(self.told_ids.items()) if told and told not in self.reused
-        }
+        self.reused = {call_id for call_id, times in times_asked.items() if times > 1 or not call_id}
+        tools = [span for span in self.spans if self.kinds[span.span_id] == "tool"]
+        self.call_ids = {span.span_id: _tool_call_id(span, times_asked) for span in tools}
+        executed = [(call_id, span_id) for span_id, call_id in reversed(self.call_ids.items()) if call_id]
+        self.first_of_id = {call_id: span_id for call_id, span_id in executed if call_id not in self.reused}
         self.agents = [span for span in self.spans if self.kinds[span.span_id] == "agent" and self.named[span.span_id]]
         self.before_shorter = self._before_shorter()
         self.reports: dict[str, dict[str, Span]] = {call.span_id: {} for call in self.calls}
@@ -144,7 +140,7 @@ class _Attempt:
         """One execution, reported by `group`. `claimed` are the requests executed before."""
         name = self.names[span.span_id]
         around = self._agent_around(span)
-        tool_call_id = next((told for one in group if (told := self.told_ids[one.span_id])), None)
+        tool_call_id = next((call_id for report in group if (call_id := self.call_ids[report.span_id])), None)
         request = self._request(span, name, tool_call_id, around, claimed)
         return Step(
             span=span,
@@ -152,9 +148,9 @@ class _Attempt:
             name=name,
             agent=(self.agent_of_call[request.call.span_id] if request else None) or around,
             tool_call_id=tool_call_id or (request.id if request else None),
-            arguments=next((said for one in group if (said := dialects.arguments_of(one))), None),
-            result=dialects.content_of(next((said for one in group if (said := dialects.result_of(one))), None)),
-            failed=any(tool_failed(one, failed_tool) for one in group),
+            arguments=next((text for report in group if (text := dialects.arguments_of(report))), None),
+            result=dialects.content_of(next((text for report in group if (text := dialects.result_of(report))), None)),
+            failed=any(tool_failed(report, failed_tool) for report in group),
             duration=span.end_time - span.start_time,
             call=request.call if request else self._call_before(span, around),
         )
@@ -164,7 +160,7 @@ class _Attempt:
         kind = self.kinds[span.span_id]
         if dialects.is_gateway_call(span) or kind == "other":
             return span.span_id
-        head = self.by_id[self.first_told.get(self.told_ids.get(span.span_id) or "", span.span_id)]
+        head = self.by_id[self.first_of_id.get(self.call_ids.get(span.span_id) or "", span.span_id)]
         for outer in self._ancestors(head):
             if self.kinds[outer.span_id] != kind:
                 break
@@ -188,9 +184,9 @@ class _Attempt:
         for span in self.spans:
             if self.kinds[span.span_id] != "call" or span.span_id in self.reports:
                 continue
-            named = [by_response[told] for told in _response_ids(span) if told in by_response]
-            asked = [by_request[told] for told in _asked_ids(span) if told in by_request]
-            found = above.get(span.span_id) or named[:1] or asked[:1]
+            named = [by_response[name] for name in _response_ids(span) if name in by_response]
+            requesting = [by_request[name] for name in _asked_ids(span) if name in by_request]
+            found = above.get(span.span_id) or named[:1] or requesting[:1]
             for call in found:
                 self._report(call, span)
             if not found:
@@ -203,11 +199,11 @@ class _Attempt:
         starts, texts = [call.start_time for call in free], [_texts(call) for call in free]
         alike: dict[str, list[Span]] = {}
         for span in unsure:
-            told = "\0".join(map(str, span.attributes.values()))
+            written = "\0".join(map(str, span.attributes.values()))
             at = bisect_right(starts, span.start_time)
             near = range(max(0, at - _ALIKE), min(len(free), at + _ALIKE))
             possible = [index for index in near if _overlap(span, free[index]) >= 0 and _same_model(span, free[index])]
-            held = {index: sum(text in told for text in texts[index]) for index in possible}
+            held = {index: sum(text in written for text in texts[index]) for index in possible}
             alike[span.span_id] = [free[index] for index in possible if held[index] == max(held.values())]
         sure = True
         # The sure ones leave less to guess; the inner ones report what is around them too.
@@ -220,25 +216,25 @@ class _Attempt:
     def _report(self, call: Span, span: Span, sure: bool = True) -> None:
         """Record that `span`, and the reports around it, are about `call`."""
         reports = self.reports[call.span_id]
-        for one in chain((span,), self._ancestors(span)):
-            if self.kinds[one.span_id] != "call" or one.span_id in self.reports or one.span_id in reports:
+        for report in chain((span,), self._ancestors(span)):
+            if self.kinds[report.span_id] != "call" or report.span_id in self.reports or report.span_id in reports:
                 return
-            reports[one.span_id] = one
-            self.linked.add(one.span_id)
+            reports[report.span_id] = report
+            self.linked.add(report.span_id)
             if not sure:
-                self.guessed.add(one.span_id)
+                self.guessed.add(report.span_id)
 
     def _calls_within(self) -> dict[tuple[str | None, str], list[tuple[Span, int]]]:
         """The calls by the id of a span around them (None: any) and by what they asked for (`id:…`, `name:…`; all: no
         text), in the order they began, each with the index of that request."""
-        asked: dict[str, list[tuple[str, int]]] = {call.span_id: [("", -1)] for call in self.calls}
-        for index, one in enumerate(self.requests):
-            asked[one.call.span_id] += [(f"id:{one.id}", index), (f"name:{one.name}", index)]
+        wanted: dict[str, list[tuple[str, int]]] = {call.span_id: [("", -1)] for call in self.calls}
+        for index, request in enumerate(self.requests):
+            wanted[request.call.span_id] += [(f"id:{request.id}", index), (f"name:{request.name}", index)]
         within: dict[tuple[str | None, str], list[tuple[Span, int]]] = {}
         for call in sorted(self.calls, key=lambda call: self.began[call.span_id]):
             around = {outer.span_id for source in self._sources(call) for outer in self._ancestors(source)}
             for place in (None, *around):
-                for what, index in asked[call.span_id]:
+                for what, index in wanted[call.span_id]:
                     within.setdefault((place, what), []).append((call, index))
         return within
 
@@ -251,9 +247,9 @@ class _Attempt:
         found = self.within.get((None, what), []) if tool_call_id is not None else []
         if len(found) != 1:
             near = self._nearest(tool, agent, what if found else f"name:{name}")
-            free = [one for one in near if one[1] not in claimed] or near
-            ended = [one for one in free if self.ended[one[0].span_id] <= tool.start_time] or free
-            found = [max(ended, key=lambda one: self.began[one[0].span_id])] if ended else []
+            free = [pair for pair in near if pair[1] not in claimed] or near
+            ended = [pair for pair in free if self.ended[pair[0].span_id] <= tool.start_time] or free
+            found = [max(ended, key=lambda pair: self.began[pair[0].span_id])] if ended else []
         if not found:
             return None
         claimed.add(found[0][1])
@@ -271,11 +267,11 @@ class _Attempt:
         """Those of `within` that began before the tool and share the innermost span with it; if some are of its agent,
         only these."""
         for place in chain((outer.span_id for outer in self._ancestors(tool)), (None,)):
-            there = self.within.get((place, what), [])
-            before = bisect_right(there, tool.start_time, key=lambda one: self.began[one[0].span_id])
+            within = self.within.get((place, what), [])
+            before = bisect_right(within, tool.start_time, key=lambda pair: self.began[pair[0].span_id])
             if before:
-                near = there[max(0, before - NEAREST) : before]
-                return [one for one in near if agent and self.agent_of_call[one[0].span_id] == agent] or near
+                near = within[max(0, before - NEAREST) : before]
+                return [pair for pair in near if agent and self.agent_of_call[pair[0].span_id] == agent] or near
         return []
 
     def _agent_of_call(self, call: Span) -> str | None:
@@ -292,7 +288,7 @@ class _Attempt:
 
     def _sources(self, call: Span) -> list[Span]:
         reports = self.reports.get(call.span_id, {})
-        return [call, *(one for span_id, one in reports.items() if span_id not in self.guessed)]
+        return [call, *(report for span_id, report in reports.items() if span_id not in self.guessed)]
 
     def _before_shorter(self) -> list[int]:
         """For each agent, the index of the last one before it that ended later; −1 for none."""
@@ -316,10 +312,9 @@ class _Attempt:
         if not working:
             return None
         around = {working[0].span_id, *(outer.span_id for outer in self._ancestors(working[0]))}
-        return self.named[working[0].span_id] if all(one.span_id in around for one in working) else None
+        return self.named[working[0].span_id] if all(agent.span_id in around for agent in working) else None
 
     def _agent_around(self, span: Span) -> str | None:
-        """The nearest agent above this span."""
         own = self.named[span.span_id] if self.kinds[span.span_id] != "agent" else None
         return own or next((name for outer in self._ancestors(span) if (name := self.named[outer.span_id])), None)
 
@@ -340,17 +335,17 @@ def _start(span: Span) -> float:
     return span.start_time
 
 
-def _tool_call_id(span: Span, asked: Container[str]) -> str | None:
+def _tool_call_id(span: Span, requested: Container[str]) -> str | None:
     """The id in a span, or the one in its result that a model has `asked` with: tools have ids of their own."""
-    if told := dialects.text_of(span, *_CALL_ID_NAMES):
-        return told
-    found = {told for told in _TOOL_CALL_ID.findall(dialects.result_of(span) or "") if told in asked}
+    if call_id := dialects.text_of(span, *_CALL_ID_NAMES):
+        return call_id
+    found = {call_id for call_id in _TOOL_CALL_ID.findall(dialects.result_of(span) or "") if call_id in requested}
     return found.pop() if len(found) == 1 else None
 
 
 def _response_ids(span: Span) -> list[str]:
-    told = dialects.text_of(span, semconv.GEN_AI_RESPONSE_ID)
-    return [told] if told else _RESPONSE_ID.findall(dialects.result_of(span) or "")
+    response_id = dialects.text_of(span, semconv.GEN_AI_RESPONSE_ID)
+    return [response_id] if response_id else _RESPONSE_ID.findall(dialects.result_of(span) or "")
 
 
 def _asked_ids(span: Span) -> list[str]:
@@ -368,9 +363,9 @@ def _first_message(call: Span, name: str) -> dict[str, Any]:
 
 def _same_model(span: Span, call: Span) -> bool:
     models = {dialects.text_of(call, name) for name in (semconv.GEN_AI_REQUEST_MODEL, semconv.GEN_AI_RESPONSE_MODEL)}
-    asked = dialects.name_of(span, "call")
+    reported = dialects.name_of(span, "call")
     # LiteLLM's names begin with a provider's.
-    return asked == span.name or any(asked == model or asked.endswith(f"/{model}") for model in models)
+    return reported == span.name or any(reported == model or reported.endswith(f"/{model}") for model in models)
 
 
 def _overlap(span: Span, call: Span) -> float:

@@ -66,13 +66,13 @@ def _gaps(busy: Sequence[tuple[float, float]], start: float, end: float) -> Iter
 
 def _stood(attempt: Attempt, end: float, last: Step | None) -> str:
     """`timeout 30.0 s after its start, 18.6 s after its last recorded step: tool search`."""
-    said = f"{attempt.status} {end - attempt.start_time:.1f} s after its start"
+    text = f"{attempt.status} {end - attempt.start_time:.1f} s after its start"
     if attempt.end_time is None:
-        said = f"{attempt.status} for {end - attempt.start_time:.1f} s"
+        text = f"{attempt.status} for {end - attempt.start_time:.1f} s"
     if last is None:
-        return f"{said}; no step was recorded"
+        return f"{text}; no step was recorded"
     what = last.name if last.kind == "other" else f"{last.kind} {last.name}"
-    return f"{said}, {max(0.0, end - last.span.end_time):.1f} s after its last recorded step: {one_line(what)}"
+    return f"{text}, {max(0.0, end - last.span.end_time):.1f} s after its last recorded step: {one_line(what)}"
 
 
 def drawn(found: Timeline, steps: Sequence[Step]) -> Iterator[str]:

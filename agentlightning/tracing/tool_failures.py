@@ -49,12 +49,12 @@ def tool_failed(span: Span, pattern: str | None = None) -> bool:
 def says_failure(result: object, pattern: str | None = None) -> bool:
     """Whether what a tool answered is a failure: by the fields of a JSON object, or else by its first words; with a
     `pattern`, where that is found in it instead."""
-    said = (content_of(result) or "") if isinstance(result, str) else ""
-    if _reports_failure(unwrapped(result)) or (said != result and _reports_failure(unwrapped(said))):
+    text = (content_of(result) or "") if isinstance(result, str) else ""
+    if _reports_failure(unwrapped(result)) or (text != result and _reports_failure(unwrapped(text))):
         return True
     if pattern:
-        return bool(re.search(pattern, said[:_READ]))
-    return bool(_BEGINS_AS_A_FAILURE.match(said[:_READ])) or said.endswith(_ENDS_AS_A_FAILURE)
+        return bool(re.search(pattern, text[:_READ]))
+    return bool(_BEGINS_AS_A_FAILURE.match(text[:_READ])) or text.endswith(_ENDS_AS_A_FAILURE)
 
 
 def _reports_failure(body: dict[str, Any]) -> bool:
@@ -66,5 +66,5 @@ def _reports_failure(body: dict[str, Any]) -> bool:
         return True
     if any(type(body.get(name)) is bool for name in ("success", "ok")):
         return False in (body.get("success"), body.get("ok"))
-    told = [body.get(name) for name in ("error", "errors", "exception")]
-    return any(one is True or (isinstance(one, str | list | dict) and len(one) > 0) for one in told)
+    errors = [body.get(name) for name in ("error", "errors", "exception")]
+    return any(error is True or (isinstance(error, str | list | dict) and len(error) > 0) for error in errors)

@@ -41,7 +41,6 @@ class Totals:
 
 
 def totals(steps: Iterable[Step]) -> Totals:
-    """The calls and tokens of an attempt's steps."""
     counts = [token_counts(_reporting(step).attributes) or (0, 0) for step in steps if step.kind == "call"]
     return Totals(len(counts), sum(read for read, _ in counts), sum(written for _, written in counts))
 
@@ -74,9 +73,9 @@ def printable(text: str) -> str:
 
 def traceback_of(spans: Iterable[Span]) -> str | None:
     """The traceback of the last recorded exception, in a span or a span's event."""
-    recorded = [one for span in spans for one in (span.attributes, *(event.attributes for event in span.events))]
-    found = [str(one[semconv.EXCEPTION_STACKTRACE]) for one in recorded if semconv.EXCEPTION_STACKTRACE in one]
-    return found[-1] if found else None
+    places = (place.attributes for span in spans for place in (span, *span.events))
+    found = [text for attributes in places if (text := attributes.get(semconv.EXCEPTION_STACKTRACE)) is not None]
+    return str(found[-1]) if found else None
 
 
 def one_line(text: str, limit: int = _TEXT) -> str:
@@ -86,7 +85,6 @@ def one_line(text: str, limit: int = _TEXT) -> str:
 
 
 def _grow(tree: Tree, steps: Sequence[Step], spans: Sequence[Span], limit: int) -> None:
-    """Add each step to the branch of its parent."""
     shown = arranged(steps, spans)
     branches: list[Tree] = []
     for step, place in shown[:limit]:
@@ -157,8 +155,8 @@ def _line(step: Step) -> Text:
         line = Text.assemble(("reward ", "dim"), (named, "yellow"))
         return line if is_final_reward(span) else line.append("  intermediate", "dim")
     if span.name == semconv.EXCEPTION:
-        kind, said = (span.attributes.get(key, "") for key in (semconv.EXCEPTION_TYPE, semconv.EXCEPTION_MESSAGE))
-        return Text(f"! {str(kind).rpartition('.')[2]}: {one_line(str(said))}", "red")
+        kind, message = (span.attributes.get(key, "") for key in (semconv.EXCEPTION_TYPE, semconv.EXCEPTION_MESSAGE))
+        return Text(f"! {str(kind).rpartition('.')[2]}: {one_line(str(message))}", "red")
     if step.kind == "call":
         return _call(step)
     line = Text() if step.kind == "other" else Text(f"{step.kind} ", "dim")
@@ -179,7 +177,7 @@ def _call(step: Step) -> Text:
     counts = token_counts(attributes)
     line.append(f"  {_tokens(counts)}" if counts else "").append(f"  {_seconds(step.duration)}")
     line.append(f"  {', '.join(finish_reasons(attributes))}", "dim")
-    named = [attributes[one] for one in (semconv.GEN_AI_AGENT_NAME, semconv.CALL_HOUSEKEEPING) if one in attributes]
+    named = [attributes[name] for name in (semconv.GEN_AI_AGENT_NAME, semconv.CALL_HOUSEKEEPING) if name in attributes]
     line.append(f"  {one_line(': '.join(map(str, named)))}" if named else "", "bold")
     for message in output_messages(attributes):
         text = one_line(text_of(message))
@@ -205,8 +203,8 @@ def _said(span: Span) -> str:
 def _with_failure(line: Text, step: Step) -> Text:
     if step.failed:
         raised = (event.attributes for event in step.span.events if event.name == "exception")
-        said = str(next(raised, {}).get(semconv.EXCEPTION_MESSAGE, ""))
-        line.append(f"  ! {one_line(step.span.status.description or said)}", "red")
+        message = str(next(raised, {}).get(semconv.EXCEPTION_MESSAGE, ""))
+        line.append(f"  ! {one_line(step.span.status.description or message)}", "red")
     return line
 
 

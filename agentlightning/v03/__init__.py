@@ -45,12 +45,11 @@ _KEPT: Final = {
         "Resource ResourcesUpdate RolloutStatus StatusCode Worker"
     ),
     "agentlightning.runner.agent": "RolloutRawResult",
-    "agentlightning.tracing.emit": (
-        "emit_exception emit_message emit_object get_message_value get_object_value reward"
-    ),
-    "agentlightning.tracing.links": (
-        "extract_links_from_attributes extract_tags_from_attributes make_link_attributes make_tag_attributes "
-        "query_linked_spans"
+    "agentlightning.tracing.emit": "emit_exception emit_message emit_object",
+    "agentlightning.tracing.links": "extract_links_from_attributes",
+    "agentlightning.v03.emitters": (
+        "extract_tags_from_attributes get_message_value get_object_value make_link_attributes make_tag_attributes "
+        "query_linked_spans reward"
     ),
     "agentlightning.tracing.rewards": "find_reward_spans get_reward_value get_rewards_from_span is_reward_span",
 }
@@ -186,8 +185,9 @@ def setup_logging(
 ) -> None:
     """Show the logs of the package and of the loggers in `apply_to` on stderr, from `level` up."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    for name, wanted in {"agentlightning": level, **dict.fromkeys(apply_to, level), **(submodule_levels or {})}.items():
-        logging.getLogger(name).setLevel(wanted)
+    levels = {"agentlightning": level, **dict.fromkeys(apply_to, level), **(submodule_levels or {})}
+    for name, minimum in levels.items():
+        logging.getLogger(name).setLevel(minimum)
 
 
 def configure_logger(level: int | str = logging.INFO, name: str = "agentlightning") -> logging.Logger:

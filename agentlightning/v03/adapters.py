@@ -67,15 +67,15 @@ class TracerTraceToTriplet(TraceToTripletBase):
         above = {span.span_id: span.parent_id for span in source}
         rewarding = {span.span_id for span in source if _rewards(span)}
         found = [
-            (call, one)
-            for call, one in _trained(source)
-            if (self.agent_match is None or (one.agent is not None and self._agents.search(one.agent)))
+            (call, transition)
+            for call, transition in _trained(source)
+            if (self.agent_match is None or (transition.agent is not None and self._agents.search(transition.agent)))
             and rewarding.isdisjoint(ancestors(call, above))
         ]
         calls = sorted(((call.end_time, call) for call, _ in found), key=lambda pair: pair[1].start_time)
         rewards = [(span.start_time, span) for span in source if is_reward_span(span)]
         matched = _matched(calls, sorted(rewards, key=lambda pair: (pair[0], pair[1].sequence_id)))
-        return [_triplet(call.attributes, one, matched.get(call.span_id)) for call, one in found]
+        return [_triplet(call.attributes, transition, matched.get(call.span_id)) for call, transition in found]
 
 
 class LlmProxyTraceToTriplet(TraceToTripletBase):
@@ -90,12 +90,12 @@ class LlmProxyTraceToTriplet(TraceToTripletBase):
         matched = _matched([(call.sequence_id, call) for call, _ in found], sorted(rewards, key=lambda pair: pair[0]))
         return [
             Triplet(
-                prompt={"token_ids": one.prompt_ids.tolist()},
-                response={"token_ids": one.response_ids.tolist()},
+                prompt={"token_ids": transition.prompt_ids.tolist()},
+                response={"token_ids": transition.response_ids.tolist()},
                 reward=matched.get(call.span_id),
                 metadata={"response_id": call.attributes.get(semconv.GEN_AI_RESPONSE_ID)},
             )
-            for call, one in found
+            for call, transition in found
         ]
 
 
@@ -144,7 +144,6 @@ def with_adapter(algorithm: Algorithm | None, adapter: Any) -> Algorithm:
 
 
 def _trained(source: Sequence[Span]) -> list[tuple[Span, Transition]]:
-    """The trainable calls of the final attempt."""
     from agentlightning.data.call_filter import HAS_IMAGES, CallFilter
     from agentlightning.data.transitions import trace_rollout  # here, as it needs numpy, which the agent side may lack
 
@@ -154,7 +153,7 @@ def _trained(source: Sequence[Span]) -> list[tuple[Span, Transition]]:
     rollout = Rollout(rollout_id="".join(rollouts), input=None, start_time=0.0, status="succeeded")
     by_id = {span.span_id: span for span in source}
     transitions = trace_rollout(rollout, source, calls=CallFilter(keep=(HAS_IMAGES,))).transitions
-    return [(by_id[one.span_id], one) for one in transitions]
+    return [(by_id[transition.span_id], transition) for transition in transitions]
 
 
 def _triplet(attributes: Attributes, transition: Transition, reward: float | None) -> Triplet:

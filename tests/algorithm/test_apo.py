@@ -279,7 +279,7 @@ async def test_gepa_searches_on_the_same_rollouts(tmp_path: Path) -> None:
         ("I would say GOOD.", "no prompt between"),
         ("<prompt>Say GOOD.</prompt>", r"lost the placeholder {number}"),
         ("<prompt>Say {number} {x}.</prompt>", r"has the placeholder {x}"),
-        ("<prompt>Say {number.</prompt>", "no f-string template"),
+        ("<prompt>Say {number.</prompt>", "not a valid f-string template"),
     ],
 )
 async def test_an_unusable_edit_is_sent_back_once_then_rejected_with_the_reason(
@@ -319,7 +319,7 @@ async def test_an_edit_that_is_fixed_when_sent_back_counts(tmp_path: Path) -> No
 async def test_an_optimiser_that_fails_ends_the_run_and_loses_nothing(tmp_path: Path) -> None:
     async with optimizer() as (script, url):
         script.status = 503
-        with pytest.raises(TrainingError, match=r"answered none of 4 times in round 1.*503.*resume"):
+        with pytest.raises(TrainingError, match=r"failed all 4 times in round 1.*503.*resume"):
             await trainer(tmp_path, apo(url)).fit_async(counts_good, TASKS, TASKS)
         assert len(script.asked) == 4 * 3  # each was tried three times
         script.status = 200
@@ -372,7 +372,7 @@ async def test_a_seed_that_earns_nothing_is_explained(tmp_path: Path) -> None:
             await trainer(tmp_path, apo(url)).fit_async(asks_for_more, TASKS, TASKS)
         assert not script.asked
         broken = {"prompt": PromptTemplate(template="Say {number")}
-        with pytest.raises(ConfigError, match="template 'prompt' cannot be used: it is no f-string template"):
+        with pytest.raises(ConfigError, match="template 'prompt' cannot be used: it is not a valid f-string template"):
             await trainer(tmp_path / "b", apo(url), initial_resources=broken).fit_async(counts_good, TASKS, TASKS)
 
 

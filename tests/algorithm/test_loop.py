@@ -45,7 +45,7 @@ def test_a_sampler_goes_on_where_its_state_was_saved() -> None:
 def test_a_curriculum_orders_each_epoch() -> None:
     easy_first = TaskSampler(["hard", "easy"], 0, curriculum=lambda tasks, epoch: [1] if epoch == 0 else [1, 0])
     assert taken(easy_first, 4) == ["easy", "easy", "hard", "easy"]
-    with pytest.raises(ConfigError, match="gave \\[2\\] for epoch 0; it must give indices of 2 tasks"):
+    with pytest.raises(ConfigError, match="returned \\[2\\] for epoch 0; give indices of 2 tasks"):
         taken(TaskSampler(["a", "b"], 0, curriculum=lambda tasks, epoch: [2]), 1)
 
 
@@ -165,7 +165,7 @@ def constant(value: Any) -> type[GRPO]:
         (lambda: SFT(old="proximal"), "leave it out"),
         (constant(lambda credited: credited[:1]), r"lists for groups of \[8, 8\] rollouts"),
         (constant(lambda credited: None), "a list for each rollout of each group"),
-        (constant(lambda credited: [[[1.0] for _ in group] for group in credited]), "give a CreditedTransition"),
+        (constant(lambda credited: [[[1.0] for _ in group] for group in credited]), "return a CreditedTransition"),
         (constant(lambda credited: [[[worth(item, int)] for item, *_ in group] for group in credited]), "finite float"),
         (constant(lambda credited: [[[worth(item, 9)] for item, *_ in group] for group in credited]), "finite float"),
         (constant(lambda credited: 1 / 0), "made to try it: ZeroDivisionError"),

@@ -190,11 +190,11 @@ def test_ids_that_another_tokenizer_made_are_refused(tmp_path: Path, earlier: Pa
     told = refusal(
         tmp_path / "b", ConfigError, agl.SFT(traces=str(earlier)), model=Policy(make_model(other, seed=0), other)
     )
-    assert "do not say what was asked when the tokenizer of policy reads them" in told
+    assert "do not contain what was asked, as the tokenizer of policy reads them" in told
 
 
 def test_what_cannot_be_said_of_recorded_rollouts_is_refused(tmp_path: Path, earlier: Path) -> None:
-    with pytest.raises(ConfigError, match="max_staleness is about rollouts that are run"):
+    with pytest.raises(ConfigError, match="max_staleness is for new rollouts"):
         agl.SFT(traces="x", max_staleness=2)
     with pytest.raises(ConfigError, match="also give traces, the store"):
         agl.SFT(traces_run="r")

@@ -188,7 +188,7 @@ def test_a_tracker_is_named_in_a_run_file_and_a_wrong_name_or_option_is_refused(
         make_tracker("tensorbord")
     with pytest.raises(ConfigError, match=r"tensorboard: .*unexpected keyword argument 'dir'"):
         make_tracker({"name": "tensorboard", "dir": "d"})
-    with pytest.raises(ConfigError, match="is no tracker: it needs"):
+    with pytest.raises(ConfigError, match="is not a tracker: it needs"):
         make_tracker(f"{__file__}:Notes")
 
 

@@ -103,7 +103,7 @@ def test_its_correction_leaves_out_what_has_moved(written: Path) -> None:
 
 def test_what_the_page_says_is_refused_is_refused(written: Path) -> None:
     spo = load_reference(f"{written}/spo.py:spo")
-    with pytest.raises(ConfigError, match="spo clips no ratio"):
+    with pytest.raises(ConfigError, match="spo does not use them"):
         agl.GRPO(loss=spo, clip_high=0.3)
     with pytest.raises(ConfigError, match=r"'ppo_clop' is unknown.*or file\.py:function"):
         Loss("ppo_clop")  # type: ignore[arg-type]

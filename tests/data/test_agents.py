@@ -133,7 +133,7 @@ def test_an_agent_that_has_a_name_is_not_chosen_by_its_prompt() -> None:
 
 
 def test_what_is_no_pattern_is_refused_in_words() -> None:
-    with pytest.raises(ConfigError, match=re.escape("agents is 'writer|(', which is no pattern")):
+    with pytest.raises(ConfigError, match=re.escape("agents is 'writer|(', which is not a pattern")):
         agent_pattern("writer|(")
 
 

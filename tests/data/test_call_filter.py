@@ -87,7 +87,7 @@ def test_every_reason_of_the_gateway_that_leaves_the_tokens_whole_can_be_kept() 
         ({"keep": "has images"}, "a list of reasons"),
         ({"max_prompt_length": 0}, "max_prompt_length is 0"),
         ({"max_response_length": -1}, "max_response_length is -1"),
-        ({"agents": "writer|("}, "no pattern"),
+        ({"agents": "writer|("}, "not a pattern"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_the_algorithm(wrong: dict[str, Any], said: str) -> None:

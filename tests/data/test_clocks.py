@@ -12,8 +12,8 @@ from agentlightning import semconv
 from agentlightning.data.clocks import align_clocks
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.tracing.dialects import is_gateway_call, kind_of
-from agentlightning.tracing.links import make_link_attributes
 from agentlightning.types import Span
+from agentlightning.v03.emitters import make_link_attributes
 from tests.data.test_rewards import SUCCEEDED, call, reward, rewards, span
 from tests.tracing.recorded import NO_IDS, WITH_AGENTS, recorded
 

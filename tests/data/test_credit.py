@@ -314,9 +314,9 @@ def test_a_function_of_your_own_is_a_return_or_a_baseline() -> None:
 
 
 def test_a_function_that_gives_something_else_is_named() -> None:
-    with pytest.raises(ConfigError, match="<lambda> must give a finite number for each of 2 transitions"):
+    with pytest.raises(ConfigError, match="<lambda> must return a finite number for each of 2 transitions"):
         run([TWO], returns=lambda reward, transitions: [reward])
-    with pytest.raises(ConfigError, match="4 transitions or each of their tokens, and gave"):
+    with pytest.raises(ConfigError, match="4 transitions or each of their tokens, not"):
         run([TWO], baseline=lambda returns: returns.values * np.nan)
 
 
@@ -332,7 +332,7 @@ def test_what_the_page_marks_is_refused_as_built_in_functions_are(tmp_path: Path
     assert found == [pytest.approx([value - middle] * 2) for value in (0.25, 0.5, 1.0, 0.0, 0.0)]
     with pytest.raises(ConfigError, match="needs at least 2"):
         GRPO(baseline=median, group_size=1)
-    with pytest.raises(ConfigError, match="'later' holds R in each"):
+    with pytest.raises(ConfigError, match="'later' puts R in each"):
         run([TWO], returns=later, baseline="reinforce++", baseline_options={"across_calls": True})
 
 

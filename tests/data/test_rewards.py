@@ -157,7 +157,7 @@ def test_a_format_is_not_judged_by_text_that_was_not_recorded() -> None:
         ({"base": "last"}, "final.*sum"),
         ({"format_bonus": 0.1}, "answer_format"),
         ({"answer_format": ".*"}, "format_bonus"),
-        ({"format_bonus": 0.1, "answer_format": "("}, "no pattern"),
+        ({"format_bonus": 0.1, "answer_format": "("}, "not a pattern"),
         ({"length_penalty": -1.0}, "positive"),
         ({"overlong_penalty": 1.0, "overlong_length": 10}, "overlong_buffer"),
         ({"overlong_penalty": 1.0, "overlong_length": 10, "overlong_buffer": 11}, "from 1 to"),

@@ -137,7 +137,7 @@ def test_a_pattern_of_your_own_says_which_answers_are_failures() -> None:
     spans.append(call(3, [], [{"role": "tool", "tool_call_id": "u", "content": "Error: 0.3"}]))
     steps = read_steps(spans, "^Kein")
     assert [one.status for call in tool_statuses(steps, "^Kein").values() for one in call] == [-1, 1]
-    with pytest.raises(ConfigError, match="no pattern"):
+    with pytest.raises(ConfigError, match="not a pattern"):
         RewardSpec(failed_tool="(")
 
 

@@ -107,8 +107,8 @@ def test_what_gives_no_line_is_counted() -> None:
     [
         ([says("narrator", "once")], TOOL, "messages of role narrator"),
         ([says("user", None) | {"content": [{"type": "input_audio"}]}], TOOL, "content of type input_audio"),
-        ([USER], {"type": "web_search"}, "tools that are no functions"),
-        ([USER], {"type": "function", "function": {"name": "two words"}}, "of another name than hosts take"),
+        ([USER], {"type": "web_search"}, "tools that are not functions"),
+        ([USER], {"type": "function", "function": {"name": "two words"}}, "whose names hosts refuse"),
     ],
 )
 def test_what_hosts_of_fine_tuning_refuse_is_left_out(messages: Any, tool: Any, wrong: str) -> None:

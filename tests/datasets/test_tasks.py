@@ -113,7 +113,7 @@ def test_a_missing_file_and_a_file_of_another_encoding_are_named(tmp_path: Path)
 
 @pytest.mark.parametrize("source", [7, None, b"tasks", {"a": 1}, []], ids=repr)
 def test_what_is_no_dataset_is_refused(source: object) -> None:
-    with pytest.raises(ConfigError, match=r"is no dataset|has no tasks"):
+    with pytest.raises(ConfigError, match=r"is not a dataset|has no tasks"):
         load_dataset(source)
 
 

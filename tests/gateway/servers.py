@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import anyio
 from starlette.applications import Starlette
@@ -19,9 +21,11 @@ UNTOLD = [chunk({"index": 0, "delta": {"content": "Hi!"}, "finish_reason": "stop
 
 
 class Server:
-    """Stands in for vLLM. `behaviour` says what becomes of a call; while `hold` is set calls wait before that."""
+    """Stands in for vLLM. `behaviour` says what becomes of a call; while `hold` is set calls wait before that. What it
+    is `told` on its `control` routes it does once it has `loaded`; `fails` holds the status of a path, 200 for an
+    answer that says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, control: Sequence[str] = ()) -> None:
         self.behaviour = "answers"
         self.healthy = True
         self.asked: list[str] = []  # what the user said in each call
@@ -32,6 +36,11 @@ class Server:
         paths = ("chat/completions", "embeddings")
         routes = [Route(f"/v1/{path}", self._answer, methods=["POST"]) for path in paths]
         routes += [Route("/tokenize", self._answer, methods=["POST"]), Route("/health", self._health)]
+        routes += [Route(path, self._control, methods=["POST"]) for path in control]
+        self.told: list[tuple[str, Any]] = []
+        self.fails: dict[str, int] = {}
+        self.loaded = asyncio.Event()
+        self.loaded.set()
         self.http = HttpServer(Starlette(routes=routes))
 
     @property
@@ -46,7 +55,19 @@ class Server:
 
     def end(self) -> None:
         self.release()
+        self.loaded.set()
         self._end.set()
+
+    async def _control(self, request: Request) -> Response:
+        path = request.url.path
+        query = f"?{request.url.query}" if request.url.query else ""
+        self.told.append((path + query, json.loads(await request.body() or b"null")))
+        if path == "/collective_rpc":
+            await self.loaded.wait()
+        status = self.fails.get(path)
+        if status is None:
+            return JSONResponse({"status": "done"})
+        return JSONResponse({"detail": "Not Found" if status == 404 else "it broke", "success": False}, status)
 
     async def _health(self, request: Request) -> Response:
         self.checks += 1

@@ -14,6 +14,7 @@ from agentlightning import semconv
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.request import NEUTRAL_PENALTIES
+from tests.gateway.backends.engines import named
 from tests.gateway.talker import SEARCH_TOOL, user
 from tests.gateway.upstream import DONE, GOOD, Upstream, chunk, gateway_before, piece
 from tests.gateway.world import World, serving_gateway
@@ -114,18 +115,6 @@ async def test_what_cannot_be_had_and_would_be_missed_is_refused_by_name(name: s
     assert upstream.asked == []
 
 
-async def test_a_call_that_is_not_admitted_takes_no_number_so_that_the_others_are_trained() -> None:
-    async with served() as (front, _):
-        attempted = await front.attempt(mode="train")
-        chat = front.client(attempted).chat.completions
-        for refused in ({}, {"guided_json": {"type": "object"}}, {}):
-            with pytest.raises(openai.BadRequestError, match="guided_json") if refused else nullcontext():
-                await chat.create(model="policy", messages=user("hello"), max_tokens=9, extra_body=refused)
-        spans = await front.spans(attempted)
-    numbers = [span.attributes.get(semconv.CALL_INDEX) for span in spans if semconv.CALL_REFUSED not in span.attributes]
-    assert numbers == [0, 1]
-
-
 async def test_variables_of_a_template_are_those_that_change_the_prompt_alone() -> None:
     async with served() as (front, upstream):
         asked = {"enable_thinking": False, "tokenize": True, "chat_template": "x"}
@@ -181,7 +170,7 @@ async def test_a_logprob_that_the_server_does_not_know_is_not_trained() -> None:
 async def test_the_versions_of_the_weights_are_the_servers_where_it_names_them(
     told: list[tuple[str, int, int]], versions: Any
 ) -> None:
-    spans = [{"version": version, "start": start, "end": end} for version, start, end in told]
+    spans = [named(*one) for one in told]
     events = [*GOOD[:2], chunk(piece("!", [5, 6], [-0.25, -0.125], finish_reason="stop", weight_versions=spans)), DONE]
     async with served(events) as (front, _):
         front.gateway.entry("policy").backend.connection.version = 5
@@ -194,15 +183,16 @@ async def test_the_versions_of_the_weights_are_the_servers_where_it_names_them(
     assert span.tokens.choices[0].versions == versions
 
 
+SESSION = {"x-agentlightning-session": "another's"}
+
+
 async def test_whose_session_a_call_is_nobody_says_but_a_worker() -> None:
     upstream = Upstream(GOOD)
     async with gateway_before(upstream) as front:
-        worker = await front.store.issue_key(name="gateway", scopes=["worker"])
-        reader = await front.store.issue_key(name="reader", scopes=["read"])
-        for key in ("EMPTY", reader.api_key, worker.api_key):
-            await front.client(api_key=key).chat.completions.create(
-                model="policy", messages=user("hello"), extra_headers={"x-agentlightning-session": "another's"}
-            )
+        keys = [await front.store.issue_key(name=scope, scopes=[scope]) for scope in ("read", "worker")]
+        for key in ("EMPTY", *(one.api_key for one in keys)):
+            create = front.client(api_key=key).chat.completions.create
+            await create(model="policy", messages=user("hello"), extra_headers=SESSION)
     assert [headers.get("x-agentlightning-session") for headers in upstream.headers] == [None, None, "another's"]
 
 
@@ -212,11 +202,8 @@ async def test_a_gateway_without_a_store_answers_whoever_has_its_key() -> None:
         gateway = Gateway(ModelTable([ModelEntry("policy", backend)]), admin_key="the key of the front")
         async with serving_gateway(gateway) as url:
             for key in ("the key of the front", "EMPTY"):
-                client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
-                ask = client.chat.completions.create(
-                    model="policy", messages=user("hello"), extra_headers={"x-agentlightning-session": "s"}
-                )
-                with pytest.raises(openai.AuthenticationError) if key == "EMPTY" else nullcontext():
-                    await ask
-                await client.close()
-    assert [headers.get("x-agentlightning-session") for headers in upstream.headers] == ["s"]
+                async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
+                    ask = client.chat.completions.create(model="policy", messages=user("hello"), extra_headers=SESSION)
+                    with pytest.raises(openai.AuthenticationError) if key == "EMPTY" else nullcontext():
+                        await ask
+    assert [headers.get("x-agentlightning-session") for headers in upstream.headers] == ["another's"]

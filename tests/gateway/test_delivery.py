@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,33 +30,58 @@ from tests.gateway.world import World
 pytestmark = pytest.mark.anyio
 
 
-class SlowStore(SqlStore):
-    """Writes spans when it is told to."""
+class ToldStore(SqlStore):
+    """Writes spans when it may. `away` writes do not reach it, and of one it is `silent`."""
 
     reached: asyncio.Event
     may_write: asyncio.Event
+    away = writes = 0
+    silent = False
 
     async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
+        self.writes += 1
         self.reached.set()
         await self.may_write.wait()
-        return await super().add_many_spans(spans)
+        if self.away:
+            self.away -= 1
+            raise UnavailableError("the store's server is gone")
+        if any(span.name == "poison" for span in spans):
+            raise InvalidError("poison")
+        stored = await super().add_many_spans(spans)
+        if self.silent:
+            self.silent = False
+            raise InvalidError("nobody knows what became of them")
+        return stored
 
 
 @asynccontextmanager
-async def slow_world(directory: Path, **options: Any) -> AsyncIterator[tuple[World, SlowStore]]:
-    store = await SlowStore.open(directory / "store.sqlite", synchronous="NORMAL", **options)
-    assert isinstance(store, SlowStore)
+async def told_world(directory: Path, *, slow: bool = True, **options: Any) -> AsyncIterator[tuple[World, ToldStore]]:
+    store = await ToldStore.open(directory / "store.sqlite", synchronous="NORMAL", **options)
+    assert isinstance(store, ToldStore)
     store.reached, store.may_write = asyncio.Event(), asyncio.Event()
+    if not slow:
+        store.may_write.set()
     async with gateway_before(Upstream(GOOD), store) as built:
         yield built, store
         store.may_write.set()
     await store.close()
 
 
+async def recorded(built: World) -> Span:
+    """The span of a call that no attempt made."""
+    await ask(built)
+    await built.gateway.close()
+    (span,) = await built.store.query_spans(UNATTRIBUTED)
+    return span
+
+
+def copies_of(span: Span, count: int) -> list[Span]:
+    return [msgspec.structs.replace(span, span_id=f"{number:016x}") for number in range(count)]
+
+
 @pytest.fixture
 async def usual(tmp_path: Path) -> AsyncIterator[World]:
-    async with slow_world(tmp_path) as (built, store):
-        store.may_write.set()
+    async with told_world(tmp_path, slow=False) as (built, _):
         yield built
 
 
@@ -93,7 +118,7 @@ async def asking(built: World, attempted: AttemptedRollout, stream: bool) -> Asy
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_whose_client_left_while_it_was_stored_is_not_trained(tmp_path: Path, stream: bool) -> None:
-    async with slow_world(tmp_path) as (built, store):
+    async with told_world(tmp_path) as (built, store):
         attempted = await built.attempt()
         async with asking(built, attempted, stream) as (reader, writer):
             await asyncio.wait_for(store.reached.wait(), 60)
@@ -112,7 +137,7 @@ async def test_an_answer_whose_client_left_while_it_was_stored_is_not_trained(tm
 
 
 async def test_a_client_that_gives_up_and_asks_again_is_trained_once(tmp_path: Path) -> None:
-    async with slow_world(tmp_path) as (built, store):
+    async with told_world(tmp_path) as (built, store):
         attempted = await built.attempt()
         client = built.client(attempted, timeout=0.5, max_retries=1)
         asked = asyncio.create_task(client.chat.completions.create(model="policy", messages=user("hello")))
@@ -133,30 +158,14 @@ async def test_what_an_agent_says_of_an_answer_takes_it_out_of_no_training(usual
     assert trained(await traced(usual, attempted)) == [0, 1, 2]
 
 
-class SilentStore(SqlStore):
-    """Writes spans and then does not say so, as a server that is cut off does."""
-
-    silent = False
-
-    async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
-        stored = await super().add_many_spans(spans)
-        if self.silent:
-            self.silent = False
-            raise InvalidError("nobody knows what became of them")
-        return stored
-
-
 async def test_an_answer_that_the_gateway_did_not_send_is_not_trained(tmp_path: Path) -> None:
-    store = await SilentStore.open(tmp_path / "store.sqlite", synchronous="NORMAL")
-    async with gateway_before(Upstream(GOOD), store) as built:
+    async with told_world(tmp_path, slow=False) as (built, store):
         attempted = await built.attempt()
-        assert isinstance(store, SilentStore)
         store.silent = True
         with pytest.raises(openai.UnprocessableEntityError):
             await ask(built, attempted)
         await ask(built, attempted)
         assert trained(await traced(built, attempted)) == [1]
-    await store.close()
 
 
 async def test_no_span_of_an_agent_takes_the_place_of_a_call(usual: World) -> None:
@@ -185,7 +194,7 @@ async def test_every_choice_is_kept_and_the_first_is_trained(gateway_world: Worl
 
 
 async def test_a_call_that_no_attempt_made_is_recorded_behind_its_answer(tmp_path: Path) -> None:
-    async with slow_world(tmp_path) as (built, store):
+    async with told_world(tmp_path) as (built, store):
         assert await ask(built) == "Hi!"  # while the store writes nothing
         await asyncio.wait_for(store.reached.wait(), 60)
         store.may_write.set()
@@ -201,7 +210,7 @@ async def test_what_one_span_is_refused_for_costs_no_other(tmp_path: Path) -> No
         assert "poison" not in str(span.attributes[semconv.GEN_AI_INPUT_MESSAGES])
         return span
 
-    async with slow_world(tmp_path, redact=redaction(hook=refusing)) as (built, store):
+    async with told_world(tmp_path, redact=redaction(hook=refusing)) as (built, store):
         await ask(built, text="the first is being written")
         for text in ("before", "poison", "after"):
             await ask(built, text=text)
@@ -212,15 +221,11 @@ async def test_what_one_span_is_refused_for_costs_no_other(tmp_path: Path) -> No
 
 
 async def test_a_full_queue_sheds_and_counts(tmp_path: Path) -> None:
-    async with slow_world(tmp_path) as (built, store):
-        await ask(built)
-        await asyncio.wait_for(store.reached.wait(), 60)
-        store.may_write.set()
-        await built.gateway.close()
-        (span,) = await store.query_spans(UNATTRIBUTED)
+    async with told_world(tmp_path, slow=False) as (built, store):
+        span = await recorded(built)
         store.may_write.clear()
         store.reached.clear()
-        copies = [msgspec.structs.replace(span, span_id=f"{number:016x}") for number in range(5)]
+        copies = copies_of(span, 5)
         queue = Recorder(store, commit=False, limit=2)
         await queue.record(copies[0])
         await asyncio.wait_for(store.reached.wait(), 60)
@@ -233,64 +238,26 @@ async def test_a_full_queue_sheds_and_counts(tmp_path: Path) -> None:
     assert kept == {span.span_id, *(copy.span_id for copy in copies[:3])}
 
 
-class AwayStore(SqlStore):
-    """Cannot be reached for its first writes of spans."""
-
-    away = 0
-
-    async def add_many_spans(self, spans):
-        if self.away:
-            self.away -= 1
-            raise UnavailableError("the store's server is gone")
-        return await super().add_many_spans(spans)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("away", [2, 1000])
 async def test_a_store_that_cannot_be_reached_is_tried_again(tmp_path: Path, away: int) -> None:
-    store = await AwayStore.open(tmp_path / "store.sqlite", synchronous="NORMAL")
-    try:
-        async with gateway_before(Upstream(GOOD), store) as built:
-            await ask(built)
-            await built.gateway.close()
-            (span,) = await store.query_spans(UNATTRIBUTED)
-            store.away = away
-            queue, committing = Recorder(store, commit=False), Recorder(store, commit=True, patience=1.0)
-            await queue.record(msgspec.structs.replace(span, span_id="0" * 15 + "1"))
-            await asyncio.sleep(0.1)  # its first try
-            if away == 2:
-                await committing.record(msgspec.structs.replace(span, span_id="0" * 15 + "2"))
-            else:
-                with pytest.raises(UnavailableError):
-                    await committing.record(msgspec.structs.replace(span, span_id="0" * 15 + "2"))
-            await queue.close()
-            assert queue.shed == (0 if away == 2 else 1)
-            assert len(await store.query_spans(UNATTRIBUTED)) == (3 if away == 2 else 1)
-    finally:
-        await store.close()
-
-
-class CountingStore(SqlStore):
-    """Counts its writes of spans, and refuses those called poison."""
-
-    writes = 0
-
-    async def add_many_spans(self, spans):
-        self.writes += 1
-        if any(span.name == "poison" for span in spans):
-            raise InvalidError("poison")
-        return await super().add_many_spans(spans)
+    async with told_world(tmp_path, slow=False) as (built, store):
+        first, second = copies_of(await recorded(built), 2)
+        store.away = away
+        queue, committing = Recorder(store, commit=False), Recorder(store, commit=True, patience=1.0)
+        await queue.record(first)
+        await asyncio.sleep(0.1)  # its first try
+        with nullcontext() if away == 2 else pytest.raises(UnavailableError):
+            await committing.record(second)
+        await queue.close()
+        assert queue.shed == (0 if away == 2 else 1)
+        assert len(await store.query_spans(UNATTRIBUTED)) == (3 if away == 2 else 1)
 
 
 @pytest.mark.parametrize("poison", [False, True])
 async def test_calls_that_end_while_another_is_written_share_the_next_write(tmp_path: Path, poison: bool) -> None:
-    store = await CountingStore.open(tmp_path / "store.sqlite", synchronous="NORMAL")
-    try:
-        async with gateway_before(Upstream(GOOD), store) as built:
-            await ask(built)
-            await built.gateway.close()
-            (span,) = await store.query_spans(UNATTRIBUTED)
-        copies = [msgspec.structs.replace(span, span_id=f"{number:016x}") for number in range(20)]
+    async with told_world(tmp_path, slow=False) as (built, store):
+        copies = copies_of(await recorded(built), 20)
         if poison:
             copies[7] = msgspec.structs.replace(copies[7], name="poison")
         store.writes = 0
@@ -304,5 +271,3 @@ async def test_calls_that_end_while_another_is_written_share_the_next_write(tmp_
         assert [isinstance(one, InvalidError) for one in outcomes] == [poison and n == 5 for n in range(18)]
         assert store.writes == 2 + 1 + (18 if poison else 0), "all are written at once, or each by itself"
         assert len(await store.query_spans(UNATTRIBUTED)) == 21 - poison
-    finally:
-        await store.close()

@@ -79,16 +79,17 @@ async def failed(built: World, stream: bool) -> tuple[openai.APIError, Span]:
     attempted = await built.attempt()
     with pytest.raises(openai.APIError) as caught:
         await ask(built, attempted, stream)
-    (span,) = await built.spans(attempted)
-    assert await untrained(built, span)
+    span = await untrained(built, attempted)
     assert span.status.status_code == "ERROR" and span.attributes[semconv.CALL_FLAG] == "call failed"
     return caught.value, span
 
 
-async def untrained(built: World, span: Span) -> bool:
+async def untrained(built: World, attempted: AttemptedRollout) -> Span:
+    """The span of the attempt's one call, of which nothing is trained."""
+    (span,) = await built.spans(attempted)
     rollout = await built.store.get_rollout_by_id(span.rollout_id)
-    assert rollout is not None
-    return trace_rollout(rollout, [span]).transitions == ()
+    assert rollout is not None and trace_rollout(rollout, [span]).transitions == ()
+    return span
 
 
 def refusing(status: str, body: bytes, *headers: bytes) -> bytes:
@@ -205,8 +206,7 @@ async def test_a_client_that_leaves_in_mid_stream_ends_the_call_upstream(path: s
                 received += await asyncio.wait_for(answer.content.readany(), 60)
         await asyncio.wait_for(server.left.wait(), 60)
         await asyncio.wait_for(built.gateway.idle(), 60)
-        (span,) = await built.spans(attempted)
-        assert await untrained(built, span)
+        span = await untrained(built, attempted)
     assert span.attributes[semconv.CALL_FLAG] == "client disconnected"
     assert span.attributes[semconv.GEN_AI_FINISH_REASONS] == ["abort"]
     assert span.tokens is not None and span.tokens.prompt_token_ids == (1, 2, 3)

@@ -228,24 +228,16 @@ async def test_what_the_backend_says_of_its_key_is_not_told(path: str) -> None:
         assert (answer.status, "refused the gateway's key" in await answer.text()) == (502, True)
 
 
-async def test_a_stream_that_breaks_off_ends_with_an_error() -> None:
-    hosted = Hosted()
-    hosted.breaks_off_after = 1
-    async with before(hosted) as front:
-        stream = await front.client().responses.create(model="hosted", input="hello", stream=True)
-        with pytest.raises(openai.APIError, match="broke off"):
-            [event async for event in stream]
-
-
-async def test_what_a_stream_said_before_it_broke_off_is_recorded() -> None:
+async def test_a_stream_that_breaks_off_ends_with_an_error_and_what_it_said_is_recorded() -> None:
     hosted = Hosted()
     hosted.breaks_off_after = 4
     async with before(hosted, "anthropic") as front, aiohttp.ClientSession() as session:
         asked = {"model": "hosted", "max_tokens": 9, "messages": user("hello"), "stream": True}
         async with session.post(f"{front.url}/v1/messages", json=asked) as answer:
-            assert "Let me" in await answer.text()
+            text = await answer.text()
         await front.gateway.close()
         (span,) = await front.store.query_spans(UNATTRIBUTED)
+    assert "Let me" in text and "broke off" in text
     assert json.loads(str(span.attributes[semconv.GEN_AI_OUTPUT_MESSAGES])) == [
         {"role": "assistant", "content": "Let me look."}
     ]
@@ -271,8 +263,3 @@ async def test_an_answer_in_an_unknown_form_is_passed_on_all_the_same(odd: dict[
             assert (answer.status, await answer.json()) == (200, odd)
         await front.gateway.close()
         assert len(await front.store.query_spans(UNATTRIBUTED)) == 1
-
-
-async def test_a_model_that_makes_no_embeddings_says_so(gateway_world: World) -> None:
-    with pytest.raises(openai.BadRequestError, match="makes no embeddings"):
-        await gateway_world.client().embeddings.create(model="policy", input="hello")

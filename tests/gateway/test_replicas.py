@@ -22,6 +22,10 @@ from tests.gateway.world import fronting
 pytestmark = pytest.mark.anyio
 
 
+def free(replicas: Replicas) -> list[bool]:
+    return [replica.ejected_since is None for replica in replicas.replicas]
+
+
 @asynccontextmanager
 async def replicated(
     count: int = 2, *, seconds: float = 600.0, check_seconds: float = 60.0
@@ -121,26 +125,25 @@ async def test_a_call_that_a_replica_fails_is_answered_by_another(
         assert "trying again" not in caplog.text  # no time is spent on a server when there is another
 
 
-async def test_a_refusal_is_the_callers_and_not_tried_again() -> None:
-    async with replicated() as (replicas, servers):
+@pytest.mark.parametrize(
+    ("behaviour", "says", "status", "asked", "usable"),
+    [
+        ("400", "not now", 400, 1, 3),  # the caller's own fault
+        ("breaks off in mid-answer", "before every choice was finished", 502, 1, 2),  # an answer is not begun anew
+        ("503", "not now", 502, 3, 0),  # every replica fails: the last failure is what the caller gets
+    ],
+)
+async def test_what_every_replica_would_fail_is_an_error(
+    behaviour: str, says: str, status: int, asked: int, usable: int
+) -> None:
+    async with replicated(3) as (replicas, servers):
         for server in servers:
-            server.behaviour = "400"
-        for _ in range(4):
-            with pytest.raises(BackendError, match="not now") as caught:
-                await answered_by(replicas, call())
-            assert caught.value.status == 400
-        assert [len(server.asked) for server in servers] == [2, 2]
-        assert all(replica.usable for replica in replicas.replicas)
-
-
-async def test_an_answer_that_has_begun_is_not_begun_anew() -> None:
-    async with replicated() as (replicas, servers):
-        for server in servers:
-            server.behaviour = "breaks off in mid-answer"
-        with pytest.raises(BackendError, match="before every choice was finished"):
+            server.behaviour = behaviour
+        with pytest.raises(BackendError, match=says) as caught:
             await answered_by(replicas, call(stream=True))
-        assert sum(len(server.asked) for server in servers) == 1
-        assert [replica.usable for replica in replicas.replicas].count(False) == 1
+        assert caught.value.status == status
+        assert sum(len(server.asked) for server in servers) == asked
+        assert free(replicas).count(True) == usable
 
 
 async def test_a_replica_that_fails_gets_no_calls_until_it_is_healthy() -> None:
@@ -179,23 +182,12 @@ async def test_where_all_are_ejected_any_is_tried() -> None:
             with pytest.raises(BackendError, match="cannot be reached") as caught:
                 await answered_by(replicas, call())
             assert caught.value.status == 503
-        assert all(replica.ejected_since is not None for replica in replicas.replicas)
+        assert free(replicas) == [False, False]
         await servers[1].http.start()
-        assert await answered_by(replicas, call()) == servers[1].url  # its answer shows that it is back
-        assert [replica.ejected_since is None for replica in replicas.replicas] == [False, True]
-
-
-# --- through the gateway ------------------------------------------------------------------------------------------
-
-
-async def test_an_agent_sees_one_model_and_its_spans_say_who_answered() -> None:
-    async with replicated() as (replicas, servers), fronting(ModelEntry("policy", replicas)) as front:
-        await servers[0].http.stop()
-        attempted = await front.attempt()
-        client = front.client(attempted)
-        for _ in range(2):
-            answer = await client.chat.completions.create(model="policy", messages=user("hello"))
-            assert answer.choices[0].message.content == "Hi!"
-        spans = await front.spans(attempted)
-        assert [span.attributes[semconv.CALL_BACKEND] for span in spans] == [servers[1].url] * 2
-        assert all(span.tokens is not None for span in spans)
+        async with fronting(ModelEntry("policy", replicas)) as front:
+            attempted = await front.attempt()
+            answer = await front.client(attempted).chat.completions.create(model="policy", messages=user("hello"))
+            (span,) = await front.spans(attempted)
+        assert answer.choices[0].message.content == "Hi!" and span.tokens is not None
+        assert span.attributes[semconv.CALL_BACKEND] == servers[1].url
+        assert free(replicas) == [False, True]  # its answer shows that it is back

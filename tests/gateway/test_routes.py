@@ -1,36 +1,30 @@
-"""What an agent is told of errors that are not the backend's: statuses and codes as a client of OpenAI's knows them."""
+"""Errors that are not the backend's, in the statuses and codes that OpenAI's clients know."""
 
 from __future__ import annotations
 
 import openai
 import pytest
 
-from agentlightning.errors import AgentLightningError, ConfigError, InvalidError, NotFoundError, UnavailableError
+from agentlightning.errors import ConfigError, InvalidError, NotFoundError, UnavailableError
 from agentlightning.gateway.serving import as_backend_error
 from tests.gateway.talker import user
 from tests.gateway.world import World
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "code"),
-    [
-        (ConfigError("x"), 400, "invalid_request"),
-        (NotFoundError("x"), 404, "not_found"),
-        (InvalidError("x"), 422, "invalid_request"),
-        (UnavailableError("x"), 503, "service_unavailable"),
-    ],
-)
-def test_errors_of_ours_are_told_in_words_that_clients_expect(
-    error: AgentLightningError, status: int, code: str
+def test_errors_of_ours_have_words_that_clients_expect_and_of_others_only_the_log_has_the_details(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    told = as_backend_error(error)
-    assert (told.status, told.code, str(told)) == (status, code, "x")
-
-
-def test_of_other_errors_only_the_log_has_the_details(caplog: pytest.LogCaptureFixture) -> None:
-    told = as_backend_error(RuntimeError("a secret"))
-    assert (told.status, told.code) == (500, "internal")
-    assert "secret" not in str(told) and "a secret" in caplog.text
+    ours = [ConfigError("x"), NotFoundError("x"), InvalidError("x"), UnavailableError("x"), RuntimeError("a secret")]
+    answered = [as_backend_error(error) for error in ours]
+    assert [(error.status, error.code) for error in answered] == [
+        (400, "invalid_request"),
+        (404, "not_found"),
+        (422, "invalid_request"),
+        (503, "service_unavailable"),
+        (500, "internal"),
+    ]
+    assert [str(error) for error in answered[:4]] == ["x"] * 4
+    assert "secret" not in str(answered[4]) and "a secret" in caplog.text
 
 
 @pytest.mark.anyio

@@ -229,7 +229,7 @@ def test_a_step_whose_every_token_is_masked_is_skipped(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"correction": "truncate"}, "give old='proximal', or a correction that only leaves tokens out"),
+        ({"correction": "truncate"}, "give old='proximal', or one that only drops tokens"),
         ({"old": "proximal", "correction": "trunctate"}, "did you mean 'truncate'"),
         ({"old": "proximal", "correction": {"name": "mask", "hihg": 2}}, "no option 'hihg'; did you mean 'high'"),
         ({"old": "proximal", "correction": {"high": 2}}, "correction is None; give one of truncate, mask, bound"),

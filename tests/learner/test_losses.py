@@ -147,8 +147,8 @@ def test_one_that_is_marked_takes_clips_as_ours_do() -> None:
     ("settings", "why"),
     [
         ({"kind": "ppo"}, r"Known: .*ppo_clip"),
-        ({"kind": "importance_sampling", "clip_high": 0.3}, "importance_sampling clips no ratio"),
-        ({"kind": clipped_below_three, "clip_low": 0.1}, "clipped_below_three clips no ratio by them"),
+        ({"kind": "importance_sampling", "clip_high": 0.3}, "importance_sampling does not use them"),
+        ({"kind": clipped_below_three, "clip_low": 0.1}, "clipped_below_three does not use them"),
         ({"kind": "cispo", "dual_clip": 3.0}, "dual_clip is set, but the loss is cispo"),
         ({"clip_low": 0.0}, "clip range"),
         ({"aggregation": "constant"}, "needs constant_length"),

@@ -93,7 +93,7 @@ def test_options_of_a_function_are_given_beside_its_name() -> None:
     ("settings", "why"),
     [
         ({"aggregation": "token-meen"}, "did you mean 'token-mean'"),
-        ({"aggregation": lambda tokens: [1.0]}, "must give a finite weight for each of 5 tokens"),
+        ({"aggregation": lambda tokens: [1.0]}, "must return a finite weight for each of 5 tokens"),
         ({"aggregation": lambda tokens: np.full(len(tokens), np.inf)}, "a finite weight for each of 5 tokens"),
         ({"aggregation": lambda: 1.0}, "fails on five tokens: TypeError"),
         ({"aggregation": {"name": per_rollout, "lenght": 1}}, "did you mean 'length'"),

@@ -166,7 +166,7 @@ def test_a_function_weighs_the_tokens_of_each_rollout(level: Level) -> None:
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (lambda calls: [np.ones(3)], r"token_weights must give an array for each of 2 calls, and gave 1"),
+        (lambda calls: [np.ones(3)], r"token_weights must return an array for each of 2 calls, not 1"),
         (lambda calls: [np.ones(3) for _ in calls], r"a finite number for each of its 4 tokens, prompt included"),
         (lambda calls: [np.full(4, np.nan), np.ones(2)], "finite number for each of its 4 tokens"),
         (list, "token_weights fails on the two calls of a rollout, made to try it: TypeError"),

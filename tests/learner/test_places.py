@@ -44,7 +44,7 @@ def test_words_stand_for_places() -> None:
         ({"verl": NOWHERE, "reduction": "sum"}, "reduction"),
         ({"tinker": NOWHERE, "reduction": "max"}, "reduction"),
         (VERL | TINKER, "names tinker, verl"),
-        ({"tinker": "gpu-1:8000"}, "no address of a Tinker server"),
+        ({"tinker": "gpu-1:8000"}, "not a Tinker server's URL"),
     ],
 )
 def test_what_is_no_learner_is_refused(given: Any, why: str) -> None:
@@ -61,8 +61,8 @@ def test_what_is_no_learner_is_refused(given: Any, why: str) -> None:
         ({"vllm": "http://a/v1", "sglang": "http://b"}, "write embedded"),
         ({"url": "http://a/v1"}, "unknown key 'url'"),
         ({"vllm": "start", "flag": ["--x"]}, "did you mean 'flags'"),
-        ({"vllm": "http://a", "flags": ["--x"]}, "of a server that is started"),
-        ({"sglang": "start"}, "no address of a server"),
+        ({"vllm": "http://a", "flags": ["--x"]}, "for a started server"),
+        ({"sglang": "start"}, "not a server's URL"),
         ({"vllm": "start", "model": "m"}, "leave `model` out"),
         ({"vllm": "start", "api_key": "k"}, "api_key belongs to a server given by URL"),
         ({"sglang": "http://a", "model": "m"}, "has one model"),

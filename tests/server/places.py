@@ -24,8 +24,6 @@ from agentlightning.types import (
 )
 from tests.server.exporters import encode_traces
 
-# --- which scope opens which calls -------------------------------------------------------------------------------
-
 READ = {
     *("page_rollouts", "wait_for_rollouts", "finished_after", "get_rollout_by_id", "query_attempts"),
     *("get_latest_attempt", "query_spans", "page_spans", "query_resources", "get_latest_resources"),
@@ -46,9 +44,6 @@ ADMIN = TRAINER | {
     *("check_store", "import_rollout"),
 }
 OPENS = {"read": READ, "grader": GRADER, "worker": WORKER, "trainer": TRAINER, "admin": ADMIN}
-
-
-# --- a furnished store -------------------------------------------------------------------------------------------
 
 
 @dataclass

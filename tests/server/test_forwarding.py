@@ -98,9 +98,6 @@ def span(attempted: AttemptedRollout | None = None, number: int = 1, **fields: A
     return span_of(attempted or ("r", "a"), f"{number:016x}", name="tool", **times, **fields)
 
 
-# --- what is forwarded -------------------------------------------------------------------------------------------
-
-
 async def test_spans_of_every_way_in_reach_the_collector(collector):
     async with (
         talking() as (backend, _),
@@ -158,9 +155,6 @@ async def test_headers_go_to_the_collector_alone_also_where_it_points_elsewhere(
     assert collector.headers[0]["authorization"] == "Bearer k"
 
 
-# --- a collector in trouble --------------------------------------------------------------------------------------
-
-
 @asynccontextmanager
 async def forwarder_to(url: str) -> AsyncIterator[Forwarder]:
     forwarder = Forwarder(traces_url(url), linger=0.01)
@@ -212,9 +206,6 @@ async def test_a_full_queue_drops_the_oldest_and_says_so(collector, monkeypatch,
     assert "did not reach the collector" in caplog.text
 
 
-# --- the end -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("trouble", ["down", "hanging"])
 async def test_a_collector_that_does_not_answer_holds_the_end_up_for_a_few_seconds_at_most(
     trouble, collector, unused_port, monkeypatch, caplog
@@ -227,9 +218,6 @@ async def test_a_collector_that_does_not_answer_holds_the_end_up_for_a_few_secon
         began = time.monotonic()
     assert time.monotonic() - began < 5
     assert "1 of 1 spans did not reach" in caplog.text
-
-
-# --- settings and counts -----------------------------------------------------------------------------------------
 
 
 async def test_metrics_count_what_was_sent_and_dropped(collector):

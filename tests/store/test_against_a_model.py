@@ -74,8 +74,6 @@ class StoreAgainstModel(RuleBasedStateMachine):
         self.wait(self.store.close())
         self.loop.close()
 
-    # --- what there is to choose from ---
-
     def pick(self, data) -> tuple[RolloutModel, AttemptModel]:
         pairs = [
             (rollout, attempt)
@@ -116,8 +114,6 @@ class StoreAgainstModel(RuleBasedStateMachine):
             attempt.token,
         )
         assert leased.attempt.status == attempt.status
-
-    # --- rollouts ---
 
     @rule(config=configs, priority=st.integers(0, 1), count=st.integers(1, 3))
     def enqueue(self, config, priority, count) -> None:
@@ -253,8 +249,6 @@ class StoreAgainstModel(RuleBasedStateMachine):
         ):
             del self.groups[rollout.group[0]]
 
-    # --- attempts ---
-
     @precondition(has_attempts)
     @rule(data=st.data(), count=st.integers(1, 3))
     def add_spans(self, data, count) -> None:
@@ -334,8 +328,6 @@ class StoreAgainstModel(RuleBasedStateMachine):
         with pytest.raises(ConflictError, match="does not hold"):
             self.wait(self.store.heartbeat(rollout.id, attempt.id, attempt.token - 1))
 
-    # --- time ---
-
     @rule(seconds=st.sampled_from([1.0, 8.0, 20.0, 31.0]))
     def time_passes(self, seconds) -> None:
         self.now += seconds
@@ -357,8 +349,6 @@ class StoreAgainstModel(RuleBasedStateMachine):
                     attempt.release()
             rollout.expire(self.now)
         self.open()
-
-    # --- what must always be so ---
 
     def note_finished(self) -> None:
         """What has finished since the last look is in the feed behind the cursor, each once and nothing else."""

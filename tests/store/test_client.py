@@ -49,9 +49,6 @@ async def client_of(url: str, patience: float = 30.0):
         await client.close()
 
 
-# --- lost answers ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("ask", "adds"),
     [
@@ -140,9 +137,6 @@ async def test_a_call_that_could_be_done_twice_is_not_repeated(lossy):
         await client.update_rollout(leased.rollout_id, status="requeuing")
 
 
-# --- a server that goes away -------------------------------------------------------------------------------------
-
-
 async def test_even_a_call_that_must_not_be_repeated_waits_for_a_server_that_is_not_there_yet(sql):
     port = free_port()
     async with client_of(f"http://127.0.0.1:{port}") as client:
@@ -168,9 +162,6 @@ async def test_a_value_that_cannot_be_sent_is_refused_here(lossy):
         await client.enqueue_rollout(object())
     with pytest.raises(InvalidError, match="cannot be sent"):
         await client.enqueue_rollout(2**70)
-
-
-# --- what stands in between --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504, 520])

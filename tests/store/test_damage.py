@@ -20,9 +20,6 @@ from tests.store.conftest import opened, span_of
 pytestmark = pytest.mark.anyio
 
 
-# --- what is in the file is not a store, or no longer whole ------------------------------------------------------
-
-
 async def make_store(path: Path) -> None:
     """A store of a few hundred pages, closed."""
     async with opened(path) as store:
@@ -113,9 +110,6 @@ async def test_a_store_can_live_in_a_schema_of_its_own_beside_foreign_tables(pos
         async with opened(f"{postgres_database}?options=-csearch_path%3Dours") as store:
             await store.enqueue_rollout(1)
         assert connection.execute("SELECT count(*) FROM ours.rollouts").fetchone() == (1,)
-
-
-# --- stores of other layouts -------------------------------------------------------------------------------------
 
 
 def number_sqlite(path: Path, layout: int) -> None:

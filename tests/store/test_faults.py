@@ -48,9 +48,6 @@ async def connected(server: ServerProcess, *, patience: float = 60.0) -> AsyncIt
         await client.close()
 
 
-# --- the server is killed ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])
 @pytest.mark.parametrize(
@@ -73,9 +70,6 @@ async def test_a_server_killed_in_a_write_storm_loses_and_doubles_nothing(kind, 
             await storm.check(store)
         assert sorted(storm.feed) == sorted(storm.ended)
         assert len(storm.ended) == BATCH * len(storm.asked)
-
-
-# --- PostgreSQL is stopped ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -246,9 +240,6 @@ async def test_while_postgresql_is_away_callers_wait_and_then_are_told(
         assert kept in ({4}, {3, 4})
 
 
-# --- a worker is killed or comes back as a ghost -----------------------------------------------------------------
-
-
 async def test_a_lease_that_was_asked_for_again_is_not_taken_back():
     """Its first caller was cut off, which the store learns only after the caller has asked again."""
     async with opened(":memory:") as store:
@@ -261,9 +252,6 @@ async def test_a_lease_that_was_asked_for_again_is_not_taken_back():
         beat = await store.heartbeat(leased.rollout_id, leased.attempt.attempt_id, leased.lease.token)
         assert beat.status == "preparing"
         assert await store.check_store() == []
-
-
-# --- the clock of the machine jumps ------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=[-86_400.0, 86_400.0], ids=["back", "forward"])
@@ -290,9 +278,6 @@ async def test_no_lease_lives_for_ever_when_the_clock_jumps(jump, tmp_path):
         jump()
         (failed,) = await store.wait_for_rollouts([left.rollout_id], timeout=60)
         assert failed.status == "failed"
-
-
-# --- the disk is full --------------------------------------------------------------------------------------------
 
 
 async def fill(store: LightningStoreClient) -> tuple[set[str], list[str]]:

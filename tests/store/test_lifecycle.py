@@ -72,9 +72,6 @@ def test_an_ended_attempt_stays_as_it_ended(end, wanted):
             lifecycle.update(ended, wanted, 120.0, LEASE)
 
 
-# --- the three clocks --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("config", "now", "status"),
     [
@@ -104,8 +101,6 @@ def test_heartbeats_and_spans_move_each_their_own_clock():
     within, later = (lifecycle.hear(held, now, LEASE) for now in (103.0, 112.0))
     assert (within.last_activity, later.last_activity, later.held_seconds) == (105.0, 112.0, 5.0)
 
-
-# --- time in which calls are held back ---------------------------------------------------------------------------
 
 BOTH = RolloutConfig(timeout_seconds=20, unresponsive_seconds=15)
 
@@ -161,9 +156,6 @@ def test_clocks_only_move_later(events):
         current = after
 
 
-# --- revival -----------------------------------------------------------------------------------------------------
-
-
 def unresponsive(at: float = 130.0, **fields) -> Standing:
     defaults = {"config": retrying("unresponsive"), "end_time": at}
     return standing("requeuing", "unresponsive", **{**defaults, **fields})
@@ -190,9 +182,6 @@ def test_a_heartbeat_revives_whoever_lost_the_lease_but_not_whoever_fell_silent(
     assert (lost.attempt_status, lost.rollout_status, lost.lease_expires) == ("running", "running", 165.0)
     silent = unresponsive(at=105.0, lease_expires=130.0)
     assert lifecycle.beat(silent, 106.0, LEASE) == silent
-
-
-# --- by hand -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("current", typing.get_args(RolloutStatus))

@@ -87,9 +87,6 @@ async def read_in_every_way(store: LightningStore, rollout_id: str, spans: Seque
         assert one_by_one == wanted
 
 
-# --- what is read is what was written ----------------------------------------------------------------------------
-
-
 async def test_a_conversation_comes_back_as_it_was(store):
     rollout = await store.start_rollout("x")
     spans = conversation(rollout, 6)
@@ -182,9 +179,6 @@ async def test_what_is_repeated_is_found_by_its_text(store):
     assert len((await store.page_spans(tools)).items) == 4
 
 
-# --- once --------------------------------------------------------------------------------------------------------
-
-
 async def test_what_calls_repeat_is_in_the_file_once(tmp_path):
     path = tmp_path / "store.db"
     async with opened(path) as store:
@@ -216,9 +210,6 @@ async def test_conversations_by_turns_and_an_imported_one_are_stored_once_too(tm
     for name in ("one.db", "two.db"):
         data = (tmp_path / name).read_bytes()
         assert [data.count(f"«{seed * 1000}»".encode()) for seed in (1, 2)] == [1, 1]
-
-
-# --- what is removed, refused, secret ----------------------------------------------------------------------------
 
 
 async def test_nothing_refers_to_what_was_removed(tmp_path):
@@ -290,9 +281,6 @@ async def test_a_base_that_is_missing_is_found(tmp_path):
         connection.execute("DELETE FROM spans WHERE sequence_id = 1")
     async with opened(path) as store:
         assert await store.check_store() == ["1 calls that go on from one that is not stored: 0000000000000001"]
-
-
-# --- a store of the layout before --------------------------------------------------------------------------------
 
 
 def as_before(address: Path | str) -> None:

@@ -42,8 +42,6 @@ CREATE TABLE spans (
 )
 """
 
-# --- the databases -----------------------------------------------------------------------------------------------
-
 
 class Database:
     def __init__(self, dialect: Any, connection: Any) -> None:
@@ -110,8 +108,6 @@ def database(request) -> Iterator[Database]:
         yield opened
 
 
-# --- against Python -----------------------------------------------------------------------------------------------
-
 thorough = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -142,9 +138,6 @@ def test_cursors_visit_every_row_once_and_in_order(database, fields):
         assert visited == [row.unique for row in ordered(wanted, orders)]
 
     check()
-
-
-# --- what a filter means -----------------------------------------------------------------------------------------
 
 
 def test_a_filter_reads_naturally_as_json():
@@ -227,8 +220,6 @@ def test_a_path_leads_to_the_key_of_that_name_or_else_inwards(database):
         assert database.find(ROLLOUTS, And(wanted)) == {(number,)}
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------
-
 NO_DATABASE = Database("postgres", None)
 
 
@@ -306,9 +297,6 @@ def test_an_unknown_op_is_refused_with_a_hint():
 def test_rows_are_not_sorted_by_what_has_no_order(field):
     with pytest.raises(InvalidError, match=r"cannot be sorted by .*; sort by one of rollout_id, status"):
         NO_DATABASE.page(ROLLOUTS, None, [Order(field=field)], 1)
-
-
-# --- cursors -----------------------------------------------------------------------------------------------------
 
 
 def test_a_cursor_of_another_query_is_refused(database):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import logging
 import time
@@ -41,9 +42,6 @@ TOKENS = TokenCapture(
 def span_of(*, rollout_id: str = "ro-1", attempt_id: str = "at-1", **fields) -> Span:
     ids = {"rollout_id": rollout_id, "attempt_id": attempt_id, "trace_id": "t", "span_id": "s", "sequence_id": 1}
     return Span(**{**ids, "name": "n", "start_time": 1.0, "end_time": 2.0, **fields})
-
-
-# --- secrets -----------------------------------------------------------------------------------------------------
 
 
 CREDENTIALS = [
@@ -164,7 +162,7 @@ def test_json_within_json_stays_json_and_loses_only_the_secret(password, other, 
 FRAGMENTS = [
     '"password":', "'cookie': '", '\\"api_key\\": \\"', '"secret": ["', "password", '"', "'", "\\", '\\"', " ", "\n",
     ":", "[", ",", "bearer ", "Authorization: Basic ", "basic ", "sk-", "agl-aaaaaaaa.", "agl-", "aglk-", "glpat-",
-    "hf_", "ghp_", "github_pat_", "sk_live_", "AKIA", "://", "://a:", "@", "a", "1", "=", "cookie.1", ".1",
+    "hf_", "ghp_", "github_pat_", "sk_live_", "AKIA", ";base64,", "://", "://a:", "@", "a", "1", "=", "cookie.1", ".1",
 ]  # fmt: skip
 
 
@@ -203,6 +201,20 @@ async def test_others_are_served_while_a_long_span_is_cleaned():
     await store.close()
 
 
+@pytest.mark.parametrize("place", ["before", "behind", "at its end", "no base64"])
+def test_secrets_beside_an_image_are_found(place):
+    secret = "Bearer 8kd0Aq3vX2mN7pR9tY1w"
+    image = base64.b64encode(bytes(range(256)) * 40).decode()
+    text = {
+        "before": f"{secret} data:image/png;base64,{image}",
+        "behind": f'data:image/png;base64,{image}" {secret}',
+        "at its end": f'"data:image/png;base64,{image}password": "{secret}"',
+        "no base64": f"data:image/png;base64,{image[:5000]} {secret} {image[5000:]}",
+    }[place]
+    (kept,) = [redaction()(span_of(attributes={"text": text}))]
+    assert kept is not None and secret.split()[1] not in str(kept) and image[:5000] in str(kept)
+
+
 async def test_secrets_reach_the_store_on_no_way(store, caplog):
     caplog.set_level(logging.INFO, "agentlightning.audit")
     leased = await store.start_rollout({"api_key": "the user's own input stays"})
@@ -217,9 +229,6 @@ async def test_secrets_reach_the_store_on_no_way(store, caplog):
         assert kept.attributes == {"authorization": REDACTED, "text": REDACTED}
     assert (await store.get_rollout_by_id(leased.rollout_id)).input == {"api_key": "the user's own input stays"}
     assert OPENAI_KEY not in caplog.text
-
-
-# --- content -----------------------------------------------------------------------------------------------------
 
 
 CONTENT = {
@@ -305,9 +314,6 @@ def test_another_capture_is_refused():
         redaction("some")
 
 
-# --- the hook ----------------------------------------------------------------------------------------------------
-
-
 def without_ada(span: Span) -> Span | None:
     if span.name == "private":
         return None
@@ -355,8 +361,6 @@ async def test_nothing_is_written_if_the_hook_fails(hook, fault):
     assert await store.query_spans(ids["rollout_id"]) == []
     await store.close()
 
-
-# --- conversations that grow -------------------------------------------------------------------------------------
 
 PIECES = st.sampled_from(
     [

@@ -71,9 +71,6 @@ async def delete(store: LightningStore, where: Filter = EVERYTHING, **fields) ->
     return await store.delete_rollouts(where=where, **fields)
 
 
-# --- removing ----------------------------------------------------------------------------------------------------
-
-
 async def test_a_removed_rollout_is_gone_with_all_that_belongs_to_it(store):
     one, other = await finish(store), await finish(store)
     assert await delete(store, Condition("rollout_id", "eq", one.rollout_id)) == Deleted(
@@ -183,9 +180,6 @@ async def test_whoever_waits_for_several_rollouts_is_told_that_one_was_removed(s
     await store.update_attempt(working.rollout_id, working.attempt.attempt_id, status="succeeded")
     with anyio.fail_after(30), pytest.raises(NotFoundError):
         await waiting
-
-
-# --- leaving no trace --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("store", ["http"], indirect=True)
@@ -331,9 +325,6 @@ async def test_writing_a_large_file_anew_costs_nobody_their_lease_or_time(tmp_pa
     await store.close()
 
 
-# --- bringing in -------------------------------------------------------------------------------------------------
-
-
 def elsewhere(**changes) -> Call:
     """A rollout of another store that was tried twice."""
     rollout = Rollout(
@@ -419,9 +410,6 @@ async def test_an_import_takes_nothing_from_another_rollout(store):
     with pytest.raises(ConflictError, match="is stored already"):
         await store.perform(elsewhere(rollout=changed(elsewhere().rollout, group_id=group.group_id, group_index=0)))
     assert await store.get_rollout_by_id("ro-1") is None
-
-
-# --- checking ----------------------------------------------------------------------------------------------------
 
 
 async def test_a_call_without_a_logprob_for_each_token_must_be_flagged(store):

@@ -43,9 +43,6 @@ async def end(store: LightningStore, rollout: AttemptedRollout, status: str = "s
     await store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status=status)
 
 
-# --- the life of a rollout ---------------------------------------------------------------------------------------
-
-
 async def test_a_rollout_lives_from_queue_to_success(store):
     queued = await store.enqueue_rollout({"question": "2+2"}, mode="val", metadata={"tag": "a"})
     assert (queued.status, queued.mode, queued.metadata, queued.end_time) == ("queuing", "val", {"tag": "a"}, None)
@@ -92,9 +89,6 @@ async def test_metadata_is_replaced_or_merged(store):
         assert (requeued.status, requeued.metadata) == ("requeuing", metadata)
 
 
-# --- the clocks --------------------------------------------------------------------------------------------------
-
-
 async def test_a_worker_that_dies_loses_its_lease_and_the_rollout_fails(hasty_store):
     leased = await lease_new(hasty_store)
     (rollout,) = await hasty_store.wait_for_rollouts([leased.rollout_id], timeout=10)
@@ -109,9 +103,6 @@ async def test_attempts_are_held_for_a_number_of_seconds(store, seconds):
     leased = await lease_new(store)
     with pytest.raises(InvalidError, match="positive and finite"):
         await store.extend_attempts([(leased.rollout_id, leased.attempt.attempt_id)], seconds)
-
-
-# --- waiting -----------------------------------------------------------------------------------------------------
 
 
 async def test_a_waiting_worker_gets_work_when_it_is_enqueued(store):
@@ -150,9 +141,6 @@ async def test_waiting_for_rollouts_returns_all_of_them_once_the_last_has_finish
         (first.rollout_id, "succeeded"),
         (second.rollout_id, "failed"),
     ]
-
-
-# --- groups and runs ---------------------------------------------------------------------------------------------
 
 
 async def enqueue_group(store: LightningStore, run_id: str, size: int) -> list[AttemptedRollout]:
@@ -236,9 +224,6 @@ async def test_metrics_of_a_step_are_recorded_and_replaced(store):
         await store.query_metrics("run-b")
 
 
-# --- spans -------------------------------------------------------------------------------------------------------
-
-
 async def test_a_span_comes_back_as_it_was_written(store):
     leased = await lease_new(store)
     tokens = TokenCapture(
@@ -307,9 +292,6 @@ async def test_spans_of_an_unknown_attempt_are_refused_all_together(store):
     assert await store.query_spans(leased.rollout_id) == []
 
 
-# --- resources, workers and the whole ----------------------------------------------------------------------------
-
-
 async def test_resources_are_immutable_versions(store):
     assert await store.get_latest_resources() is None
     llm = LLM(endpoint="http://h/v1", model="m", sampling_parameters={"temperature": 0.7})
@@ -357,9 +339,6 @@ async def test_rollouts_are_found_by_what_they_are(store):
     assert await found(run_id=run.run_id, limit=2, offset=1) == ids[1:3]
     with pytest.raises(InvalidError):
         await found(limit=-1)
-
-
-# --- ids and values ----------------------------------------------------------------------------------------------
 
 
 async def test_a_rollout_enqueued_twice_under_its_id_is_stored_once(store):

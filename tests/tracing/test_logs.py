@@ -48,17 +48,11 @@ def test_of_a_flood_the_beginning_and_the_end_are_kept_and_the_rest_is_counted(s
     assert excerpt.text() == "000000000\n000000001\n\n… 9960 bytes left out …\n000000998\n000000999\n"
 
 
-def test_what_fits_is_kept_whole_also_where_its_middle_is_within_a_letter() -> None:
+@pytest.mark.parametrize(("written", "text"), [("aaéaa".encode(), "aaéaa"), (b"caf\xe9", "caf\ufffd")])
+def test_what_fits_is_kept_whole_also_where_its_middle_is_within_a_letter(written: bytes, text: str) -> None:
     excerpt = Excerpt(6)
-    excerpt.write("aaéaa".encode())
-    assert (excerpt.text(), excerpt.left_out) == ("aaéaa", 0)
-
-
-def test_a_log_is_a_span_whatever_it_holds() -> None:
-    with recording() as tracer:
-        record_log(tracer, "stdout", "half \ud83d of a pair")
-    (span,) = tracer.get_last_trace()
-    assert span.attributes == {LOG_STREAM: "stdout", LOG_TEXT: "half ? of a pair"}
+    excerpt.write(written)
+    assert (excerpt.text(), excerpt.left_out) == (text, 0)
 
 
 # --- logging -----------------------------------------------------------------------------------------------------
@@ -79,21 +73,19 @@ def test_records_of_an_attempt_become_one_span_and_those_of_others_none() -> Non
     assert handler not in root.handlers
 
 
-def test_what_python_says_on_stderr_without_handlers_is_still_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("own", [False, True])
+def test_what_python_says_on_stderr_is_said_once_unless_the_user_has_a_handler(
+    capsys: pytest.CaptureFixture[str], own: bool
+) -> None:
+    handler = logging.NullHandler()
     first, second = AttemptLogs(), AttemptLogs()  # of two runners in one process
     with plain_logging(), first.installed(), second.installed():
+        if own:
+            logger.addHandler(handler)
         logger.warning("low on fuel")
         logger.info("on course")
-    assert capsys.readouterr().err == "low on fuel\n"
-
-
-def test_a_handler_of_the_users_own_is_not_spoken_over(capsys: pytest.CaptureFixture[str]) -> None:
-    own = logging.NullHandler()
-    logger.addHandler(own)
-    with plain_logging(), AttemptLogs().installed():
-        logger.warning("low on fuel")
-    logger.removeHandler(own)
-    assert capsys.readouterr().err == ""
+        logger.removeHandler(handler)
+    assert capsys.readouterr().err == ("" if own else "low on fuel\n")
 
 
 @pytest.mark.anyio
@@ -112,7 +104,7 @@ async def test_a_runner_keeps_what_its_agents_log_apart() -> None:
     await store.close()
 
 
-def test_a_log_lasts_from_its_first_write_to_its_last() -> None:
+def test_a_log_is_a_span_from_its_first_write_to_its_last_whatever_it_holds() -> None:
     excerpt = Excerpt()
     assert excerpt.times == (None, None)
     excerpt.write(b"")
@@ -120,7 +112,8 @@ def test_a_log_lasts_from_its_first_write_to_its_last() -> None:
     first = excerpt.times[0]
     excerpt.write(b"two\n")
     with recording() as tracer:
-        record_log(tracer, "stdout", excerpt.text(), excerpt.times)
-        (span,) = tracer.get_last_trace()
+        record_log(tracer, "stdout", "half \ud83d of a pair", excerpt.times)
+    (span,) = tracer.get_last_trace()
+    assert span.attributes == {LOG_STREAM: "stdout", LOG_TEXT: "half ? of a pair"}
     assert first is not None and (span.start_time, span.end_time) == excerpt.times
     assert span.start_time == first <= span.end_time

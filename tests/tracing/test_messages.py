@@ -98,17 +98,14 @@ def test_json_of_another_shape_breaks_nothing(text: str) -> None:
     assert len(input_messages({semconv.GEN_AI_INPUT_MESSAGES: text})) == (text == '"hi"')
 
 
-def test_a_name_that_is_a_value_and_a_group_at_once_breaks_nothing() -> None:
-    attributes: Attributes = {"gen_ai.prompt.0": "x", "gen_ai.prompt.0.role": "user", "gen_ai.prompt.1.role": "user"}
-    assert input_messages(attributes) == [{"role": "user", "content": None}]
-
-
 @pytest.mark.parametrize("value", [["stop"], '["stop"]', "stop"])
 def test_finish_reasons_are_read_as_list_json_and_word(value: Any) -> None:
     assert finish_reasons({semconv.GEN_AI_FINISH_REASONS: value}) == ["stop"]
 
 
-def test_numbers_of_any_length_put_messages_in_order() -> None:
+def test_odd_names_break_nothing_and_numbers_of_any_length_put_messages_in_order() -> None:
+    both: Attributes = {"gen_ai.prompt.0": "x", "gen_ai.prompt.0.role": "user", "gen_ai.prompt.1.role": "user"}
+    assert input_messages(both) == [{"role": "user", "content": None}]
     numbers = ["10", "9" * 5000, "2"]
     attributes: Attributes = {f"llm.input_messages.{number}.message.role": number for number in numbers}
     assert [message["role"] for message in input_messages(attributes)] == ["2", "10", "9" * 5000]

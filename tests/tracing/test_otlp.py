@@ -87,21 +87,14 @@ def test_a_span_in_json_with_hex_ids_and_64_bit_numbers_as_text():
     )
 
 
-def test_enums_in_json_may_be_names_and_numbers_may_be_numbers():
+def test_json_is_read_liberally_and_what_is_not_known_is_ignored():
     span = from_json(kind="SPAN_KIND_SERVER", status={"code": "STATUS_CODE_OK"}, startTimeUnixNano=2_000_000_000)
     assert (span.attributes[KIND], span.status.status_code, span.start_time) == ("SERVER", "OK", 2.0)
-
-
-def test_what_is_not_known_is_ignored():
+    assert span.end_time == 2.0  # a missing end is the start
     span = from_json(kind=99, status={"code": 7}, flags=257, colour="red", attributes=[attribute("a", newValue=1)])
     assert (span.attributes, span.status.status_code) == ({}, "UNSET")
+    assert from_json(parentSpanId="").parent_id is from_json(parentSpanId="0" * 16).parent_id is None
     assert decode_traces(b'{"resourceSpans": [], "more": {}}', JSON) == decode_traces(b"", PROTOBUF) == []
-
-
-def test_an_empty_or_zero_parent_is_no_parent_and_a_missing_end_is_the_start():
-    assert from_json(parentSpanId="").parent_id is None
-    assert from_json(parentSpanId="0" * 16).parent_id is None
-    assert from_json().end_time == 1.0
 
 
 @pytest.mark.parametrize(
@@ -200,16 +193,16 @@ def ids(rollout_id: str, attempt_id: str) -> dict:
     return {ROLLOUT_ID: rollout_id, ATTEMPT_ID: attempt_id}
 
 
-def test_a_spans_own_attributes_come_before_its_resources_and_those_before_the_url():
-    span = msgspec.structs.replace(from_json(), attributes=ids("r1", "a1"), resource=ids("r2", "a2"))
-    assert resolve(span, ("r3", "a3")) == ("r1", "a1")
-    assert resolve(msgspec.structs.replace(span, attributes={}), ("r3", "a3")) == ("r2", "a2")
-    assert resolve(from_json(), ("r3", "a3")) == ("r3", "a3")
-    assert resolve(from_json(), None) is None
-
-
-def test_half_a_name_is_no_name():
-    half = msgspec.structs.replace(from_json(), attributes={ROLLOUT_ID: "r1"}, resource=ids("r2", ""))
-    assert resolve(half, ("r3", "a3")) == ("r3", "a3")
-    numbered = msgspec.structs.replace(from_json(), attributes={ROLLOUT_ID: 1, ATTEMPT_ID: 2})
-    assert resolve(numbered, None) is None
+@pytest.mark.parametrize(
+    ("attributes", "resource", "url", "found"),
+    [
+        (ids("r1", "a1"), ids("r2", "a2"), ("r3", "a3"), ("r1", "a1")),
+        ({}, ids("r2", "a2"), ("r3", "a3"), ("r2", "a2")),
+        ({}, {}, ("r3", "a3"), ("r3", "a3")),
+        ({}, {}, None, None),
+        ({ROLLOUT_ID: "r1"}, ids("r2", ""), ("r3", "a3"), ("r3", "a3")),  # half a name is no name
+        ({ROLLOUT_ID: 1, ATTEMPT_ID: 2}, {}, None, None),
+    ],
+)
+def test_a_spans_own_attributes_come_before_its_resources_and_those_before_the_url(attributes, resource, url, found):
+    assert resolve(msgspec.structs.replace(from_json(), attributes=attributes, resource=resource), url) == found

@@ -133,7 +133,9 @@ def test_no_status_is_success_and_an_exception_event_is_failure() -> None:
     quiet = span("quiet", 0, 1, tool__name="quiet")
     loud = msgspec.structs.replace(span("loud", 1, 2, tool__name="loud"), events=(SpanEvent(name="exception"),))
     told = span("told", 2, 3, tool__name="told", output__value='{"is_error": true}')
-    assert tools(read_steps([quiet, loud, told])) == [("quiet", False), ("loud", True), ("told", True)]
+    typed = span("typed", 3, 4, tool__name="typed", error__type="KeyError")
+    found = tools(read_steps([quiet, loud, told, typed]))
+    assert found == [("quiet", False), ("loud", True), ("told", True), ("typed", True)]
 
 
 @pytest.mark.parametrize(
@@ -154,14 +156,13 @@ def test_a_failure_is_found_within_what_a_framework_puts_around_it(result: str, 
     assert (failed.failed, failed.result) == (True, said)
 
 
-def test_a_type_of_error_is_a_failure() -> None:
-    assert tools(read_steps([span("look", 0, 1, tool__name="look", error__type="KeyError")])) == [("look", True)]
-
-
-def test_two_executions_of_one_tool_at_once_are_two_steps() -> None:
+def test_two_executions_of_one_tool_at_once_or_within_each_other_are_two_steps() -> None:
     both = [span(name, 0, 1, gen_ai__tool__name="search", gen_ai__tool__call__id=name) for name in ("one", "two")]
     call = gateway("call", 0, 0.1, "", "search")
     assert [step.tool_call_id for step in read_steps([call, *both]) if step.kind == "tool"] == ["one", "two"]
+    outer = span("outer", 0, 3, tool__name="walk", otel__scope__name="x")
+    inner = span("inner", 1, 2, "outer", tool__name="walk", otel__scope__name="x")
+    assert len(tools(read_steps([outer, inner]))) == 2
 
 
 def test_a_tool_that_was_tried_again_for_one_request_is_one_step_that_failed() -> None:
@@ -179,12 +180,6 @@ def test_ids_that_a_server_uses_again_in_each_answer_are_told_apart_by_time() ->
     spans = [*calls, span("t0", 2, 3, status="ERROR", **told), span("t4", 6, 7, **told)]
     found = [step for step in read_steps(spans) if step.kind == "tool"]
     assert [(step.failed, step.call and step.call.span_id) for step in found] == [(True, "c0"), (False, "c4")]
-
-
-def test_a_tool_that_calls_itself_is_two_steps() -> None:
-    outer = span("outer", 0, 3, tool__name="walk", otel__scope__name="x")
-    inner = span("inner", 1, 2, "outer", tool__name="walk", otel__scope__name="x")
-    assert len(tools(read_steps([outer, inner]))) == 2
 
 
 def test_tools_without_ids_answer_the_latest_call_that_asked_in_order() -> None:
@@ -233,42 +228,34 @@ def test_a_call_without_parents_is_of_the_agent_at_work_unless_several_are() -> 
     assert [step.agent for step in read_steps([writer, inner, beside, call]) if step.kind == "call"] == [None]
 
 
-def test_calls_at_the_same_time_are_told_apart_by_what_was_answered() -> None:
-    agents = [span(name, 0, 5, openinference__span__kind="AGENT") for name in ("left", "right")]
-    told = {"openinference__span__kind": "LLM", "llm__model_name": "policy"}
-    reports = [
-        span("l", 1, 4.1, "left", **told, output__value="good morning"),
-        span("r", 1, 4, "right", **told, output__value="good night"),
-    ]
-    calls = [gateway("one", 2, 3, "good night"), gateway("two", 2.1, 3, "good morning")]
-    steps = read_steps([*agents, *reports, *calls])
-    assert {step.span.span_id: step.agent for step in steps if step.kind == "call"} == {"one": "right", "two": "left"}
+def system(text: str) -> str:
+    return msgspec.json.encode([{"role": "system", "content": text}]).decode()
 
 
-def test_calls_at_the_same_time_are_told_apart_by_what_their_agents_were_told_to_be() -> None:
-    agents = [span(name, 0, 5, openinference__span__kind="AGENT") for name in ("left", "right")]
-    told = {"openinference__span__kind": "LLM", "llm__model_name": "policy", "output__value": "done"}
-    reports = [
-        span(f"llm {name}", 1, 4, name, **told, llm__input_messages__0__message__content=f"You are {name}.")
-        for name in ("left", "right")
-    ]
-    calls = [
-        msgspec.structs.replace(call, attributes={**call.attributes, semconv.GEN_AI_INPUT_MESSAGES: given})
-        for call, given in (
-            (gateway("one", 2, 3, "done"), '[{"role": "system", "content": "You are right."}]'),
-            (gateway("two", 2.1, 3, "done"), '[{"role": "system", "content": "You are left."}]'),
-        )
-    ]
-    steps = read_steps([*agents, *reports, *calls])
-    assert [step.agent for step in steps if step.kind == "call"] == ["right", "left"]
-
-
-def test_reports_that_may_be_of_either_call_are_counted_once_and_name_nobody() -> None:
-    agents = [span(name, 0, 5, openinference__span__kind="AGENT") for name in ("left", "right")]
-    told = {"openinference__span__kind": "LLM", "llm__model_name": "policy"}
-    reports = [span(name, 1, 4, parent, **told) for name, parent in (("l", "left"), ("r", "right"))]
-    steps = read_steps([*agents, *reports, gateway("one", 2, 3), gateway("two", 2.1, 3)])
-    assert [step.agent for step in steps if step.kind == "call"] == [None, None]
+@pytest.mark.parametrize(
+    ("reported", "answered", "agents"),
+    [
+        (
+            [{"output__value": "good morning"}, {"output__value": "good night"}],
+            ["good night", "good morning"],
+            ["r", "l"],
+        ),
+        ([{"llm__input_messages__0__message__content": f"You are {name}."} for name in "lr"], ["", ""], ["r", "l"]),
+        ([{}, {}], ["", ""], [None, None]),  # reports that may be of either call name nobody
+    ],
+)
+def test_calls_at_the_same_time_are_told_apart_by_answers_and_system_prompts(
+    reported: list[dict[str, str]], answered: list[str], agents: list[str | None]
+) -> None:
+    llm = {"openinference__span__kind": "LLM", "llm__model_name": "policy"}
+    spans = [span(name, 0, 5, openinference__span__kind="AGENT") for name in "lr"]
+    spans += [span(f"{name}2", 1, 4, name, **llm, **more) for name, more in zip("lr", reported, strict=True)]
+    calls = [gateway("one", 2, 3, answered[0]), gateway("two", 2.1, 3, answered[1])]
+    for call, name in zip(calls, "rl", strict=True):
+        call.attributes[semconv.GEN_AI_INPUT_MESSAGES] = system(f"You are {name}.")  # type: ignore[index]
+    steps = [step for step in read_steps([*spans, *calls]) if step.kind == "call"]
+    assert [step.span for step in steps] == calls
+    assert [step.agent for step in steps] == agents
 
 
 def test_reports_within_each_other_are_of_one_call() -> None:
@@ -311,42 +298,17 @@ def test_an_operation_is_a_tool_only_if_it_says_so() -> None:
     ]  # fmt: skip
 
 
-words = st.sampled_from(
-    [
-        "LLM",
-        "TOOL",
-        "AGENT",
-        "chat",
-        "execute_tool",
-        "invoke_agent",
-        "x",
-        "[]",
-        "{}",
-        '[{"tool_calls": [1]}]',
-        "null",
-        "3",
-    ]
-)
-names = st.sampled_from(
-    [
-        "openinference.span.kind",
-        "gen_ai.operation.name",
-        "gen_ai.tool.name",
-        "gen_ai.tool.call.id",
-        "output.value",
-        "gen_ai.agent.name",
-        "metadata",
-        semconv.CALL_ENDPOINT,
-        semconv.GEN_AI_OUTPUT_MESSAGES,
-        "gen_ai.response.id",
-    ]
-)
+WORDS = "LLM TOOL AGENT chat execute_tool invoke_agent x [] {} null 3".split()  # noqa: SIM905
+NAMES = [semconv.GEN_AI_AGENT_NAME, semconv.CALL_ENDPOINT, semconv.GEN_AI_OUTPUT_MESSAGES, semconv.GEN_AI_RESPONSE_ID]
+NAMES += ["openinference.span.kind", "gen_ai.operation.name", "gen_ai.tool.name", "gen_ai.tool.call.id"]
+NAMES += ["output.value", "metadata"]
+values = st.sampled_from([*WORDS, '[{"tool_calls": [1]}]']) | st.integers() | st.lists(st.integers(), max_size=2)
 anything = st.builds(
     lambda id, parent, start, length, told: msgspec.structs.replace(
         span(str(id), start, start + length, str(parent)), attributes=told
     ),
     st.integers(0, 8), st.integers(0, 8), st.floats(0, 9), st.floats(0, 9),
-    st.dictionaries(names, words | st.integers() | st.lists(st.integers(), max_size=2), max_size=4),
+    st.dictionaries(st.sampled_from(NAMES), values, max_size=4),
 )  # fmt: skip
 
 

@@ -38,13 +38,6 @@ def test_gaps_are_apart_in_order_long_enough_and_free_of_steps(parts) -> None:
         reached = gap.end_time
 
 
-def test_what_an_agent_wraps_is_looked_into() -> None:
-    around = steps((100.0, 130.0), attributes=AGENT)
-    found = timeline(attempt("succeeded", 130.0), around, now=0.0)
-    assert [(gap.start_time, gap.end_time) for gap in found.gaps] == [(100.0, 130.0)]
-    assert found.stood is None and found.last_span is None
-
-
 @pytest.mark.parametrize(
     ("status", "end", "said"),
     [
@@ -57,6 +50,9 @@ def test_where_it_stood_is_said_and_the_span_is_named(status: AttemptStatus, end
     found = timeline(attempt(status, end), did, now=140.0)
     assert found.stood == said and found.last_span == did[0].span.span_id
     assert timeline(attempt(status, end), [], now=140.0).stood == f"{said.partition(',')[0]}; no step was recorded"
+    within = timeline(attempt("succeeded", 130.0), steps((100.0, 130.0), attributes=AGENT), now=0.0)
+    assert [(gap.start_time, gap.end_time) for gap in within.gaps] == [(100.0, 130.0)]  # what an agent wraps counts
+    assert within.stood is None and within.last_span is None
 
 
 def test_a_terminal_shows_each_step_at_its_time_and_counts_what_is_too_much() -> None:

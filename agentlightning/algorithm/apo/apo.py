@@ -78,13 +78,13 @@ class BeamSearch:
         made = await self.context.unless_stopped(
             asyncio.gather(*(self._branch(number, slot, parents[slot // branches]) for slot in range(width * branches)))
         )
-        if exhausted := next((one for one in made if isinstance(one, OutOfBudget)), None):
+        if exhausted := next((result for result in made if isinstance(result, OutOfBudget)), None):
             raise exhausted
-        candidates = [one for one in made if isinstance(one, Candidate)]
+        candidates = [result for result in made if isinstance(result, Candidate)]
         failures = {f"r{number}-{slot}": one for slot, one in enumerate(made) if isinstance(one, Exception)}
-        if not candidates and all(isinstance(one, BackendError) for one in failures.values()):
+        if not candidates and all(isinstance(failure, BackendError) for failure in failures.values()):
             raise TrainingError(
-                f"the optimiser's model answered none of {len(failures)} times in round {number}: "
+                f"the optimiser's model failed all {len(failures)} times in round {number}: "
                 f"{next(iter(failures.values()))}. What was measured is kept: fix it, and resume the run"
             )
         ranking = await self._race([*beam, *candidates], number, 0, self._batch, width)
@@ -102,14 +102,14 @@ class BeamSearch:
         changed = [*templates][(number - 1 + slot) % len(templates)]
         try:
             shown = await self._shown_rollouts(name, parent)
-            said = await critique(self.model, self.settings.gradient_model, templates, changed, shown, slot)
-            edited = await edit(self.model, self.settings.apply_edit_model, templates[changed], said)
+            advice = await critique(self.model, self.settings.gradient_model, templates, changed, shown, slot)
+            edited = await edit(self.model, self.settings.apply_edit_model, templates[changed], advice)
         except (OutOfBudget, Rejected, BackendError) as error:
             return error
         texts = {**parent.texts, changed: edited.template}
         if self.lineage.of_texts(texts) is not None:
             return Rejected("the edit is the same as another")
-        made = {"parent": parent.name, "changed": changed, "critique": said}
+        made = {"parent": parent.name, "changed": changed, "critique": advice}
         return await self.add(name=name, round=number, texts=texts, **made)
 
     async def add(self, **fields: Any) -> Candidate:
@@ -134,7 +134,7 @@ class BeamSearch:
         order = [(first + offset) % self._held_out for offset in range(count)]
         for rung in rungs(count, beyond):
             tasks = order if len(racing) == 1 else order[:rung]
-            await self.measuring.measure([(one, "val", task) for one in racing for task in tasks])
+            await self.measuring.measure([(candidate, "val", task) for candidate in racing for task in tasks])
             standings = {
                 one.name: Standing(self.measuring.rewards(one.name, tasks), self._expected(one)) for one in racing
             }
@@ -149,7 +149,7 @@ class BeamSearch:
     async def _end_round(
         self, number: int, beam: list[Candidate], racing: list[Candidate], rejected: dict[str, str], final: bool = False
     ) -> None:
-        names, calls = [one.name for one in beam], dict(self.budget.optimizer)
+        names, calls = [candidate.name for candidate in beam], dict(self.budget.optimizer)
         scores = {one.name: self.measuring.score(one.name) for one in racing if self.measuring.measured(one.name)}
         await self.lineage.publish(
             Round(number=number, beam=names, scores=scores, rejected=rejected, calls=calls, final=final)
@@ -167,8 +167,8 @@ class BeamSearch:
         if number and not final:
             self.context.progress.step(number, values)
         for reason in dict.fromkeys(rejected.values()):
-            count = sum(one == reason for one in rejected.values())
-            self.context.progress.note(f"round {number}: {count} of the edits came to nothing: {reason}")
+            count = sum(why == reason for why in rejected.values())
+            self.context.progress.note(f"round {number}: {count} of the edits gave no candidate: {reason}")
 
     def _gradient_measures(self, parent: Candidate) -> list[tuple[Candidate, Mode, int]]:
         """Training tasks to run with a parent: those of its own round, so a parent in several rounds reuses them."""

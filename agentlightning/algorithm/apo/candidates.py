@@ -89,7 +89,7 @@ class Lineage:
 
     def of_texts(self, texts: dict[str, str]) -> Candidate | None:
         """The candidate with exactly these texts, if there is one."""
-        return next((one for one in self.candidates.values() if one.texts == texts), None)
+        return next((candidate for candidate in self.candidates.values() if candidate.texts == texts), None)
 
     def templates(self, candidate: Candidate) -> dict[str, PromptTemplate]:
         return {
@@ -98,12 +98,12 @@ class Lineage:
 
     def calls(self) -> dict[str, tuple[int, int]]:
         """Tokens that the optimiser has read and written, by model, as far as stored."""
-        stored = [one.calls for one in (*self.candidates.values(), *self.rounds)]
+        stored = [item.calls for item in (*self.candidates.values(), *self.rounds)]
         return max(stored, key=lambda calls: sum(map(sum, calls.values())), default={})
 
     def models(self) -> list[str]:
         """Models whose endpoints agents receive."""
-        return sorted({one.model for one in self._base.resources.values() if isinstance(one, LLM)})
+        return sorted({resource.model for resource in self._base.resources.values() if isinstance(resource, LLM)})
 
     async def version(self, candidate: Candidate) -> ResourcesUpdate:
         """The candidate's version beside the other resources of this process; stored if missing, because a model's

@@ -70,7 +70,7 @@ class OptimizerModel:
         async with self._turns:
             answer = await self._complete(model, messages)
         # Without a count, assume four characters per token.
-        read = answer.read if answer.read is not None else sum(len(one["content"]) for one in messages) // 4
+        read = answer.read if answer.read is not None else sum(len(message["content"]) for message in messages) // 4
         written = answer.written if answer.written is not None else len(answer.text) // 4
         self._budget.spend_calls({model: (read, written)})
         return answer.text.strip()
@@ -175,7 +175,7 @@ def placeholders(template: PromptTemplate) -> frozenset[str]:
             return frozenset(re.findall(r"\{\{\s*([A-Za-z_]\w*)", text))
         fields = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]
     except (ValueError, jinja2.TemplateError) as error:
-        raise ConfigError(f"it is no {template.engine} template: {error}") from None
+        raise ConfigError(f"it is not a valid {template.engine} template: {error}") from None
     return frozenset(re.split(r"[.\[]", field, maxsplit=1)[0] for field in fields)
 
 

@@ -28,7 +28,7 @@ from agentlightning.tracing.messages import model_name, token_counts
 from agentlightning.tracing.steps import read_steps
 from agentlightning.types import EnqueueRolloutRequest, Mode, Rollout, RolloutConfig, Span
 
-_UNHEARD: Final = (
+_NOT_RECORDED: Final = (
     "no rollout has a recorded conversation for the critic to see. An agent's own client is recorded where its API is "
     "`llm` in initial_resources, and isolation='process' has the gateway in the environment; or make it from `llm`"
 )
@@ -54,7 +54,7 @@ class Measuring:
         self._lineage = lineage
         self._budget = budget
         self._timeout = timeout
-        self._heard = False  # whether a conversation was recorded
+        self._recorded = False  # whether a conversation was recorded
         chance = random.Random(context.seed)
         self.tasks: dict[Mode, list[Any]] = {"train": [*context.train_tasks], "val": [*context.val_tasks]}
         for tasks in self.tasks.values():
@@ -92,8 +92,8 @@ class Measuring:
             for rollout in await self._context.unless_stopped(awaited):
                 await self._take(waiting.pop(rollout.rollout_id), rollout)
             self._context.progress.advance(len(requests) - len(waiting))
-        if not self._heard and any(one.rollout.status == "succeeded" for one in self.outcomes.values()):
-            raise TrainingError(_UNHEARD)
+        if not self._recorded and any(outcome.rollout.status == "succeeded" for outcome in self.outcomes.values()):
+            raise TrainingError(_NOT_RECORDED)
 
     def rewards(self, name: str, numbers: Iterable[int]) -> list[float]:
         """Of held-out tasks."""
@@ -106,7 +106,7 @@ class Measuring:
     def score(self, name: str) -> Score:
         """Over all held-out tasks on which the candidate has run, at least one."""
         made = [self.outcomes[name, "val", number] for number in self.measured(name)]
-        return Score(statistics.fmean(one.reward for one in made), len(made), sum(one.failed for one in made))
+        return Score(statistics.fmean(each.reward for each in made), len(made), sum(each.failed for each in made))
 
     async def evaluation(self, name: str, step: int) -> Evaluation:
         """All held-out results of a candidate."""
@@ -142,7 +142,7 @@ class Measuring:
 
     async def _take(self, measure: Measure, rollout: Rollout) -> None:
         spans = await self.spans(rollout)
-        self._heard |= bool(read_calls(spans)[0])
+        self._recorded |= bool(read_calls(spans)[0])
         reward = trace_rollout(rollout, spans).reward
         self.outcomes[measure] = Outcome(rollout, reward or 0.0, reward is None)
         self._budget.spend_rollout(usage_of(spans))

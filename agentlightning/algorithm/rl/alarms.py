@@ -17,7 +17,7 @@ FAR_KL: Final = 0.1  # nats per token: catches tokens that the learner finds unl
 EXPLOSION: Final = 20.0  # times the usual gradient; between batches it varies by small factors
 USUAL: Final = 20  # norms whose median is the usual one
 FEWEST: Final = 5  # norms before there is a usual one
-TOLD: Final = 3  # steps without any reward before a note
+NOTED_AFTER: Final = 3  # steps without any reward before a note
 
 
 class GradientNorms:
@@ -99,7 +99,7 @@ class Alarms:
     def check_collapse(self, step: int, row: int, earnings: Earnings, best: Callable[[], Path | None]) -> None:
         """Check after `row` steps without any reward; `best` finds the best saved weights."""
         ends = 0 < self._algorithm.stop_on_collapse <= row
-        if not ends and (row < TOLD or self._collapse_noted):
+        if not ends and (row < NOTED_AFTER or self._collapse_noted):
             return
         place = best()
         problem = (

@@ -84,7 +84,7 @@ def make_batches(
             **algorithm.measured,
             **credit_metrics(credited),
         }
-        versions = [version for one in sequences if (version := one.oldest_version) is not None]
+        versions = [version for sequence in sequences if (version := sequence.oldest_version) is not None]
         if versions:
             metrics["policy_version_oldest"] = float(min(versions))
         batches[model] = Batch(sequences, metrics)
@@ -131,10 +131,10 @@ def values_of(groups: Sequence[RewardedGroup], level: Level, values: Values) -> 
         sequence
         for transitions in rollouts
         for sequence in build_sequences(
-            [CreditedTransition(one, cast(FloatArray, next(numbers))) for one in transitions], level
+            [CreditedTransition(transition, cast(FloatArray, next(numbers))) for transition in transitions], level
         )
     ]
     found = np.zeros(ends[-1], np.float32)
-    for sequence, said in zip(sequences, values(sequences), strict=True):
-        found[sequence.advantages.astype(np.int64)] = said
+    for sequence, estimates in zip(sequences, values(sequences), strict=True):
+        found[sequence.advantages.astype(np.int64)] = estimates
     return np.split(found, ends[:-1])

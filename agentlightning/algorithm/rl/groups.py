@@ -113,7 +113,7 @@ class Groups:
         )
         self.steps_left = algorithm.steps
         self._dropped = Dropped()
-        self._begun: dict[str, Ticket] = {}
+        self._started: dict[str, Ticket] = {}
         self._enqueued: set[str] = set()
         self._ready: list[CompleteGroup] = []
         self._taken: list[CompleteGroup] = []
@@ -129,20 +129,20 @@ class Groups:
     def state(self) -> GroupsState:
         complete = [*self._ready, *self._taken]
         cursor = min([self._cursor, *(group.finished_index - 1 for group in complete)])
-        tickets = (*self._begun.values(), *(group.ticket for group in complete))
+        tickets = (*self._started.values(), *(group.ticket for group in complete))
         return GroupsState(self.sampler.state, tickets, cursor, tuple(self._lineage))
 
     def restore(self, state: GroupsState) -> None:
         self.sampler.state = state.sampler
-        self._begun = {self.name(ticket): ticket for ticket in state.tickets}
+        self._started = {self.name(ticket): ticket for ticket in state.tickets}
         self._cursor = state.cursor
         self._lineage = list(state.lineage)
 
-    def begin_again(self, version: int) -> None:
+    def restart(self, version: int) -> None:
         """Forget every group that was not trained, and restart from their tasks under another version."""
         positions = [ticket.position for ticket in self.state.tickets]
         self.sampler.state.position = min([self.sampler.state.position, *positions])
-        self._begun, self._ready, self._taken = {}, [], []
+        self._started, self._ready, self._taken = {}, [], []
         self._publish(version)
 
     def name(self, ticket: Ticket) -> str:
@@ -151,7 +151,7 @@ class Groups:
     def awaits(self, group_id: str | None) -> bool:
         """Whether this group is in progress, or may be started before the weights change. After skipped steps or
         replaced groups there are more of these than one step takes."""
-        if group_id is None or group_id in self._begun:
+        if group_id is None or group_id in self._started:
             return group_id is not None
         version = self._lineage[-1]
         position = group_id.removeprefix(f"{self.context.run.run_id}-").removesuffix(f"-v{version}")
@@ -191,14 +191,14 @@ class Groups:
 
     async def withdraw(self) -> None:
         """Cancel every group in progress: no step is left for it."""
-        names, self._begun, self._ready = frozenset(self._begun), {}, []
+        names, self._started, self._ready = frozenset(self._started), {}, []
         await withdraw_rollouts(self.context, lambda rollout: rollout.group_id in names)
 
     def _publish(self, version: int) -> None:
         self._lineage = [*self._lineage, version][-1 - self.algorithm.max_staleness :]
 
     def _enough(self) -> bool:
-        if not self.algorithm.refills and self._begun:
+        if not self.algorithm.refills and self._started:
             return False
         self._ready = [group for group in map(self._fresh, self._ready) if group is not None]
         if not self.algorithm.refills:
@@ -238,7 +238,7 @@ class Groups:
         try:
             while True:
                 for group in await store.complete_groups_after(run_id, self._cursor, timeout=30.0):
-                    if group.group_id in self._begun:  # groups of an abandoned lineage are ignored
+                    if group.group_id in self._started:  # groups of an abandoned lineage are ignored
                         rollouts = await trace_group(store, group.rollout_ids, self.algorithm, self.context.policies)
                         await self._check_called(rollouts)
                         self._take_in(group.group_id, group.finished_index or 0, rollouts)
@@ -260,7 +260,7 @@ class Groups:
                 self._first = None
 
     def _take_in(self, name: str, finished: int, rollouts: Sequence[TracedRollout]) -> None:
-        ticket = self._begun.pop(name, None)
+        ticket = self._started.pop(name, None)
         if ticket is None:  # cancelled while it was read
             return
         self._enqueued.discard(name)
@@ -278,7 +278,7 @@ class Groups:
     def _capacity(self) -> int:
         """How many groups may be started now: each must be fresh at training, and there must be a step for it."""
         steps = min(self.algorithm.max_staleness + 1, self.steps_left)
-        return max(0, steps * self.algorithm.tasks_per_step - len(self._begun) - len(self._ready) - len(self._taken))
+        return max(0, steps * self.algorithm.tasks_per_step - len(self._started) - len(self._ready) - len(self._taken))
 
     def _next_ticket(self) -> Ticket:
         position, index = self.sampler.take()
@@ -288,9 +288,9 @@ class Groups:
         """Start as many groups as there is room for; groups that turn out complete but useless make room for more."""
         while True:
             new = [self._next_ticket() for _ in range(self._capacity)]
-            self._begun |= {self.name(ticket): ticket for ticket in new}
+            self._started |= {self.name(ticket): ticket for ticket in new}
             # Restored ones too: the process may have died before all were enqueued.
-            missing = {name: ticket for name, ticket in self._begun.items() if name not in self._enqueued}
+            missing = {name: ticket for name, ticket in self._started.items() if name not in self._enqueued}
             if not missing:
                 return
             self._enqueued |= missing.keys()

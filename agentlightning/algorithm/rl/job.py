@@ -65,5 +65,5 @@ class Job:
         self.state.policy_version = await self.context.store.next_policy_version(self.run_id)
         if self.state.step == 0:
             self.state.first_version = self.state.policy_version
-        self.groups.begin_again(self.state.policy_version)
+        self.groups.restart(self.state.policy_version)
         await self.policies.publish(self.state.policy_version)

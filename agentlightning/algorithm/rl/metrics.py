@@ -35,7 +35,7 @@ def rollout_metrics(groups: Sequence[CompleteGroup], dropped: Dropped | None = N
     worked = tool_success(rollouts)
     return {
         "reward": _mean(rewards),
-        **{f"reward/{name}": _mean([one[name] for one in terms]) for name in (terms[0] if terms else ())},
+        **{f"reward/{name}": _mean([term[name] for term in terms]) for name in (terms[0] if terms else ())},
         "rollouts": float(len(rollouts)),
         "unrewarded": float(sum(traced.reward is None for traced in rollouts)),
         "calls": float(len(calls)),
@@ -76,18 +76,18 @@ def credit_metrics(groups: Sequence[Sequence[Sequence[CreditedTransition]]]) -> 
     }
     pairs = [(i.values, i.value_targets) for i in items if i.values is not None and i.value_targets is not None]
     if pairs:
-        said, targets = (np.concatenate(side).astype(np.float64) for side in zip(*pairs, strict=True))
-        metrics |= {"value_mean": float(said.mean()), "value_target_mean": float(targets.mean())}
+        estimates, targets = (np.concatenate(side).astype(np.float64) for side in zip(*pairs, strict=True))
+        metrics |= {"value_mean": float(estimates.mean()), "value_target_mean": float(targets.mean())}
         if variance := float(targets.var()):
-            metrics["explained_variance"] = 1 - float((targets - said).var()) / variance
+            metrics["explained_variance"] = 1 - float((targets - estimates).var()) / variance
     return metrics
 
 
 def over_steps(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Each metric over the optimiser steps of a batch: the sum for tokens, the extreme for extremes, else the mean."""
     totals: dict[str, float] = {}
-    for name in {name: None for one in history for name in one}:
-        values = [one[name] for one in history if name in one]
+    for name in {name: None for step in history for name in step}:
+        values = [step[name] for step in history if name in step]
         if name.startswith("tokens"):
             totals[name] = sum(values)
         else:

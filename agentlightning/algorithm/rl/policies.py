@@ -164,7 +164,7 @@ def optimiser_steps(
             present = None
             if moved and corrections.ask_present:
                 of_part = learner.logprobs([one.sequence for one in some], loss.temperature)
-                present = [one.numpy() for one in of_part]
+                present = [tensor.numpy() for tensor in of_part]
             part, masked = corrected(some, corrections, loss.old, present)
             moved |= bool(part)
             yield (learner.step(part, loss) if part else {}) | masked | measured

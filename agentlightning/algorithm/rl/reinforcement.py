@@ -159,7 +159,7 @@ class Loop:
     def _earned(self, groups: Sequence[CompleteGroup]) -> list[bool]:
         """Whether each group has a rollout with a reward above 0, without the terms that training adds."""
         given = self.job.algorithm.reward.given_part
-        return [any(given(one.reward_terms) > 0 for one in of.rollouts) for of in groups if of.rollouts]
+        return [any(given(rollout.reward_terms) > 0 for rollout in of.rollouts) for of in groups if of.rollouts]
 
     def _how_to_replay(self, step: int) -> str:
         directory = self.job.context.directory

@@ -55,15 +55,15 @@ async def withdraw_leftovers(job: Job) -> None:
     store, wanted = job.context.store, _wanted(job)
     first = f"{evaluation_id(job.run_id, 'val', 0, job.state.first_version)}-"
 
-    def asked_for(rollout: Rollout) -> bool:
+    def needed(rollout: Rollout) -> bool:
         return wanted(rollout) or rollout.rollout_id.startswith(first)
 
-    await withdraw_rollouts(job.context, lambda rollout: not asked_for(rollout))
+    await withdraw_rollouts(job.context, lambda rollout: not needed(rollout))
     if not job.context.owns_runner:
         return
     for rollout in await store.query_rollouts(run_id=job.run_id, status_in=["preparing", "running"]):
         attempt = await store.get_latest_attempt(rollout.rollout_id)
         # An older attempt's runner died with its process; a newer attempt is our own runner's.
-        if attempt is not None and attempt.start_time < job.context.run_time and asked_for(rollout):
+        if attempt is not None and attempt.start_time < job.context.run_time and needed(rollout):
             with contextlib.suppress(ConflictError):  # it has ended meanwhile
                 await store.update_attempt(rollout.rollout_id, attempt.attempt_id, status="unresponsive")

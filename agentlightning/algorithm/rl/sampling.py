@@ -59,7 +59,7 @@ class TaskSampler:
         position = self.state.position
         index = self._pick(self.tasks, random.Random(f"{self._seed}/task/{position}"))
         if index not in range(len(self.tasks)):
-            raise ConfigError(f"next_task gave {index!r}; it must give the index of one of {len(self.tasks)} tasks")
+            raise ConfigError(f"next_task returned {index!r}; give the index of one of {len(self.tasks)} tasks")
         self.state.position += 1
         return position, int(index)
 
@@ -99,6 +99,6 @@ class TaskSampler:
         order = [int(index) for index in self._curriculum(self.tasks, epoch)]
         if not order or not all(0 <= index < len(self.tasks) for index in order):
             raise ConfigError(
-                f"the curriculum gave {order!r:.200} for epoch {epoch}; it must give indices of {len(self.tasks)} tasks"
+                f"the curriculum returned {order!r:.200} for epoch {epoch}; give indices of {len(self.tasks)} tasks"
             )
         return order

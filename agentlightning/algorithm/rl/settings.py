@@ -263,22 +263,22 @@ class RLSettings(metaclass=_Tried):
             items: list[Any] = [item for group in answer for rollout in group for item in rollout]
         except TypeError:
             raise ConfigError(
-                f"{by} must give a list for each rollout of each group, and gave {answer!r:.200}"
+                f"{by} must return a list for each rollout of each group, but returned {answer!r:.200}"
             ) from None
         asked = [len(group.transitions) for group in groups]
         if shape != asked:
-            raise ConfigError(f"{by} must give lists for groups of {asked} rollouts, and gave them for {shape}")
+            raise ConfigError(f"{by} must return lists for groups of {asked} rollouts, but returned them for {shape}")
         for item in items:
             if not isinstance(item, CreditedTransition):
                 raise ConfigError(
-                    f"{by} must give a CreditedTransition for each call that trains, and gave {item!r:.200}"
+                    f"{by} must return a CreditedTransition for each call that trains, but returned {item!r:.200}"
                 )
             tokens = len(item.transition.response_ids)
             for one in (item.advantages, item.values, item.value_targets):
                 if one is not None and not _is_float_each(one, tokens):
                     raise ConfigError(
-                        f"{by} must give a NumPy array with a finite float for each of the {tokens} sampled tokens of "
-                        f"a call, and gave {one!r:.200}"
+                        f"{by} must return a NumPy array with a finite float for each of the {tokens} sampled tokens "
+                        f"of a call, but returned {one!r:.200}"
                     )
         return answer
 
@@ -321,7 +321,7 @@ class RLSettings(metaclass=_Tried):
             same = False
         if not same:
             raise ConfigError(
-                f"{own.__name__}.state gave {state!r:.200}, which JSON does not give back unchanged; give dicts with "
+                f"{own.__name__}.state returned {state!r:.200}, which JSON does not preserve; return dicts with "
                 "names of text, lists, text, finite numbers, booleans and None"
             )
         return state
@@ -354,7 +354,7 @@ def _try_weights(function: Callable[..., Any]) -> None:
     """ConfigError unless it returns weights for the tokens of two made-up calls."""
     calls = RewardedGroup.trial(0.0).transitions[0]
     try:
-        weighed([CreditedTransition(one, np.zeros(len(one.response_ids), np.float32)) for one in calls], function)
+        weighed([CreditedTransition(call, np.zeros(len(call.response_ids), np.float32)) for call in calls], function)
     except ConfigError:
         raise
     except Exception as error:

@@ -73,11 +73,11 @@ class RecordedGroups(Groups):
         """All are complete."""
 
     async def take(self) -> tuple[list[CompleteGroup], Dropped]:
-        tickets = [*self._begun.values()]  # of a step that was started and not finished
+        tickets = [*self._started.values()]  # of a step that was started and not finished
         count = min(self.algorithm.tasks_per_step, len(self.sampler.tasks)) - len(tickets)
         tickets += [self._next_ticket() for _ in range(count)]
-        self._begun = {self.name(ticket): ticket for ticket in tickets}  # a run may be stopped while they are read
-        self._taken, self._begun = [await self._read(ticket) for ticket in tickets], {}
+        self._started = {self.name(ticket): ticket for ticket in tickets}  # a run may be stopped while they are read
+        self._taken, self._started = [await self._read(ticket) for ticket in tickets], {}
         return self._taken, Dropped()
 
     async def _read(self, ticket: Ticket) -> CompleteGroup:
@@ -130,11 +130,11 @@ async def read_groups(
         context.progress.advance(outcomes.total())
         rewarded = rewarded_group(traced, algorithm.unrewarded)
         if algorithm.why_useless(rewarded) is None and algorithm.trains_on(rewarded):
-            groups.append(tuple(one.rollout.rollout_id for one in traced))
+            groups.append(tuple(rollout.rollout.rollout_id for rollout in traced))
     if False in spelled and True not in spelled:
         raise ConfigError(
-            f"the prompts in {place} do not say what was asked when the tokenizer of {', '.join(context.policies)} "
-            f"reads them: another one made these ids. {_OTHERWISE}"
+            f"the prompts in {place} do not contain what was asked, as the tokenizer of "
+            f"{', '.join(context.policies)} reads them: another one made these ids. {_OTHERWISE}"
         )
     if not groups:
         reasons = [f"{count:,} {outcome}" for outcome, count in outcomes.most_common()]
@@ -145,7 +145,7 @@ async def read_groups(
             f"nothing to learn from: of the finished rollouts in {where}, held-out ones aside, none is kept for "
             f"{', '.join(context.policies)}: {'; '.join(reasons) or 'there is none'}{hint}. Nothing was trained"
         )
-    context.progress.note(f"{len(groups):,} recorded groups are learned from, of {outcomes.total():,} rollouts")
+    context.progress.note(f"{len(groups):,} recorded groups to train on, from {outcomes.total():,} rollouts")
     return groups
 
 
@@ -164,5 +164,5 @@ def _spelled(tokens: TokenBytes, traced: TracedRollout, spans: Sequence[Span], p
     prompt = tokens.text(call.prompt_ids.tolist())
     attributes = next(span.attributes for span in spans if span.span_id == call.span_id)
     messages = chat_messages(input_messages(attributes))
-    said = [text.strip() for one in messages if one["role"] == "user" and isinstance(text := one["content"], str)]
-    return {any(text in prompt for text in said if text) if any(said) else None}
+    requests = [text.strip() for one in messages if one["role"] == "user" and isinstance(text := one["content"], str)]
+    return {any(text in prompt for text in requests if text) if any(requests) else None}

@@ -149,9 +149,9 @@ class Connection:
         return await self._health(timeout_seconds) in (UNREACHABLE, BROKE_OFF)
 
     async def _health(self, timeout_seconds: float, *, control: bool = False) -> str:
-        asked = self.posted(self.health_url, None, retries=False, control=control)
+        request = self.posted(self.health_url, None, retries=False, control=control)
         try:
-            async with asyncio.timeout(timeout_seconds), asked as response:
+            async with asyncio.timeout(timeout_seconds), request as response:
                 await response.read()
                 return "healthy" if response.status < 500 else "failing"
         except TimeoutError:
@@ -210,7 +210,6 @@ class Connection:
         return await response.send(message)
 
     def keep(self, response: Response) -> None:
-        """Use its connection for further requests."""
         if self._closed:
             response.abort()
         else:
@@ -241,7 +240,6 @@ class Response(asyncio.Protocol):
         self._waiting: asyncio.Future[None] | None = None
 
     async def send(self, request: bytes) -> Response:
-        """Send a request and wait for the head of its answer."""
         if self.lost or self._transport is None:
             raise UnreachableError("it closed the connection", status=503)
         self._begin()
@@ -255,13 +253,11 @@ class Response(asyncio.Protocol):
         return self
 
     async def read(self) -> bytes:
-        """What is left of the body."""
         if self._complete:
             return self._take()
         return b"".join([part async for part in self.parts()])
 
     async def parts(self) -> AsyncGenerator[bytes, None]:
-        """The body as it comes."""
         while True:
             if self._parts:
                 yield self._take()
@@ -292,7 +288,6 @@ class Response(asyncio.Protocol):
         return body
 
     async def _more(self) -> None:
-        """Wait until something has come."""
         if self._failure is not None:
             raise self._failure
         self._waiting = self._loop.create_future()

@@ -64,7 +64,6 @@ def make_backend(
 
 
 def captures_tokens(kind: BackendKind) -> bool:
-    """Whether servers of this kind return the token ids of what they sample."""
     return kind == "sglang" or KINDS[kind].captures_tokens
 
 

@@ -133,9 +133,9 @@ class HttpBackend:
         """Asks vLLM's tokenizer. Hosted APIs have none to ask: there it is an estimate, a token for four bytes."""
         if self.kind != "vllm":
             return len(msgspec.json.encode((call.messages, call.tools))) // 4
-        asked = {"model": self.model or call.model, "messages": call.messages, "tools": call.tools or None}
+        body = {"model": self.model or call.model, "messages": call.messages, "tools": call.tools or None}
         url = f"{self.connection.root}/tokenize"
-        async with self.connection.posted(url, msgspec.json.encode(asked), accepted=True) as response:
+        async with self.connection.posted(url, msgspec.json.encode(body), accepted=True) as response:
             try:
                 return msgspec.json.decode(await response.read(), type=_Counted).count
             except msgspec.DecodeError as error:
@@ -143,7 +143,6 @@ class HttpBackend:
 
     @asynccontextmanager
     async def relay(self, call: RelayedCall) -> AsyncGenerator[RelayedAnswer]:
-        """See `Backend.relay`."""
         headers = call.headers | ({SESSION_HEADER: call.session} if call.session else {})
         body = msgspec.json.encode({**call.body, "model": self.model or call.model}) if call.body else None
         async with self.connection.posted(self.connection.url(call.path), body, headers) as response:
@@ -178,8 +177,8 @@ class HttpBackend:
         if self.captures_tokens or call.logprobs:
             optional["logprobs"] = True if chat else call.top_logprobs
             optional["top_logprobs"] = (call.top_logprobs or None) if chat else None
-        asked = {"messages": call.messages} if chat else {"prompt": call.prompt}
-        always = {"model": self.model or call.model, **asked, "stream": call.stream}
+        prompt = {"messages": call.messages} if chat else {"prompt": call.prompt}
+        always = {"model": self.model or call.model, **prompt, "stream": call.stream}
         # Where the distribution to sample from is said, it is said in full: vLLM takes the rest from the model's own
         # generation config, which may hold a penalty.
         return (dict(NEUTRAL_PENALTIES) if whole else {}) | call.extra | always | given(**optional)
@@ -350,24 +349,24 @@ class _AnswerReader:
             stopped = choice.stop_reason if isinstance(choice.stop_reason, str) else None
             events.append(Finished(choice.index, reason, untrainable, stopped, None if runs else last, runs))
         if self._usage is not None:
-            told = self._usage
+            usage = self._usage
             details = given(
-                prompt_tokens_details=told.prompt_tokens_details,
-                completion_tokens_details=told.completion_tokens_details,
+                prompt_tokens_details=usage.prompt_tokens_details,
+                completion_tokens_details=usage.completion_tokens_details,
             )
-            events.append(Usage(told.prompt_tokens, told.completion_tokens, details))
+            events.append(Usage(usage.prompt_tokens, usage.completion_tokens, details))
         return events
 
-    def _logprobs(self, told: _Logprobs[Any] | None) -> tuple[tuple[float, ...], tuple[Any, ...]]:
+    def _logprobs(self, logprobs: _Logprobs[Any] | None) -> tuple[tuple[float, ...], tuple[Any, ...]]:
         """(the logprob of each token, its entry of `logprobs.content` where the agent asked for it)."""
-        if told is None:
+        if logprobs is None:
             return (), ()
-        if told.content is None:
-            values = tuple(float("nan") if value is None else value for value in told.token_logprobs or ())
-            return values, _entries(told) if self._call.logprobs else ()
+        if logprobs.content is None:
+            values = tuple(float("nan") if value is None else value for value in logprobs.token_logprobs or ())
+            return values, _entries(logprobs) if self._call.logprobs else ()
         if not self._call.logprobs:
-            return tuple([token.logprob for token in told.content]), ()
-        return tuple([_ENTRY.decode(entry).logprob for entry in told.content]), tuple(told.content)
+            return tuple([token.logprob for token in logprobs.content]), ()
+        return tuple([_ENTRY.decode(entry).logprob for entry in logprobs.content]), tuple(logprobs.content)
 
     def _untrainable(self, choice: _Said[Any]) -> str | None:
         call = self._call
@@ -378,14 +377,14 @@ class _AnswerReader:
         return STOPPED_BY_STRING if isinstance(choice.stop_reason, str) else None
 
 
-def version_runs(told: Sequence[WeightsSpan] | None, version: int) -> list[list[int]]:
+def version_runs(spans: Sequence[WeightsSpan] | None, version: int) -> list[list[int]]:
     """The policy version of each token, run-length, where the server names its weights by them; empty where it does
     not, or where they have been another `version` since before the call."""
-    weights = told or []
+    weights = spans or []
     runs = [
-        [int(one.version), one.end - one.start]
-        for one in weights
-        if one.version.isdecimal() and len(one.version) < 10 and one.end > one.start  # which 32 bits hold
+        [int(span.version), span.end - span.start]
+        for span in weights
+        if span.version.isdecimal() and len(span.version) < 10 and span.end > span.start  # which 32 bits hold
     ]
     return runs if len(runs) == len(weights) and runs and runs[-1][0] >= version else []
 
@@ -393,19 +392,19 @@ def version_runs(told: Sequence[WeightsSpan] | None, version: int) -> list[list[
 def _delta(choice: _Said[Any]) -> dict[str, Any]:
     if choice.text is not None:
         return {"content": choice.text} if choice.text else {}
-    said = choice.delta if choice.delta is not None else choice.message or {}
-    if len(said) == 1 and isinstance(content := said.get("content"), str):  # nearly every chunk
-        return said if content else {}
-    msgspec.convert(said, _Spoken)
-    return {name: value for name, value in said.items() if name != "role" and value not in (None, "", [])}
+    message = choice.delta if choice.delta is not None else choice.message or {}
+    if len(message) == 1 and isinstance(content := message.get("content"), str):  # nearly every chunk
+        return message if content else {}
+    msgspec.convert(message, _Spoken)
+    return {name: value for name, value in message.items() if name != "role" and value not in (None, "", [])}
 
 
-def _entries(told: _Logprobs[Any]) -> tuple[Any, ...]:
+def _entries(logprobs: _Logprobs[Any]) -> tuple[Any, ...]:
     """Those of a continued prompt, in the form of a chat's."""
-    tops = told.top_logprobs or [None] * len(told.tokens)
+    tops = logprobs.top_logprobs or [None] * len(logprobs.tokens)
     return tuple(
         _entry(token, logprob) | {"top_logprobs": [_entry(other, value) for other, value in (top or {}).items()]}
-        for token, logprob, top in zip(told.tokens, told.token_logprobs or (), tops, strict=False)
+        for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs or (), tops, strict=False)
     )
 
 

@@ -220,8 +220,8 @@ class _VllmAnswer(_Answer):
         return [token for choice in chunk.choices for token in self._read_choice(choice)]
 
     def _read_choice(self, choice: _VllmChoice) -> list[SampledToken]:
-        told = choice.logprobs.content if choice.logprobs is not None else []
-        if [token.token_id for token in told] != choice.token_ids:
+        sampled = choice.logprobs.content if choice.logprobs is not None else []
+        if [token.token_id for token in sampled] != choice.token_ids:
             raise BackendError("the vLLM server returned logprobs of other tokens than it sampled")
         most = self._request.top_logprobs
         tokens = [
@@ -229,9 +229,9 @@ class _VllmAnswer(_Answer):
                 token.token_id,
                 token.logprob,
                 self._version,
-                top_logprobs=tuple((one.token_id, one.logprob) for one in token.top_logprobs[:most]),
+                top_logprobs=tuple((top.token_id, top.logprob) for top in token.top_logprobs[:most]),
             )
-            for token in told
+            for token in sampled
         ]
         if choice.finish_reason is not None:
             if choice.finish_reason not in _REASONS or not tokens:
@@ -333,10 +333,10 @@ class _SglangAnswer(_Answer):
             raise _refused(chunk.error or _Error("an answer without meta_info", 502))
         meta = chunk.meta_info
         reason = _finish_reason(meta.finish_reason)
-        asked = len(self._request.prompt_token_ids)
-        if meta.prompt_tokens != asked:
+        length = len(self._request.prompt_token_ids)
+        if meta.prompt_tokens != length:
             raise BackendError(
-                f"the SGLang server read {meta.prompt_tokens} tokens of a prompt of {asked}: shorten it (a server "
+                f"the SGLang server read {meta.prompt_tokens} tokens of a prompt of {length}: shorten it (a server "
                 "started with --allow-auto-truncate cuts prompts silently)",
                 status=400,
                 code="context_length_exceeded",
@@ -376,8 +376,8 @@ class _SglangAnswer(_Answer):
 
     def _version_of(self, meta: _Meta, position: int) -> int:
         weights = [part.version for part in meta.weight_versions if part.start <= position]
-        told = weights[-1] if weights else meta.weight_version
-        return int(told) if told is not None and told.isdecimal() and len(told) < 10 else self._version
+        name = weights[-1] if weights else meta.weight_version
+        return int(name) if name is not None and name.isdecimal() and len(name) < 10 else self._version
 
 
 def _number(logprob: float | None) -> float:

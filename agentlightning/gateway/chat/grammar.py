@@ -93,12 +93,12 @@ class _Asked(msgspec.Struct, tag_field="type", tag="json_schema"):
 
 def form_of(call: ModelCall, tool_format: str | None) -> Form | None:
     """What the call insists on, None where it is free. CallRefused (400) for what is no form, or of another format."""
-    asked, schema = call.extra.get("response_format") or {"type": "text"}, None
-    if asked == {"type": "json_object"}:
+    response_format, schema = call.extra.get("response_format") or {"type": "text"}, None
+    if response_format == {"type": "json_object"}:
         schema = {"type": "object"}
-    elif asked != {"type": "text"}:
+    elif response_format != {"type": "text"}:
         try:
-            schema = msgspec.convert(asked, _Asked).json_schema.schema
+            schema = msgspec.convert(response_format, _Asked).json_schema.schema
         except msgspec.ValidationError as error:
             _refuse("response_format", f"it is not that of OpenAI's chat completions: {error}")
     choice, forced = call.tool_choice, forces_a_call(call.tool_choice)
@@ -106,13 +106,13 @@ def form_of(call: ModelCall, tool_format: str | None) -> Form | None:
         return None
     functions = [] if choice == "none" or call.prompt is not None else [tool["function"] for tool in call.tools]
     if forced and choice != "required":
-        functions = [one for one in functions if choice == {"type": "function", "function": {"name": one["name"]}}]
+        functions = [tool for tool in functions if choice == {"type": "function", "function": {"name": tool["name"]}}]
     if forced and not functions:
         _refuse("tool_choice", "it names none of the tools")
     return Form(
         field="tool_choice" if forced else "response_format",
         schema=None if forced else schema,
-        tools=tuple((one["name"], {"type": "object", **(one.get("parameters") or {})}) for one in functions),
+        tools=tuple((tool["name"], {"type": "object", **(tool.get("parameters") or {})}) for tool in functions),
         format=TOOL_FORMATS[tool_format] if functions and tool_format else None,
         many=not isinstance(choice, dict) and call.extra.get("parallel_tool_calls") is not False,
     )
@@ -158,8 +158,6 @@ class Grammars:
 
 
 class _Masks:
-    """See `Masks`."""
-
     def __init__(self, matcher: LLMatcher, field: str) -> None:
         self._matcher = matcher
         self._field = field
@@ -239,8 +237,8 @@ def _parts_of(node: Any) -> Iterator[Any]:
 
 def _json(schema: Any, *, lenient: bool = False) -> str:
     """`lenient`, keywords that llguidance does not know are left out."""
-    told = {"whitespace_pattern": _SPACE, "lenient": lenient}
-    return "%json " + msgspec.json.encode({**schema, "x-guidance": told}).decode()
+    guidance = {"whitespace_pattern": _SPACE, "lenient": lenient}
+    return "%json " + msgspec.json.encode({**schema, "x-guidance": guidance}).decode()
 
 
 def _tagged(schema: Any) -> dict[str, Any]:

@@ -119,7 +119,8 @@ class ChatTemplate:
     def detokenizer(self, *, keep_markers: bool, keep_reasoning: bool = False) -> Detokenizer:
         """Text of an answer as it is sampled; `keep_markers` keeps special tokens that mark tool calls."""
         marks = map(self.tokenizer.token_to_id, (BEGIN, END)) if keep_reasoning else ()
-        return Detokenizer(self.token_bytes, keep_markers=keep_markers, shown=[one for one in marks if one is not None])
+        shown = [mark for mark in marks if mark is not None]
+        return Detokenizer(self.token_bytes, keep_markers=keep_markers, shown=shown)
 
     def tool_call_parser(self) -> ToolCallParser:
         """A parser for one answer. ConfigError if the format of the model's tool calls is not known."""
@@ -143,14 +144,14 @@ class ChatTemplate:
 
 def _without_later_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """user "U", system "S", assistant "A"  →  user "U\\n\\nS", assistant "A"."""
-    told = messages[:1]
+    merged = messages[:1]
     for message in messages[1:]:
         role = "user" if message["role"] == "system" else message["role"]
-        if role == "user" == told[-1]["role"]:
-            told[-1] = told[-1] | {"content": f"{told[-1]['content']}\n\n{message['content']}"}
+        if role == "user" == merged[-1]["role"]:
+            merged[-1] = merged[-1] | {"content": f"{merged[-1]['content']}\n\n{message['content']}"}
         else:
-            told.append(message | {"role": role})
-    return told
+            merged.append(message | {"role": role})
+    return merged
 
 
 def _text(content: Any) -> str:

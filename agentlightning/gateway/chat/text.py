@@ -82,7 +82,6 @@ class StopStrings:
         return held[:certain]
 
     def finish(self) -> str:
-        """What was held back when the answer ended without a stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -109,10 +108,10 @@ class Reasoning:
             return "", text
         held, self._held = self._held + text, ""
         if self._mark == BEGIN:
-            said = held.lstrip()
-            if said.startswith(BEGIN):
-                self._mark, held = END, said.removeprefix(BEGIN)
-            elif BEGIN.startswith(said) and not last:
+            begun = held.lstrip()
+            if begun.startswith(BEGIN):
+                self._mark, held = END, begun.removeprefix(BEGIN)
+            elif BEGIN.startswith(begun) and not last:
                 self._held = held
                 return "", ""
             else:

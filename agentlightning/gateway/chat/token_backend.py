@@ -264,7 +264,6 @@ class _ChoiceWriter:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that was reached."""
         return self._stops.matched
 
     def finished(self) -> Finished:
@@ -288,8 +287,8 @@ class _ChoiceWriter:
     def _openai_delta(self, thought: str, parts: list[Part]) -> dict[str, Any]:
         content = "".join(part for part in parts if isinstance(part, str))
         calls = [self._tool_call(part) for part in parts if isinstance(part, ToolCall)]
-        said = {"reasoning_content": thought, "content": content, "tool_calls": calls}
-        return {name: value for name, value in said.items() if value}
+        delta = {"reasoning_content": thought, "content": content, "tool_calls": calls}
+        return {name: value for name, value in delta.items() if value}
 
     def _tool_call(self, call: ToolCall) -> dict[str, Any]:
         position, self._tool_calls = self._tool_calls, self._tool_calls + 1

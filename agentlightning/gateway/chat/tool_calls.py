@@ -51,61 +51,68 @@ class MarkedParser(ToolCallParser):
 
     def __init__(self, start: str, end: str | None, parse: Callable[[str], list[ToolCall] | None]) -> None:
         self._start, self._end, self._parse = start, end, parse
-        self._held = ""
-        self._space = ""
-        self._inside = False
+        self._space: list[str] = []  # before a call, perhaps
+        self._block: list[str] | None = None  # what has come of a call, while one is open
+        self._tail = ""  # the end of what was held back, which may begin the next marker
         self._found = False
 
     def feed(self, text: str) -> list[Part]:
-        self._held += text
         parts: list[Part] = []
-        while self._take(parts):
-            pass
+        rest: str | None = text
+        while rest is not None:
+            rest = self._outside(rest, parts) if self._block is None else self._inside(self._block, rest, parts)
         return parts
 
     def finish(self) -> list[Part]:
         parts: list[Part] = []
-        if self._inside and self._end is None:
-            self._close(self._held, "", parts)
-        elif self._inside:
-            parts.append(self._space + self._start + self._held)
-        elif self._held.strip() or not self._found:
-            parts.append(self._held)
-        self._held = self._space = ""
+        space = "".join(self._space)
+        if self._block is None:
+            held = space + self._tail
+            parts += [held] if held.strip() or not self._found else []
+        elif self._end is None:
+            self._close("".join(self._block), "", parts)
+        else:
+            parts.append(space + self._start + "".join(self._block))
+        self._space, self._block, self._tail = [], None, ""
         return [part for part in parts if part]
 
-    def _take(self, parts: list[Part]) -> bool:
-        """Move past the next marker in the held text; False when more text is needed."""
-        if not self._inside:
-            before, marker, after = self._held.partition(self._start)
-            if not marker:
-                certain = before[: len(before) - overlap(before, self._start)].rstrip()
-                if certain:
-                    parts.append(certain)
-                    self._held = before[len(certain) :]
-                return False
-            text = before.rstrip()
-            self._space = before[len(text) :]
-            if text:
-                parts.append(text)
-            self._held, self._inside = after, True
-        if self._end is None:
-            return False
-        block, marker, after = self._held.partition(self._end)
+    def _outside(self, text: str, parts: list[Part]) -> str | None:
+        """What comes behind the next `start`; None where more text is needed."""
+        before, marker, after = (self._tail + text).partition(self._start)
+        certain = len(before) - (0 if marker else overlap(before, self._start))
+        content = before[:certain].rstrip()
+        if content:
+            parts.append("".join(self._space) + content)
+            self._space = []
+        self._space.append(before[len(content) : certain])
+        self._tail = before[certain:]
         if not marker:
-            return False
-        self._held, self._inside = after, False
-        self._close(block, marker, parts)
-        return True
+            return None
+        self._block = []
+        return after
+
+    def _inside(self, block: list[str], text: str, parts: list[Part]) -> str | None:
+        """What comes behind the next `end`; None where more text is needed. Looks at each character once."""
+        block.append(text)
+        if self._end is None:
+            return None
+        seen = self._tail + text
+        if self._end not in seen:
+            self._tail = seen[1 - len(self._end) :]
+            return None
+        called, marker, after = "".join(block).partition(self._end)
+        self._block, self._tail = None, ""
+        self._close(called, marker, parts)
+        return after
 
     def _close(self, block: str, marker: str, parts: list[Part]) -> None:
         calls = self._parse(block)
         if calls is None:
-            parts.append(self._space + self._start + block + marker)
+            parts.append("".join(self._space) + self._start + block + marker)
         else:
             parts.extend(calls)
             self._found = True
-        self._space = ""
+        self._space = []
 
 
 class WholeAnswerParser(ToolCallParser):
@@ -113,25 +120,26 @@ class WholeAnswerParser(ToolCallParser):
 
     def __init__(self, marker: str, parse: Callable[[str], list[ToolCall] | None]) -> None:
         self._marker, self._parse = marker, parse
-        self._held = ""
+        self._held: list[str] = []
+        self._begin = ""  # of what is held, without white space, up to the marker's length
         self._is_text = False
 
     def feed(self, text: str) -> list[Part]:
-        self._held += text
-        begin = self._held.lstrip()
-        undecided = begin.startswith(("{", self._marker)) or self._marker.startswith(begin)
-        if undecided and not self._is_text:
-            return []
-        self._is_text = True
-        part, self._held = self._held, ""
-        return [part] if part else []
+        self._held.append(text)
+        if len(self._begin) < len(self._marker):
+            self._begin = (self._begin + text).lstrip()[: len(self._marker)]
+        undecided = self._begin.startswith(("{", self._marker)) or self._marker.startswith(self._begin)
+        return [] if undecided and not self._is_text else self._text()
 
     def finish(self) -> list[Part]:
-        held, self._held = self._held, ""
+        held = "".join(self._held)
         calls = self._parse(held.strip().removeprefix(self._marker)) if held else None
-        if calls is None:
-            return [held] if held else []
-        return list(calls)
+        return self._text() if calls is None else [*calls]
+
+    def _text(self) -> list[Part]:
+        self._is_text = True
+        part, self._held = "".join(self._held), []
+        return [part] if part else []
 
 
 def detect_tool_format(template: str) -> str | None:

@@ -91,10 +91,10 @@ def openai_error(error: BackendError) -> dict[str, Any]:
     return {"message": str(error), "type": error_kind(error.status, "openai"), "param": param, "code": error.code}
 
 
-def thoughts_and_text(said: dict[str, Any]) -> tuple[str, str]:
+def thoughts_and_text(message: dict[str, Any]) -> tuple[str, str]:
     """What a message, or a delta of one, holds of each, under the names that servers have for them."""
-    thoughts = said.get("reasoning_content") or said.get("reasoning") or ""
-    return thoughts, said.get("content") or said.get("refusal") or ""
+    thoughts = message.get("reasoning_content") or message.get("reasoning") or ""
+    return thoughts, message.get("content") or message.get("refusal") or ""
 
 
 def cached_and_thought(usage: Usage) -> tuple[int, int | None]:

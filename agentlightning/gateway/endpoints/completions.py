@@ -187,14 +187,14 @@ def _prompt(given: _Prompt) -> str | tuple[int, ...]:
 
 def _usage(usage: Usage) -> dict[str, Any]:
     total = usage.prompt_tokens + usage.completion_tokens
-    told = {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
-    return {**told, "total_tokens": total, **usage.details}
+    counts = {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
+    return {**counts, "total_tokens": total, **usage.details}
 
 
-def _choice(index: int, said: dict[str, Any], ended: Choice | None = None) -> dict[str, Any]:
+def _choice(index: int, content: dict[str, Any], ended: Choice | None = None) -> dict[str, Any]:
     """One choice, or a part of it, with `said` in it."""
     reason = None if ended is None else ended.finish_reason
-    body: dict[str, Any] = {"index": index, **said, "logprobs": None, "finish_reason": reason}
+    body: dict[str, Any] = {"index": index, **content, "logprobs": None, "finish_reason": reason}
     if ended is not None and ended.stop_string is not None:
         body["stop_reason"] = ended.stop_string
     return body
@@ -210,7 +210,7 @@ def _whole(request: CallRequest, answer: Answer) -> bytes:
         if request.return_token_ids:
             body |= {"token_ids": choice.token_ids, "policy_versions": choice.versions}
         choices.append(body)
-    said = {
+    response = {
         "id": answer.response_id,
         "object": "chat.completion" if chat else "text_completion",
         "created": answer.created,
@@ -220,9 +220,9 @@ def _whole(request: CallRequest, answer: Answer) -> bytes:
         **answer.started.extra,
     }
     if request.return_token_ids:
-        for holder in (said,) if chat else choices:
+        for holder in (response,) if chat else choices:
             holder["prompt_token_ids"] = answer.prompt_token_ids
-    return msgspec.json.encode(said)
+    return msgspec.json.encode(response)
 
 
 class _TokenLogprob(msgspec.Struct):
@@ -264,10 +264,10 @@ class ChunkWriter:
         request, numbers = self._request, range(self._request.sampling.n)
         ids = {"prompt_token_ids": event.prompt_token_ids} if request.return_token_ids else {}
         if self._chat:
-            said = self._said({"role": "assistant", "content": ""})
-            return b"".join([self._event([_choice(index, said)], **({} if index else ids)) for index in numbers])
-        said = {**self._said({}), **ids, "token_ids": ()}
-        return b"".join([self._event([_choice(index, {}) | said]) for index in numbers]) if ids else b""
+            content = self._said({"role": "assistant", "content": ""})
+            return b"".join([self._event([_choice(index, content)], **({} if index else ids)) for index in numbers])
+        content = {**self._said({}), **ids, "token_ids": ()}
+        return b"".join([self._event([_choice(index, {}) | content]) for index in numbers]) if ids else b""
 
     def delta(self, event: Delta) -> bytes:
         request = self._request
@@ -283,9 +283,9 @@ class ChunkWriter:
             return self._event([choice], policy_version=event.version)
         return self._event([choice])
 
-    def _framed(self, index: int, said: dict[str, Any]) -> bytes:
+    def _framed(self, index: int, content: dict[str, Any]) -> bytes:
         """The event of a choice that says only this; all but that is encoded once."""
-        ((name, value),) = said.items()
+        ((name, value),) = content.items()
         if index not in self._frames:
             self._frames[index] = self._event([_choice(index, {name: msgspec.Raw(_PLACE)})]).split(_PLACE)
         before, after = self._frames[index]

@@ -135,8 +135,8 @@ class GenerateContent(Endpoint):
         self._said = {"model": model, "stream": stream}
 
     def read(self, body: bytes) -> CallRequest:
-        fields, others, raw = _FIELDS.read(body, "contents")
-        if "cachedContent" in others:
+        fields, unread, raw = _FIELDS.read(body, "contents")
+        if "cachedContent" in unread:
             raise unsupported("cachedContent", "nothing is kept here; send the contents")
         config: dict[str, Any] = {
             name: value for name, value in fields.get("generationConfig", {}).items() if value is not None
@@ -150,7 +150,7 @@ class GenerateContent(Endpoint):
         }
         response_format = _response_format(config)
         # What is left are hints to Google's own servers.
-        dropped = {f"generationConfig.{name}" for name in config} | (others.keys() - _NEUTRAL)
+        dropped = {f"generationConfig.{name}" for name in config} | (unread.keys() - _NEUTRAL)
         calling = fields.get("toolConfig", _ToolConfig()).function_calling_config or _Calling()
         tools, tool_choice = _chosen(_tools(fields.get("tools", []), dropped), calling)
         return CallRequest(
@@ -186,22 +186,22 @@ def _schema(schema: Any) -> Any:
     {"type": "STRING", "nullable": true, "maxLength": "9"}  →  {"type": ["string", "null"], "maxLength": 9}"""
     if not isinstance(schema, dict):
         return schema
-    told: dict[str, Any] = {}
+    standard: dict[str, Any] = {}
     for name, value in schema.items():
         match name, value:
             case "type", str():
-                told[name] = [value.lower(), "null"] if schema.get("nullable") is True else value.lower()
+                standard[name] = [value.lower(), "null"] if schema.get("nullable") is True else value.lower()
             case "properties", dict():
-                told[name] = {key: _schema(one) for key, one in value.items()}
+                standard[name] = {key: _schema(inner) for key, inner in value.items()}
             case "items", dict():
-                told[name] = _schema(value)
+                standard[name] = _schema(value)
             case "anyOf", list():
-                told[name] = [_schema(one) for one in value]
+                standard[name] = [_schema(inner) for inner in value]
             case ("nullable" | "propertyOrdering", _) | (_, None):
                 pass
             case _:
-                told[name] = converted(name, value, int, strict=False) if name in _COUNTS else value
-    return told
+                standard[name] = converted(name, value, int, strict=False) if name in _COUNTS else value
+    return standard
 
 
 def _response_format(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -220,7 +220,7 @@ def _response_format(config: dict[str, Any]) -> dict[str, Any] | None:
 
 def _tools(tools: list[dict[str, Any]], dropped: set[str]) -> list[dict[str, Any]]:
     """The functions of all tools. The names of those left out go to `dropped`."""
-    told: list[dict[str, Any]] = []
+    functions: list[dict[str, Any]] = []
     for index, tool in enumerate(tools):
         for kind, inner in tool.items():
             if kind in _HOSTED:
@@ -230,10 +230,11 @@ def _tools(tools: list[dict[str, Any]], dropped: set[str]) -> list[dict[str, Any
                 why = "the gateway runs no tools; only functionDeclarations, which the agent runs, can be offered"
                 raise CallRefused(f"tools[{index}].{kind}: {why}", code="unsupported_tool", param=f"tools[{index}]")
             if isinstance(inner, list):  # Google's SDK writes this one field of declarations with underscores
-                inner = [_renamed(one) for one in cast("list[Any]", inner)]
-            for one in converted(f"tools[{index}].{kind}", inner, Annotated[list[_Function], SOME]):
-                told.append(function(one.name, one.description, one.parameters_json_schema or _schema(one.parameters)))
-    return told
+                inner = [_renamed(declared) for declared in cast("list[Any]", inner)]
+            for declared in converted(f"tools[{index}].{kind}", inner, Annotated[list[_Function], SOME]):
+                schema = declared.parameters_json_schema or _schema(declared.parameters)
+                functions.append(function(declared.name, declared.description, schema))
+    return functions
 
 
 def _renamed(declaration: Any) -> Any:
@@ -248,7 +249,7 @@ def _chosen(tools: list[dict[str, Any]], calling: _Calling) -> tuple[list[dict[s
     allowed = calling.allowed_function_names or []
     if calling.mode == "ANY" and len(allowed) == 1:
         return tools, {"type": "function", "function": {"name": allowed[0]}}
-    return [one for one in tools if not allowed or one["function"]["name"] in allowed], _CHOICES[calling.mode]
+    return [tool for tool in tools if not allowed or tool["function"]["name"] in allowed], _CHOICES[calling.mode]
 
 
 # --- the conversation --------------------------------------------------------------------------------------------
@@ -292,10 +293,10 @@ class _Turns:
     def asked(self, parts: list[_Part]) -> None:
         """The results of functions, and then what else the user says."""
         results = [part.function_response for part in parts if part.function_response is not None]
-        said = [part for part in parts if part.function_response is None]
+        shown = [part for part in parts if part.function_response is None]
         self.messages += [self._result(result) for result in results]
-        if said or not results:
-            self.messages.append({"role": "user", "content": _content(said)})
+        if shown or not results:
+            self.messages.append({"role": "user", "content": _content(shown)})
 
     def _call(self, call: _FunctionCall) -> dict[str, Any]:
         self._calls += 1

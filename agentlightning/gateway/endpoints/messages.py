@@ -167,9 +167,9 @@ class Messages(Endpoint):
         if tool_choice is not None and tool_choice.disable_parallel_tool_use:
             extra["parallel_tool_calls"] = False
         config: _OutputConfig = values.get("output_config", _OutputConfig())
-        wanted: _Format | None = config.format or values.get("output_format")
-        if wanted is not None:
-            extra["response_format"] = json_schema(wanted.schema)
+        output_format: _Format | None = config.format or values.get("output_format")
+        if output_format is not None:
+            extra["response_format"] = json_schema(output_format.schema)
         dropped = [name for name in _DROPPED if name in values]
         if "thinking" in values and values["thinking"].type != "disabled":  # how much it thinks is the policy's affair
             dropped.append("thinking")
@@ -268,8 +268,8 @@ def _assistant_message(blocks: list[_Block]) -> dict[str, Any]:
 def _user_messages(blocks: list[_Block]) -> list[dict[str, Any]]:
     """The results of tools, and then what else the user says."""
     results = [_tool_message(block) for block in blocks if isinstance(block, _ToolResult)]
-    said = [block for block in blocks if not isinstance(block, _ToolResult)]
-    return results + ([{"role": "user", "content": _content(said)}] if said or not results else [])
+    others = [block for block in blocks if not isinstance(block, _ToolResult)]
+    return results + ([{"role": "user", "content": _content(others)}] if others or not results else [])
 
 
 def _tool_message(result: _ToolResult) -> dict[str, Any]:
@@ -312,10 +312,10 @@ _STOP_REASONS: Final = {"length": "max_tokens", "abort": "max_tokens", "content_
 
 
 def _error(error: BackendError) -> dict[str, Any]:
-    told: dict[str, Any] = {"type": error_kind(error.status, "anthropic"), "message": str(error)}
+    body: dict[str, Any] = {"type": error_kind(error.status, "anthropic"), "message": str(error)}
     if error.code == _NO_THREADS:
-        told["details"] = {"error_code": _NO_THREADS, "unsupported": ["thread"]}
-    return {"type": "error", "error": told, "request_id": None}
+        body["details"] = {"error_code": _NO_THREADS, "unsupported": ["thread"]}
+    return {"type": "error", "error": body, "request_id": None}
 
 
 def _empty(kind: str) -> dict[str, Any]:

@@ -49,12 +49,12 @@ def read_passed_through(body: bytes) -> CallRequest:
     except NOT_JSON as error:
         raise CallRefused(f"the body must be a JSON object that names a model: {error}", param="model") from None
     written = {name: bytes(value).decode() for name, value in fields.items()}
-    said = next((written[name] for name in _INPUTS if name in written), None)
+    messages = next((written[name] for name in _INPUTS if name in written), None)
     system = json_of(written.get("system") or written.get("instructions"))
     return CallRequest(
         model=model,
-        messages=[{"role": "system", "content": system}, *items(json_of(said))],
-        messages_json=said,
+        messages=[{"role": "system", "content": system}, *items(json_of(messages))],
+        messages_json=messages,
         tools_json=written.get("tools"),
         stream=written.get("stream") == "true",
         request_json=rest_json(fields, "tools", *_INPUTS),
@@ -78,8 +78,8 @@ class AnswerCopy:
 
     def refusal(self, status: int) -> BackendError:
         """What an answer says that is an error."""
-        told = b"".join(self._parts)[:500].decode(errors="replace")
-        return BackendError(f"the backend answered {status}: {told}", status=status)
+        text = b"".join(self._parts)[:500].decode(errors="replace")
+        return BackendError(f"the backend answered {status}: {text}", status=status)
 
     def read_into(self, answer: Answer, *, streamed: bool) -> FinishReason:
         """What was said so far, the tools called, the usage, and the body itself; gives how it ended. An answer in a
@@ -90,14 +90,14 @@ class AnswerCopy:
             whole = None if self._size > _KEPT_BYTES else _streamed(body) if streamed else _decoded(body)
             if whole is None:
                 return "stop"
-            said, usage, reason = _message(whole), _usage(whole), _finish_reason(whole)
+            message, usage, reason = _message(whole), _usage(whole), _finish_reason(whole)
         except (AttributeError, KeyError, TypeError, ValueError):
             return "stop"
         if usage is not None:
             answer.add(usage)
         if "data" not in whole:  # vectors are not kept
             answer.response_json = msgspec.json.encode(whole).decode()
-        answer.add(Delta(0, said))
+        answer.add(Delta(0, message))
         return reason
 
 

@@ -134,20 +134,20 @@ class Responses(Endpoint):
     id_prefix = "resp_"
 
     def read(self, body: bytes) -> CallRequest:
-        values, others, raw = _FIELDS.read(body, "model")
+        values, unread, raw = _FIELDS.read(body, "model")
         for name, (harmless, why) in _REFUSED.items():
             if values.get(name, harmless) != harmless:
                 raise unsupported(name, why)
-        said = _chat_messages(values.get("input", []))
-        if not said and "previous_response_id" not in values:
+        messages = _chat_messages(values.get("input", []))
+        if not messages and "previous_response_id" not in values:
             raise CallRefused("input is empty; a response answers something", param="input")
         tools: list[dict[str, Any]] = []
         namespaces: dict[str, tuple[str, str]] = {}
         dropped = sorted(_offer(tools, namespaces, "tools", values.get("tools", [])))
         instructions = [{"role": "system", "content": values["instructions"]}] if "instructions" in values else []
-        echoed = _ECHOED | {name: raw[name] for name in _ECHOED if name in values or name in others}
+        echoed = _ECHOED | {name: raw[name] for name in _ECHOED if name in values or name in unread}
         return CallRequest(
-            messages=[*instructions, *said],
+            messages=[*instructions, *messages],
             instructions=len(instructions),
             continues=values.get("previous_response_id"),
             continuable=values.get("store", True),
@@ -155,7 +155,7 @@ class Responses(Endpoint):
             tool_choice=_tool_choice(values.get("tool_choice")),
             logprobs=_logprobs(values),
             top_logprobs=values.get("top_logprobs", 0),
-            extra=others | _chat_fields(values),
+            extra=unread | _chat_fields(values),
             dropped=tuple(dropped),
             original=Original(echoed, namespaces),
             request_json=rest_json(raw, "input", "tools"),
@@ -208,8 +208,8 @@ def _tool_choice(choice: Any) -> Any:
         case {"type": "function", "name": str(name)}:
             return {"type": "function", "function": {"name": name}}
         case _:
-            told = choice.get("type") if isinstance(choice, dict) else choice
-            message = f"tool_choice {told!r} cannot be used; give 'auto', 'none', 'required' or a function's name"
+            kind = choice.get("type") if isinstance(choice, dict) else choice
+            message = f"tool_choice {kind!r} cannot be used; give 'auto', 'none', 'required' or a function's name"
             raise CallRefused(message, param="tool_choice")
 
 

@@ -72,14 +72,14 @@ class ResponseWriter:
 
     def delta(self, event: Delta) -> bytes:
         self._logprobs.extend(event.logprob_entries)
-        said = event.delta
+        message = event.delta
         texts: dict[_TextKind, str | None] = {
-            "reasoning_text": said.get("reasoning_content") or said.get("reasoning"),
-            "output_text": said.get("content"),
-            "refusal": said.get("refusal"),
+            "reasoning_text": message.get("reasoning_content") or message.get("reasoning"),
+            "output_text": message.get("content"),
+            "refusal": message.get("refusal"),
         }
         sent = [self._text(kind, text) for kind, text in texts.items() if text]
-        sent += [self._tool_call(part) for part in said.get("tool_calls") or ()]
+        sent += [self._tool_call(part) for part in message.get("tool_calls") or ()]
         return b"".join(sent)
 
     def end(self) -> bytes:
@@ -99,11 +99,11 @@ class ResponseWriter:
 
     def error(self, error: BackendError) -> bytes:
         """Both events that say it: SDKs raise at the `error` in the first, others wait for the second."""
-        told = openai_error(error)
-        flat = {name: told[name] for name in ("code", "message", "param")}
+        body = openai_error(error)
+        flat = {name: body[name] for name in ("code", "message", "param")}
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
         response = self._response("failed", error={"code": code, "message": str(error)})
-        return self._event("error", **flat, error=told) + self._event("response.failed", response=response)
+        return self._event("error", **flat, error=body) + self._event("response.failed", response=response)
 
     def _finished(self) -> dict[str, Any]:
         """The response object of an answer that has come to its end."""
@@ -186,8 +186,8 @@ class ResponseWriter:
         else:
             part = _text_part(kind, text, self._logprobs)
             item["content"] = [part]
-            told = {name: part[name] for name in ("text", "refusal", "logprobs") if name in part}
-            sent = self._part_event(f"response.{kind}.done", **told)
+            fields = {name: part[name] for name in ("text", "refusal", "logprobs") if name in part}
+            sent = self._part_event(f"response.{kind}.done", **fields)
             sent += self._part_event("response.content_part.done", part=part)
         if kind == "output_text":
             self._logprobs, self._logprobs_sent = [], 0

@@ -40,6 +40,11 @@ async def check_parity(backend: TokenBackend, embedded: TokenBackend, text: str,
     assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
 
 
+def named(version: str, start: int, end: int) -> dict[str, Any]:
+    """What a server says of the weights that sampled the tokens from `start` to `end`."""
+    return {"version": version, "start": start, "end": end}
+
+
 async def sampled(
     service: EngineService, ids: list[int], sampling: dict[str, Any], max_tokens: int | None, seed: int | None
 ) -> AsyncIterator[SampledToken]:

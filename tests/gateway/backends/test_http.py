@@ -78,9 +78,7 @@ async def test_an_unreachable_upstream_is_a_503_after_retries(caplog: pytest.Log
     backend = HttpBackend("http://127.0.0.1:9/v1")
     with pytest.raises(BackendError, match="cannot be reached") as caught:
         [event async for event in backend.answer(simple_call())]
-    await backend.close()
-    assert caught.value.status == 503
-    assert "trying again" in caplog.text
+    assert caught.value.status == 503 and "trying again" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-import aiohttp
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -18,19 +17,15 @@ from starlette.routing import Route
 from agentlightning import semconv
 from agentlightning.engine.service import EngineService
 from agentlightning.errors import BackendError, ConfigError
-from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import STOPPED_BY_STRING, Delta, Sampling
 from agentlightning.gateway.backends.factory import make_backend
 from agentlightning.gateway.backends.tokens import TRUNCATED, SglangBackend
 from agentlightning.gateway.chat.token_backend import TokenBackend
 from agentlightning.gateway.generation import SampledToken
-from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.gateway.models import ModelEntry
 from agentlightning.gateway.probe import probe
-from agentlightning.server.app import create_app
-from agentlightning.server.serve import HttpServer
-from agentlightning.store.sql import SqlStore
-from tests.gateway.backends.engines import answered, chat_call, check_parity, sampled
-from tests.gateway.talker import PLAIN, SEARCH_TOOL, make_talker, user
+from tests.gateway.backends.engines import answered, chat_call, check_parity, named, sampled
+from tests.gateway.talker import SEARCH_TOOL, make_talker, user
 from tests.gateway.world import GREEDY, fronting, serving, talking
 
 pytestmark = pytest.mark.anyio
@@ -150,6 +145,7 @@ async def test_answers_are_those_of_the_same_engine_embedded(
     backend, server, embedded = world
     server.incremental = incremental
     await check_parity(backend, embedded, text, stream)
+    assert server.aborted == []
 
 
 async def test_every_choice_is_a_request_with_a_seed_of_its_own(world: Setting) -> None:
@@ -198,22 +194,6 @@ async def test_answers_sampled_with_top_p_or_top_k_are_flagged(world: Setting) -
     assert (await answered(world[0], chat_call(sampling=greedy))).choices[0].untrainable is None
 
 
-async def test_a_later_turn_repeats_the_ids_that_were_sampled(world: Setting) -> None:
-    backend, _, _ = world
-    first = await answered(backend, chat_call(session="attempt"))
-    turns = [*user("hello"), first.choices[0].message(), *user("count")]
-    second = await answered(backend, chat_call(messages=turns, session="attempt"))
-    before = (*first.prompt_token_ids, *first.choices[0].token_ids)
-    assert second.prompt_token_ids[: len(before)] == before
-    assert second.started.spliced_tokens == len(first.choices[0].token_ids)
-
-
-async def test_a_prompt_is_continued(world: Setting) -> None:
-    ids = (await answered(world[0], chat_call("count"))).prompt_token_ids
-    answer = await answered(world[0], chat_call(messages=[], prompt=ids))
-    assert answer.choices[0].string("content") == PLAIN["count"]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_likeliest_tokens_are_told(world: Setting, stream: bool) -> None:
     answer = await answered(world[0], chat_call(logprobs=True, top_logprobs=2, stream=stream))
@@ -223,28 +203,12 @@ async def test_the_likeliest_tokens_are_told(world: Setting, stream: bool) -> No
     assert all(entry["top_logprobs"][0]["token"] == entry["token"] for entry in entries)
 
 
-async def test_tokens_are_counted_without_asking_the_server(world: Setting) -> None:
-    call = chat_call("weather", tools=[SEARCH_TOOL])
-    count = await world[0].count_tokens(call)
-    assert world[1].asked == []
-    assert count == len((await answered(world[0], call)).prompt_token_ids)
-
-
 @pytest.mark.parametrize(
     ("told", "versions"),
     [
         ({"weight_version": "default"}, [[4, 18]]),
         ({"weight_version": "7"}, [[7, 18]]),
-        (
-            {
-                "weight_version": "7",
-                "weight_versions": [
-                    {"version": "6", "start": 0, "end": 5},
-                    {"version": "7", "start": 5, "end": 18},
-                ],
-            },
-            [[6, 5], [7, 13]],
-        ),
+        ({"weight_version": "7", "weight_versions": [named("6", 0, 5), named("7", 5, 18)]}, [[6, 5], [7, 13]]),
     ],
 )
 async def test_weight_versions_are_policy_versions(
@@ -288,12 +252,6 @@ async def test_leaving_a_call_that_is_not_streamed_aborts_it(world: Setting) -> 
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert server.aborted == [server.asked[0]["rid"]]
-
-
-async def test_a_finished_request_is_not_aborted(world: Setting) -> None:
-    for stream in (False, True):
-        await answered(world[0], chat_call(stream=stream))
-    assert world[1].aborted == []
 
 
 TOO_LONG = "The input (600 tokens) is longer than the model's context length (512 tokens)."
@@ -341,36 +299,22 @@ async def test_an_answer_that_is_not_what_was_asked_for_is_an_error(
 
 
 async def test_calls_through_the_gateway_are_captured_and_trained(world: Setting) -> None:
-    backend, _, _ = world
+    backend, server, _ = world
+    counted = await backend.count_tokens(chat_call("weather", tools=[SEARCH_TOOL]))
+    assert server.asked == []  # the tokenizer is here
     async with fronting(ModelEntry("policy", backend, train=GREEDY)) as front:
         attempted = await front.attempt()
-        async with front.client(attempted).chat.completions.stream(
-            model="policy", messages=user("weather"), tools=[SEARCH_TOOL]
-        ) as stream:
-            completion = await stream.get_final_completion()
-        (span,) = await front.spans(attempted)
-    assert completion.choices[0].message.tool_calls[0].function.name == "search"
-    assert semconv.CALL_FLAG not in span.attributes
-    assert span.attributes[semconv.CALL_BACKEND] == backend.connection.base_url
-    choice = span.tokens.choices[0]
-    assert len(choice.token_ids) == len(choice.logprobs) > 0
-
-
-async def test_a_server_is_registered_with_its_tokenizer(world: Setting, tokenizer: str) -> None:
-    store = await SqlStore.open(":memory:")
-    models = ModelTable()
-    key = "a key of the admin"
-    app = create_app(store, gateway=Gateway(models, store, admin_key=key), admin_key=key, body_limit=10_000)
-    async with HttpServer(app) as http, aiohttp.ClientSession(headers={"authorization": f"Bearer {key}"}) as session:
-        asked = {"base_url": world[0].name, "kind": "sglang", "tokenizer": tokenizer}
-        async with session.put(f"{http.url}/api/v1/models/policy", json=asked) as answer:
-            assert answer.status == 200, await answer.text()
-        async with session.put(f"{http.url}/api/v1/models/other", json={**asked, "tokenizer": None}) as answer:
-            assert "name the tokenizer" in await answer.text()
-        entry = models.resolve("policy")
-        assert isinstance(entry.backend, SglangBackend)
-        await entry.backend.close()
-    await store.close()
+        create = front.client(attempted).chat.completions.create
+        answer = await create(model="policy", messages=user("weather"), tools=[SEARCH_TOOL])
+        turns = [*user("weather"), answer.choices[0].message.model_dump(), *user("count")]
+        await create(model="policy", messages=turns, tools=[SEARCH_TOOL], max_tokens=4)
+        first, second = await front.spans(attempted)
+    assert semconv.CALL_FLAG not in first.attributes
+    assert first.attributes[semconv.CALL_BACKEND] == backend.connection.base_url
+    choice, prompt = first.tokens.choices[0], first.tokens.prompt_token_ids
+    assert len(choice.token_ids) == len(choice.logprobs) > 0 and len(prompt) == counted
+    assert second.tokens.prompt_token_ids[: counted + len(choice.token_ids)] == (*prompt, *choice.token_ids)
+    assert second.attributes[semconv.RECORDED_SPLICE] == len(choice.token_ids)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ from typing import Any
 import anthropic
 import pytest
 from anthropic import AsyncAnthropic
-from anthropic.types import Message, RawMessageStreamEvent
+from anthropic.types import RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
-from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -62,30 +61,25 @@ class Saying(Upstream):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
 async def test_reasoning_is_a_thinking_block(stream: bool, field: str) -> None:
-    upstream = Saying({field: "Hmm, well.", "content": "Yes.", "tool_calls": [call_of('{"q": "sun"}')]}, "tool_calls")
+    calls = [call_of('{"q": "sun"}'), call_of("")]
+    details = {"prompt_tokens_details": {"cached_tokens": 8}, "completion_tokens_details": {"reasoning_tokens": 2}}
+    upstream = Saying({field: "Hmm, well.", "content": "Yes.", "tool_calls": calls}, "tool_calls", **details)
     async with gateway_before(upstream) as there:
         message = await answered(client_of(there), stream, **asked(tools=[SEARCH]))
         if stream:
             for name, data in await events_of(there):
                 if name != "ping":
                     strictly(RawMessageStreamEvent, data)
-    thinking, text, call = message.content
+    thinking, text, call, bare = message.content
     assert (thinking.type, thinking.thinking, thinking.signature) == ("thinking", "Hmm, well.", "")
-    assert (text.text, call.input) == ("Yes.", {"q": "sun"})
+    assert (text.text, call.input, bare.input, message.stop_reason) == ("Yes.", {"q": "sun"}, {}, "tool_use")
+    usage = message.usage
+    assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (2, 8, 5)
+    assert usage.output_tokens_details.thinking_tokens == 2
     # Sent back, it is the assistant's reasoning again.
-    read = Messages().read(json.dumps(asked(messages=[message_json(message), *user("go on")])).encode())
+    turn = {"role": "assistant", "content": [block.model_dump(mode="json") for block in message.content]}
+    read = Messages().read(json.dumps(asked(messages=[turn, *user("go on")])).encode())
     assert read.messages[0]["reasoning_content"] == "Hmm, well."
-
-
-def message_json(message: Message) -> dict[str, Any]:
-    return {"role": "assistant", "content": [block.model_dump(mode="json") for block in message.content]}
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_call_without_arguments_has_an_empty_input(stream: bool) -> None:
-    async with gateway_before(Saying({"tool_calls": [call_of("")]})) as there:
-        message = await answered(client_of(there), stream, **asked(tools=[SEARCH]))
-    assert (message.content[0].input, message.stop_reason) == ({}, "tool_use")
 
 
 async def test_arguments_that_are_no_object_stay_text_in_a_whole_answer() -> None:
@@ -95,18 +89,6 @@ async def test_arguments_that_are_no_object_stay_text_in_a_whole_answer() -> Non
         assert message.stop_reason == "end_turn"
         with pytest.raises(ValueError, match="Unable to parse tool parameter JSON"):
             await answered(client_of(there), True, **asked(tools=[SEARCH]))
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_cached_tokens_are_counted_beside_the_others(stream: bool) -> None:
-    details = {
-        "prompt_tokens_details": {"cached_tokens": 8},
-        "completion_tokens_details": {"reasoning_tokens": 2},
-    }
-    async with gateway_before(Saying({"content": "Hello"}, **details)) as there:
-        usage = (await answered(client_of(there), stream, **asked())).usage
-    assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (2, 8, 5)
-    assert usage.output_tokens_details.thinking_tokens == 2
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -154,19 +136,6 @@ async def test_what_the_engine_cannot_do_is_passed_on_in_the_form_of_chat_comple
     assert dropped.isdisjoint(first)
     assert second["tool_choice"] == {"type": "function", "function": {"name": "search"}}
     assert "thinking" not in second
-
-
-class Found(BaseModel):
-    place: str
-
-
-async def test_an_answer_of_a_given_schema_is_parsed_by_the_sdk() -> None:
-    upstream = Saying({"content": '{"place": "Oslo"}'})
-    async with gateway_before(upstream) as there:
-        message = await client_of(there).messages.parse(**asked(), output_format=Found)
-    assert message.parsed_output == Found(place="Oslo")
-    asked_for = upstream.asked[0]["response_format"]
-    assert (asked_for["type"], list(asked_for["json_schema"]["schema"]["properties"])) == ("json_schema", ["place"])
 
 
 async def test_an_error_in_mid_stream_is_an_event() -> None:

@@ -16,6 +16,21 @@ USE = {"type": "tool_use", "id": "t1", "name": "search", "input": {"q": "sun", "
 TEXT = {"type": "text", "text": "A"}
 
 
+CALLED = [call_of('{"q":"sun","n":1.5}') | {"id": "t1"}]
+
+
+def result(name: str, content: Any = None, **more: Any) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": name, **({"content": content} if content else {}), **more}
+
+
+def tool(name: str, content: Any) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": name, "content": content}
+
+
+def images(*urls: str) -> list[dict[str, Any]]:
+    return [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+
+
 @pytest.mark.parametrize(
     ("messages", "chat"),
     [
@@ -26,59 +41,26 @@ TEXT = {"type": "text", "text": "A"}
         ),
         (
             [("assistant", [{"type": "thinking", "thinking": "T", "signature": "s"}]), ("assistant", [TEXT, USE])],
-            [
-                {
-                    "role": "assistant",
-                    "content": "A",
-                    "reasoning_content": "T",
-                    "tool_calls": [call_of('{"q":"sun","n":1.5}') | {"id": "t1"}],
-                }
-            ],
+            [{"role": "assistant", "content": "A", "reasoning_content": "T", "tool_calls": CALLED}],
         ),
         (
             [("assistant", [{"type": "redacted_thinking", "data": "x"}, USE])],
-            [{"role": "assistant", "content": None, "tool_calls": [call_of('{"q":"sun","n":1.5}') | {"id": "t1"}]}],
+            [{"role": "assistant", "content": None, "tool_calls": CALLED}],
         ),
         (
-            [
-                (
-                    "user",
-                    [
-                        TEXT,
-                        {"type": "tool_result", "tool_use_id": "t1", "content": "sunny"},
-                        {"type": "tool_result", "tool_use_id": "t2", "content": [TEXT], "is_error": True},
-                        {"type": "tool_result", "tool_use_id": "t3", "content": "boom", "is_error": True},
-                        {"type": "tool_result", "tool_use_id": "t4"},
-                    ],
-                )
-            ],
-            [
-                {"role": "tool", "tool_call_id": "t1", "content": "sunny"},
-                {"role": "tool", "tool_call_id": "t2", "content": [{"type": "text", "text": "Error: "}, TEXT]},
-                {"role": "tool", "tool_call_id": "t3", "content": "Error: boom"},
-                {"role": "tool", "tool_call_id": "t4", "content": ""},
-                {"role": "user", "content": "A"},
-            ],
+            [("user", [TEXT, result("t1", "sunny"), result("t2", [TEXT], is_error=True), result("t4")])],
+            [tool("t1", "sunny"), tool("t2", [{"type": "text", "text": "Error: "}, TEXT]), tool("t4", ""), *user("A")],
         ),
+        ([("user", [result("t3", "boom", is_error=True)])], [tool("t3", "Error: boom")]),
         (
             [
-                (
-                    "user",
-                    [
-                        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}},
-                        {"type": "image", "source": {"type": "url", "url": "https://x.org/a.png"}},
-                    ],
+                ("user", [{"type": "image", "source": source}])
+                for source in (
+                    {"type": "base64", "media_type": "image/png", "data": "AA=="},
+                    {"type": "url", "url": "https://x.org/a.png"},
                 )
             ],
-            [
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}},
-                        {"type": "image_url", "image_url": {"url": "https://x.org/a.png"}},
-                    ],
-                }
-            ],
+            [{"role": "user", "content": images("data:image/png;base64,AA==", "https://x.org/a.png")}],
         ),
     ],
 )

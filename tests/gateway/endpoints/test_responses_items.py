@@ -43,57 +43,38 @@ TOOL_MESSAGE = {"role": "tool", "tool_call_id": "a", "content": "done"}
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA==", "detail": "low"}
 
 
+def text(*texts: str) -> list[dict[str, Any]]:
+    return [{"type": "input_text", "text": one} for one in texts]
+
+
+def assistant(content: str | None = None, *calls: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **({"tool_calls": [*calls]} if calls else {}), **more}
+
+
+SEEN = [
+    {"type": "text", "text": "see"},
+    {"type": "image_url", "image_url": {"url": IMAGE["image_url"], "detail": "low"}},
+]
+
+
 @pytest.mark.parametrize(
     ("given", "messages"),
     [
         ("hi", [{"role": "user", "content": "hi"}]),
         ([{"role": "developer", "content": "hi"}], [{"role": "developer", "content": "hi"}]),
+        ([{"type": "message", "role": "user", "content": text("hi")}], [{"role": "user", "content": "hi"}]),
+        ([{"role": "user", "content": [*text("see"), IMAGE]}], [{"role": "user", "content": SEEN}]),
+        ([said("x"), said("y")], [assistant("x"), assistant("y")]),
+        ([{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}], [assistant("no")]),
+        ([said("x"), A, B], [assistant("x", A_CALL, B_CALL)]),
+        ([A, said("x")], [assistant("x", A_CALL)]),
+        ([A, RESULT_OF_A, said("x"), B], [assistant(None, A_CALL), TOOL_MESSAGE, assistant("x", B_CALL)]),
+        ([thought("hm"), said("x"), A], [assistant("x", A_CALL, reasoning_content="hm")]),
+        ([said("x"), thought("hm"), A], [assistant("x"), assistant(None, A_CALL, reasoning_content="hm")]),
+        ([{"type": "reasoning", "id": "r", "summary": []}, said("x")], [assistant("x")]),
         (
-            [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]}],
-            [{"role": "user", "content": "hi"}],
-        ),
-        (
-            [{"role": "user", "content": [{"type": "input_text", "text": "see"}, IMAGE]}],
-            [
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "text", "text": "see"},
-                        {"type": "image_url", "image_url": {"url": IMAGE["image_url"], "detail": "low"}},
-                    ],
-                }
-            ],
-        ),
-        ([said("x"), said("y")], [{"role": "assistant", "content": "x"}, {"role": "assistant", "content": "y"}]),
-        (
-            [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}],
-            [{"role": "assistant", "content": "no"}],
-        ),
-        ([said("x"), A, B], [{"role": "assistant", "content": "x", "tool_calls": [A_CALL, B_CALL]}]),
-        ([A, said("x")], [{"role": "assistant", "content": "x", "tool_calls": [A_CALL]}]),
-        (
-            [A, RESULT_OF_A, said("x"), B],
-            [
-                {"role": "assistant", "content": None, "tool_calls": [A_CALL]},
-                TOOL_MESSAGE,
-                {"role": "assistant", "content": "x", "tool_calls": [B_CALL]},
-            ],
-        ),
-        (
-            [thought("hm"), said("x"), A],
-            [{"role": "assistant", "content": "x", "reasoning_content": "hm", "tool_calls": [A_CALL]}],
-        ),
-        (
-            [said("x"), thought("hm"), A],
-            [
-                {"role": "assistant", "content": "x"},
-                {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [A_CALL]},
-            ],
-        ),
-        ([{"type": "reasoning", "id": "r", "summary": []}, said("x")], [{"role": "assistant", "content": "x"}]),
-        (
-            [{**RESULT_OF_A, "output": [{"type": "input_text", "text": "1"}, {"type": "input_text", "text": "2"}]}],
-            [{**TOOL_MESSAGE, "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "2"}]}],
+            [{**RESULT_OF_A, "output": text("1", "2")}],
+            [{**TOOL_MESSAGE, "content": [{"type": "text", "text": one} for one in "12"]}],
         ),
     ],
 )
