@@ -1,19 +1,22 @@
 """The three experiments and what is claimed of the method, over several seeds.
 
     make .venv-experiments/.setup
-    python benchmarks/experiments.py [--part tasks,claims] [--seeds 1-3] [--out runs/experiments]
+    python benchmarks/experiments.py [--part tasks,claims,air] [--seeds 1-3] [--out runs/experiments]
 
 `tasks`: examples/text_to_sql, multi_hop_rag and math_tools, each trained as its `train.py` does.
 `claims`: short runs of the quickstart's flight task, each with one thing changed (`_flight_variants.py`).
+`air`: a task whose tools fail, with and without automatic intermediate rewards (`_booking.py`).
 
 Every run has a process and a core of its own, and one that was finished before in --out is read, not run again. Prints
-Markdown tables, writes `benchmarks/results/experiments.json` and the curves, `docs/images/experiments.png`.
+Markdown tables, writes `benchmarks/results/experiments.json` and the curves, `experiments.png` and `air.png` in
+`docs/images`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -27,17 +30,19 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
 
+from _booking import BOOKINGS
+from _booking import train as train_booking
 from _flight_variants import VARIANTS
 from _flight_variants import main as run_variant
 from quickstart_seeds import seeds_of
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "experiments.json"
-PICTURE = ROOT / "docs" / "images" / "experiments.png"
+IMAGES = ROOT / "docs" / "images"
 PYTHON = ROOT / ".venv-experiments" / "bin" / "python"
 CORES: Final = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 FORKING: Final = multiprocessing.get_context("forkserver")  # each run from a process that has imported everything
-FORKING.set_forkserver_preload(["_flight_variants"])
+FORKING.set_forkserver_preload(["_flight_variants", "_booking"])
 
 TASKS: Final[dict[str, list[str]]] = {
     "text to SQL": ["text_to_sql"],
@@ -54,39 +59,38 @@ Columns = dict[str, Callable[[list[Run]], str]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", default="tasks,claims")
+    parser.add_argument("--part", default=",".join(PARTS))
     parser.add_argument("--seeds", type=seeds_of, default=seeds_of("1-3"))
     parser.add_argument("--only", help="names with commas: of all tasks and variants these, shown and not written")
     parser.add_argument("--out", type=Path, default=Path("runs/experiments"))
     arguments = parser.parse_args()
     parts = arguments.part.split(",")
-    if unknown := set(parts) - {"tasks", "claims"}:
-        parser.error(f"--part is {', '.join(unknown)}; known: tasks, claims")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"--part is {', '.join(unknown)}; known: {', '.join(PARTS)}")
     if "tasks" in parts and not PYTHON.exists():
         sys.exit("there is no .venv-experiments; `make .venv-experiments/.setup` makes it")
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     # A run has one core, where threads would only get in each other's way.
     os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    known = [*(TASKS if "tasks" in parts else ()), *(VARIANTS if "claims" in parts else ())]
+    known = [name for part in parts for name in PARTS[part]]
     chosen = arguments.only.split(",") if arguments.only else known
     if unknown := set(chosen) - set(known):
         parser.error(f"--only has {', '.join(unknown)}; known: {', '.join(known)}")
-    tasks, claims = ([name for name in part if name in chosen] for part in (TASKS, VARIANTS))
-    if not tasks:
-        run_all(claims[:1], arguments.seeds, out)  # makes what all others start from
-    found = run_all([*claims[:1], *tasks, *claims[1:]], arguments.seeds, out)
+    names = {part: [name for name in PARTS[part] if name in chosen] for part in parts}
+    # The first of a part makes the policies that its others start from.
+    run_all([name for part in parts if part != "tasks" for name in names[part][:1]], arguments.seeds, out)
+    found = run_all([name for part in parts for name in names[part]], arguments.seeds, out)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    if tasks:
-        results["tasks"] = {name: found[name] for name in tasks if name in found}
-        show_tasks(results["tasks"])
-    if claims:
-        results["claims"] = {name: found[name] for name in claims if name in found}
-        show_claims(results["claims"])
+    for part in parts:
+        results[part] = {name: found[name] for name in names[part] if name in found}
+        SHOWN[part](results[part])
     if arguments.only is None:  # some rows do not take the place of all
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-        if tasks:
-            draw(results["tasks"], PICTURE)
+        if "tasks" in parts:
+            draw(results["tasks"], IMAGES / "experiments.png")
+        if "air" in parts:
+            draw_air(results["air"], IMAGES / "air.png")
 
 
 # --- the runs ---
@@ -122,7 +126,9 @@ def train(name: str, seed: int, directory: Path, log: Path, core: int) -> None:
     with log.open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    if name in VARIANTS:
+    if name in BOOKINGS:
+        train_booking(name, seed, directory.parent / f"booking-start-{seed}", directory / "run")
+    elif name in VARIANTS:
         run_variant(name, seed, directory.parent / f"flight-start-{seed}", directory)
     else:
         example, *options = TASKS[name]
@@ -131,7 +137,7 @@ def train(name: str, seed: int, directory: Path, log: Path, core: int) -> None:
 
 
 def run(name: str, seed: int, out: Path, cores: SimpleQueue[int]) -> Run | None:
-    directory = out / f"{re.sub('[^a-zA-Z]+', '-', name).strip('-')}-seed-{seed}"
+    directory = out / f"{re.sub('[^a-zA-Z0-9]+', '-', name).strip('-')}-seed-{seed}"
     report = directory / "result.json"
     if not report.is_file():
         subprocess.run(["rm", "-rf", directory], check=True)  # of a run that was cut short
@@ -151,12 +157,10 @@ def run(name: str, seed: int, out: Path, cores: SimpleQueue[int]) -> Run | None:
     found = json.loads(report.read_text())
     print(f"{name}, seed {seed}: {found['before']:.3f} → {found['after']:.3f}", file=sys.stderr, flush=True)
     kept = ("seed", "before", "after", "seconds", "tool_success", "changed", "settings")
-    curve = [
-        {key: step[key] for key in ("reward", "rollouts", "learn_seconds", "tokens_computed") if key in step}
-        for step in found["curve"]
-        if "reward" in step
-    ]
-    return {key: found[key] for key in kept if key in found} | {"curve": curve}
+    measures = ("reward", "rollouts", "learn_seconds", "tokens_computed", "tool_success", "calls")
+    curve = [{key: step[key] for key in measures if key in step} for step in found["curve"] if "reward" in step]
+    heldout = {step["step"]: step["val_reward"] for step in found["curve"] if "val_reward" in step}
+    return {key: found[key] for key in kept if key in found} | {"curve": curve, "heldout": heldout}
 
 
 # --- what is shown ---
@@ -178,6 +182,32 @@ def show_claims(found: dict[str, list[Run]]) -> None:
         "tokens learned from": lambda runs: f"{statistics.mean(map(tokens, runs)) / 1000:,.0f}k",
     }
     show(found, columns | COLUMNS)
+
+
+def show_air(found: dict[str, list[Run]]) -> None:
+    columns: Columns = {
+        "held-out, last third": lambda runs: spread(map(last_third, runs)),
+        "by seed": lambda runs: ", ".join(f"{last_third(one):.2f}" for one in runs),
+        "all evaluations": lambda runs: spread(statistics.mean(one["heldout"].values()) for one in runs),
+        "steps 1–10: tool calls that fail": lambda runs: failures(runs, slice(10)),
+        "steps 31–40": lambda runs: failures(runs, slice(30, 40)),
+        "calls per rollout, last step": lambda runs: spread(
+            (one["curve"][-1]["calls"] / one["curve"][-1]["rollouts"] for one in runs), ".1f"
+        ),
+    }
+    show(found, columns | {name: COLUMNS[name] for name in COLUMNS if "tool" not in name})
+
+
+def last_third(one: Run) -> float:
+    """The mean held-out reward of the evaluations in the last third of the steps."""
+    least = len(one["curve"]) * 2 / 3
+    return statistics.mean(reward for step, reward in one["heldout"].items() if int(step) > least)
+
+
+def failures(runs: list[Run], steps: slice) -> str:
+    """The mean share of tool calls that fail in these steps, of those in which there are any."""
+    shares = [[1 - step["tool_success"] for step in one["curve"][steps] if "tool_success" in step] for one in runs]
+    return spread((statistics.mean(of) for of in shares if of), ".2f") if any(shares) else "–"
 
 
 def show(found: dict[str, list[Run]], columns: Columns) -> None:
@@ -255,6 +285,30 @@ def draw(found: dict[str, list[Run]], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
+
+def draw_air(found: dict[str, list[Run]], path: Path) -> None:
+    """Held-out reward and the share of tool calls that fail, by step: means over seeds, and the range of the reward."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.4, 3.4), layout="constrained")
+    reward, failing = figure.subplots(1, 2, sharex=True)
+    for index, (name, runs) in enumerate(found.items()):
+        steps = [int(step) for step in runs[0]["heldout"]]
+        at = list(zip(*(one["heldout"].values() for one in runs), strict=True))
+        reward.plot(steps, list(map(statistics.mean, at)), color=f"C{index}", label=name)
+        reward.fill_between(steps, list(map(min, at)), list(map(max, at)), color=f"C{index}", alpha=0.15)
+        shares = [[1 - step.get("tool_success", math.nan) for step in one["curve"]] for one in runs]
+        means = list(map(statistics.mean, zip(*shares, strict=True)))
+        failing.plot(range(1, len(means) + 1), means, color=f"C{index}")
+    for axes, title in ((reward, "held-out reward: mean, range"), (failing, "tool calls that fail")):
+        axes.set(title=title, ylim=(0, 1), xlabel="step")
+        axes.grid(alpha=0.3)
+    reward.legend(loc="upper left", fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+PARTS: Final[dict[str, Iterable[str]]] = {"tasks": TASKS, "claims": VARIANTS, "air": BOOKINGS}
+SHOWN: Final = {"tasks": show_tasks, "claims": show_claims, "air": show_air}
 
 if __name__ == "__main__":
     main()

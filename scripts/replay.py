@@ -2,8 +2,10 @@
 the weights with what the run saved.
 
     python scripts/replay.py RUN_DIR [--step N | --steps A-B] [--out DIR]
+    python scripts/replay.py RUN_DIR --explain ID CALL:TOKEN
 
-It rebuilds the run's algorithm and learner as `agl train --resume` would.
+With --explain it prints a token's way from reward to gradient, as `agl rollouts show --explain` does, with the weights
+of the step that trained it. It rebuilds the run's algorithm and learner as `agl train --resume` would.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -31,9 +33,11 @@ from agentlightning.algorithm.rl.groups import trace_group
 from agentlightning.algorithm.rl.policies import Policies, optimiser_steps
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.cli.config import build, load_config
+from agentlightning.cli.explanation import explain_token, show_path, trained_step
 from agentlightning.cli.fit import make_algorithm
 from agentlightning.cli.options import json_option, print_json
 from agentlightning.cli.place import STORE_FILE, Place
+from agentlightning.cli.rollouts import TokenOfCall
 from agentlightning.data.recordings import rewarded_group
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.display import hide_library_progress
@@ -76,6 +80,13 @@ class _Steps(click.ParamType):
 @click.command()
 @click.argument("directory", metavar="RUN_DIR", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--steps", "--step", type=_Steps(), metavar="N|A-B", help="Default: what led to the newest checkpoint.")
+@click.option(
+    "--explain",
+    "token_of",
+    type=(str, TokenOfCall()),
+    metavar="ID CALL:TOKEN",
+    help="Show a token's way from reward to gradient instead, by number, with the weights of the step that trained it.",
+)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="Save the weights there.")
 @click.option(
     "--run-file",
@@ -91,6 +102,7 @@ class _Steps(click.ParamType):
 def replay(
     directory: Path,
     steps: tuple[int, int] | None,
+    token_of: tuple[str, tuple[int | None, int]] | None,
     out: Path | None,
     run_file: Path | None,
     model: str | None,
@@ -105,8 +117,13 @@ def replay(
     Needs neither engine nor agents. Exits with 1 where the weights differ."""
     hide_library_progress()
     mark = read_mark(directory)
+    if token_of is not None:
+        explained = trained_step(directory, token_of[0]).step
+        steps = explained, explained
     first, last = steps or (None, None)
     plan = plan_replay(directory, first, last)
+    if token_of is not None:
+        plan = replace(plan, batches=plan.batches[:-1])  # the step itself is made where it is explained
     if out is not None and out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is not empty; choose another directory")
 
@@ -114,7 +131,7 @@ def replay(
 
     def report(step: ReplayedStep) -> None:
         trained.append(step)
-        if not as_json:
+        if not as_json and token_of is None:
             print(_told(step))
 
     async def work() -> int:
@@ -125,9 +142,14 @@ def replay(
                 raise NotFoundError(f"the store has no run {mark.run_id}; name the run's own with --store or --server")
             algorithm = _algorithm(found, run_file)
             policies = _policies(directory, found, plan, algorithm, model, mark.seed)
-            if not as_json:
+            if not as_json and token_of is None:
                 print(f"starting from {plan.start or 'the weights before the first step'}")
             await train_again(plan, store, algorithm, policies, seed=mark.seed, on_step=report)
+            if token_of is not None:
+                rollout_id, token = token_of
+                path = await explain_token(store, directory, rollout_id, *token, policies=policies)
+                show_path(path, str(place.address), as_json)
+                return 0
         with contextlib.ExitStack() as stack:
             saved = out or Path(stack.enter_context(tempfile.TemporaryDirectory()))
             saved.mkdir(parents=True, exist_ok=True)

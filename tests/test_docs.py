@@ -19,21 +19,16 @@ from agentlightning.cli.config import FIELDS, load_config
 from agentlightning.cli.fit import make_algorithm
 from agentlightning.cli.main import agl as command_line
 from scripts.reference import keys
+from tests.docs_pages import ROOT, SHELLS, read_blocks
 
-ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL)
-SHELLS = ("bash", "sh", "console", "")
 
 
 def blocks(*languages: str) -> Iterator[Any]:
     for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        for found in FENCE.finditer(text):
-            if found["language"] in languages:
-                body = re.sub(rf"^{found['indent']}", "", found["body"], flags=re.MULTILINE)
-                line = text.count("\n", 0, found.start()) + 1
-                yield pytest.param(body, id=f"{page.relative_to(ROOT)}:{line}")
+        for block in read_blocks(page):
+            if block.language in languages:
+                yield pytest.param(block.body, id=block.place)
 
 
 def commands(body: str) -> Iterator[list[str]]:

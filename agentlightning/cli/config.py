@@ -391,7 +391,7 @@ def read_value(where: str, text: str) -> Any:
 def _assign(values: dict[str, Any], assignment: str) -> None:
     key, equals, text = assignment.partition("=")
     if not equals or not key:
-        raise ConfigError(f"--set {assignment!r} is no assignment; write --set key=value, such as algorithm.steps=20")
+        raise ConfigError(f"--set {assignment!r} is not an assignment; write it as algorithm.steps=20")
     value = read_value(f"--set {key}", text)
     *parents, last = key.split(".")
     inner: dict[str, Any] = values

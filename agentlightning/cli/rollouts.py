@@ -108,7 +108,7 @@ def _input(rollout: Rollout) -> str:
 # --- show --------------------------------------------------------------------------------------------------------
 
 
-class _TokenOfCall(click.ParamType):
+class TokenOfCall(click.ParamType):
     """`2` or `2:5`."""
 
     name = "token"
@@ -132,7 +132,7 @@ class _TokenOfCall(click.ParamType):
 @click.option(
     "--explain",
     "explained",
-    type=_TokenOfCall(),
+    type=TokenOfCall(),
     is_flag=False,
     flag_value=":0",
     metavar="CALL:TOKEN",
@@ -204,21 +204,17 @@ async def annotate(place: Place, rollout_id: str, as_json: bool, **parts: str | 
 
 async def _explain(place: Place, rollout_id: str, token_of: tuple[int | None, int], as_json: bool) -> None:
     """Print the way of a token from reward to gradient."""
-    from agentlightning.cli.explanation import explain_token
-    from agentlightning.dashboard.tokens import Tokenizers
+    from agentlightning.cli.explanation import explain_token, show_path
 
     if place.address is None or "://" in place.address:
         raise ConfigError("--explain reads what steps trained on, in the run's directory: name its store's file there")
+    directory = Path(place.address).parent
     async with place.open(reading=True) as store:
-        path = await explain_token(store, Path(place.address).parent, rollout_id, *token_of)
-    if as_json:
-        print_json(path)
-        return
-    tokenizer = Tokenizers(lambda _: place.address).find("")
-    text = f" {tokenizer[1].text([path.token_id])!r}" if tokenizer else ""
-    token = f"token {path.token}:{text} id {path.token_id}, log p {path.logprob:.4f}"
-    click.echo(f"step {path.step}, call {path.call}, {token}")
-    print_table(make_table(("", "value", "how"), [(one.name, f"{one.value:.6g}", one.how) for one in path.stages]))
+        path = await explain_token(store, directory, rollout_id, *token_of)
+    show_path(path, place.address, as_json)
+    if not as_json:
+        call = f"{path.call}:{path.token}"
+        click.echo(f"The true ratio: python scripts/replay.py {directory} --explain {rollout_id} {call}")
 
 
 async def _find(named: Place, rollout_id: str) -> tuple[Place, Rollout]:

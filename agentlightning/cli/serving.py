@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import re
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import click
-import msgspec
 
 from agentlightning.cli.backends import Upstream, with_backend
 from agentlightning.cli.options import Duration, Option, json_option, print_json, together
 from agentlightning.garbage import garbage_sought_seldom
-from agentlightning.gateway.attribution import api_key_of
 from agentlightning.runner.signals import on_signal
 
 _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
@@ -25,27 +22,6 @@ KEY = click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True,
                    help="Key that callers must send; required to listen on other than a loopback address.")  # fmt: skip
 STORE = click.option("--store", "address", metavar="PATH|URL", default="agentlightning.sqlite", show_default=True,
                      help="SQLite file, created if missing, or postgresql://user@host/database.")  # fmt: skip
-
-
-class RequireKey:
-    """ASGI middleware that answers 401, like the OpenAI API, to requests without `key`. Anthropic's clients send theirs
-    in `x-api-key`."""
-
-    def __init__(self, app: Any, key: str) -> None:
-        self._app = app
-        self._key = key.encode()
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
-        presented = api_key_of(headers) or ""
-        if hmac.compare_digest(presented.encode("latin-1"), self._key):
-            await self._app(scope, receive, send)
-            return
-        error = {"message": "wrong or missing API key", "type": "invalid_request_error", "code": "invalid_api_key"}
-        body = msgspec.json.encode({"error": error})
-        reply = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": 401, "headers": reply})
-        await send({"type": "http.response.body", "body": body})
 
 
 def address_options(port: int) -> Option:
@@ -100,7 +76,8 @@ async def _serve(model: str, key: str | None, as_json: bool, **options: Any) -> 
         await until_stopped(
             f"serving {model} as {options['model_name']!r} at {url}/v1\n"
             f"    OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={example} python your_agent.py\n"
-            f"    ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={example} python your_agent.py",
+            f"    ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={example} python your_agent.py\n"
+            f"chat: {url}/#/chat",
             {"url": url, "model": options["model_name"]} if as_json else None,
         )
 
@@ -110,7 +87,7 @@ async def served_model(
     model: str, *, model_name: str, seed: int, host: str = "127.0.0.1", port: int = 0, key: str | None = None,
     **sizes: Any,
 ) -> AsyncGenerator[str]:  # fmt: skip
-    """The URL of the embedded engine with a model; nothing is stored."""
+    """The URL of the embedded engine with a model, and of a page to talk to it; calls are not stored."""
     from agentlightning.display import hide_library_progress
     from agentlightning.gateway.app import Gateway
     from agentlightning.gateway.models import ModelEntry, ModelTable
@@ -118,19 +95,18 @@ async def served_model(
     from agentlightning.learner.serving import serve_policy
     from agentlightning.server.app import create_app
     from agentlightning.server.serve import HttpServer
+    from agentlightning.store.sql import SqlStore
 
     hide_library_progress()
     policy = await asyncio.to_thread(open_policy, model, seed=seed)
     served = serve_policy(policy, seed=seed, **sizes)
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(served.service.close)
         gateway = Gateway(ModelTable([ModelEntry(model_name, served.backend)]), admin_key=key)
-        app = create_app(None, gateway=gateway, guarded=key is not None)
-        if key is not None:
-            app.add_middleware(RequireKey, key=key)
-        async with HttpServer(app, host=host, port=port) as http:
-            yield http.url
-    finally:
-        served.service.close()
+        store = await SqlStore.open(":memory:")  # for sessions of the page
+        stack.push_async_callback(store.close)
+        app = create_app(store, gateway=gateway, admin_key=key)
+        yield (await stack.enter_async_context(HttpServer(app, host=host, port=port))).url
 
 
 @click.command()

@@ -17,8 +17,9 @@ from agentlightning.errors import ConfigError, imported
 PREFIX: Final = "hf:"
 _NAME: Final = re.compile(r"hf:(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w.-]+))?(/(?P<file>[^@]+))?")
 
-_PATIENCE_SECONDS: Final = 5.0  # for the hub's first word; its own package would try again for a minute
-_NOT_THE_MODEL: Final = ["loop.json", "optimizer.pt"]  # of a checkpoint, what only the run itself goes on with
+_PATIENCE_SECONDS: Final = 5.0  # for the hub's first answer; its own package would retry for a minute
+_OTHER_FORMATS: Final = ["original/*", "onnx/*", "*.gguf", "*.h5", "*.msgpack", "*.pth"]  # the same weights again
+_NOT_THE_MODEL: Final = ["loop.json", "optimizer.pt"]  # files of a checkpoint that only its own run needs
 
 T = TypeVar("T")
 
@@ -53,26 +54,26 @@ def fetched_model(source: T) -> T | str | Path:
     if name.revision is None:
         return name.repository
     with _hub(source) as hub:
-        return Path(hub.snapshot_download(name.repository, revision=name.revision))
+        return Path(hub.snapshot_download(name.repository, revision=name.revision, ignore_patterns=_OTHER_FORMATS))
 
 
 def reachable_model(repository: str) -> str | Path:
-    """The id itself where the hub answers, whatever it says of it; else the model's directory in the cache here.
-    ConfigError, within seconds, where neither is there."""
+    """The id itself if the hub answers, whatever the answer; else the model's directory in the local cache.
+    ConfigError, within seconds, if there is neither."""
     hub = imported("huggingface_hub", repository, "huggingface_hub")
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         hub.utils.get_session().head(hub.constants.ENDPOINT, timeout=_PATIENCE_SECONDS)
         return repository
-    except Exception as error:  # noqa: BLE001 - of the HTTP client, another one by version
+    except Exception as error:  # noqa: BLE001 - the HTTP client depends on the hub's version
         reason = " ".join(str(error).split()).rstrip(".")
     try:
         return Path(hub.snapshot_download(repository, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
         raise ConfigError(
             f"there is no model {repository!r} here, neither a directory nor in the hub's cache, and "
-            f"{hub.constants.ENDPOINT} cannot be asked: {reason}. Give a directory written by save_pretrained"
+            f"{hub.constants.ENDPOINT} does not answer: {reason}. Give a directory written by save_pretrained"
         ) from None
 
 
@@ -87,8 +88,8 @@ def fetched_file(source: str) -> Path:
 
 
 def push(path: Path, target: str) -> str:
-    """Upload a checkpoint's directory to a model, or a file to a dataset. A missing repository is created, private.
-    Returns the commit's address."""
+    """Upload a checkpoint's directory to a model, or a file to a dataset. A missing repository is created, private, and
+    so is a missing branch. Returns the commit's URL."""
     name = read_hub_name(target)
     kind = "dataset" if name.file is not None else "model"
     if path.is_dir() == (name.file is not None):
@@ -96,20 +97,23 @@ def push(path: Path, target: str) -> str:
     with _hub(target) as hub:
         api = hub.HfApi()
         api.create_repo(name.repository, repo_type=kind, private=True, exist_ok=True)
+        if name.revision is not None:
+            api.create_branch(name.repository, branch=name.revision, repo_type=kind, exist_ok=True)
         where = {"repo_id": name.repository, "repo_type": kind, "revision": name.revision}
         if name.file is None:
-            return str(api.upload_folder(folder_path=path, ignore_patterns=_NOT_THE_MODEL, **where))
-        return str(api.upload_file(path_or_fileobj=path, path_in_repo=name.file, **where).commit_url)
+            return api.upload_folder(folder_path=path, ignore_patterns=_NOT_THE_MODEL, **where).commit_url
+        return api.upload_file(path_or_fileobj=path, path_in_repo=name.file, **where).commit_url
 
 
 @contextlib.contextmanager
 def _hub(name: str) -> Generator[Any]:
     """The hub's package; its errors become ConfigErrors."""
     hub = imported("huggingface_hub", name, "huggingface_hub")
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         yield hub
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (hub.errors.HTTPError, HFValidationError, OSError) as error:  # HTTPError: that of its HTTP client
         reason = " ".join(str(error).split()).rstrip(".")
-        raise ConfigError(f"{name}: {reason}. HF_TOKEN is the key for what is private") from None
+        key = ". Private repositories need a token in HF_TOKEN" if isinstance(error, HfHubHTTPError) else ""
+        raise ConfigError(f"{name}: {reason}{key}") from None

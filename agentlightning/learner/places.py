@@ -142,7 +142,8 @@ def _read(name: str, given: Any, words: Mapping[str, Any], kind: type[T], forms:
     try:
         return msgspec.convert(words[given] if isinstance(given, str) else given or {}, kind)
     except msgspec.ValidationError as error:  # its text contains no values, such as the key
-        raise ConfigError(f"{name}: {error}; {forms}") from None
+        what, _, key = str(error).rstrip("`").partition(" - at `$")
+        raise ConfigError(f"{name}{key}: {what[0].lower()}{what[1:]}; {forms}") from None
 
 
 def _is_url(text: str) -> bool:

@@ -98,7 +98,7 @@ class LightningStoreClient(LightningStore):
                 ) from None
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 reason = str(error) or type(error).__name__
-                fault = UnavailableError(f"the server at {self.url} cannot be reached ({reason}); see that it runs")
+                fault = UnavailableError(f"the server at {self.url} cannot be reached ({reason}); is it running?")
                 harmless = may_repeat or isinstance(error, _UNSENT)
             pause = backoff * random.uniform(0.5, 1.0)
             if isinstance(fault, RetryLaterError):
@@ -107,10 +107,10 @@ class LightningStoreClient(LightningStore):
             if not harmless:
                 raise UnavailableError(f"{fault} {name} may have been carried out: look before you repeat it")
             if elapsed + pause > self._patience:
-                raise UnavailableError(f"{fault} (tried for {elapsed:.1f} s, the patience is {self._patience:g} s)")
+                raise UnavailableError(f"{fault} (tried for {elapsed:.1f} s of {self._patience:g} s)")
             if elapsed > _SILENT_SECONDS and not self._away:
                 self._away = True
-                logger.warning("%s It is asked again for up to %g s", fault, self._patience)
+                logger.warning("%s (retrying for up to %g s)", fault, self._patience)
             await asyncio.sleep(pause)
             backoff = min(2 * backoff, _LONGEST_PAUSE)
 

@@ -116,7 +116,7 @@ def test_a_run_file_beside_flags_that_make_one_is_named(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize(
     ("assignment", "message"),
-    [("seed", "is no assignment"), ("seed.x=1", "has no keys of its own"), ("seed=[", "is no YAML value")],
+    [("seed", "is not an assignment"), ("seed.x=1", "has no keys of its own"), ("seed=[", "is no YAML value")],
 )
 def test_an_assignment_that_makes_no_sense_is_refused(run_file: Path, assignment: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -12,8 +13,11 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.cli.main import run
+from scripts.replay import main as replay
 from tests import agents
-from tests.test_trainer import TASKS, algorithm, trainer
+from tests.test_trainer import TASKS, algorithm, policy, trainer
+
+SMALL: dict[str, Any] = {"steps": 2, "tasks_per_step": 2, "group_size": 2, "max_tokens": 2, "temperature": 2.0}
 
 
 def trained(tmp_path: Path, **changes: Any) -> tuple[Path, list[str]]:
@@ -51,6 +55,54 @@ def test_each_number_is_that_of_the_formulas(tmp_path: Path, capsys: pytest.Capt
             assert stages["loss"] == pytest.approx(-stages["advantage"])
             assert stages["gradient"] == pytest.approx(-stages["weight"] * stages["advantage"])
             assert stages["logit"] == pytest.approx(stages["gradient"] * (1 - math.exp(path["logprob"])))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        agl.GRPO(epochs=2, **SMALL),
+        agl.GRPO(old="proximal", epochs=2, minibatches=2, **SMALL),
+        agl.PPO(minibatches=2, tasks_per_step=4, steps=2, max_tokens=2, temperature=2.0),
+    ],
+    ids=["grpo", "proximal", "ppo"],
+)
+def test_made_again_with_its_weights_a_step_has_the_loss_it_had(
+    chosen: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Σ weight · loss over all tokens is the recorded loss of the policy, and ratios are 1 in the first optimiser step
+    alone."""
+    policy().save(tmp_path / "model")
+    trainer(tmp_path, algorithm=chosen, model=tmp_path / "model").fit(agents.vowels, TASKS)
+    directory = tmp_path / "run"
+    recorded = json.loads((directory / "batches.jsonl").read_text().splitlines()[-1])
+    metrics = json.loads((directory / "metrics.jsonl").read_text().splitlines()[-1])
+    losses: dict[int, float] = {}
+    ratios: dict[int, list[float]] = {}
+    for name in itertools.chain(*recorded["groups"]):
+        for call, token in itertools.product((0, 1), (0, 1)):
+            capsys.readouterr()
+            arguments = ["--explain", name, f"{call}:{token}", "--json"]
+            if replay([str(directory), *arguments]) != 0:
+                assert "there is no" in capsys.readouterr().err
+                continue
+            path = json.loads(capsys.readouterr().out)
+            assert path["exact"]
+            for ratio, weight, loss in zip(*_columns(path, "ratio", "weight", "loss"), strict=True):
+                number = int(ratio["how"].rsplit(" ", 1)[1])
+                losses[number] = losses.get(number, 0.0) + weight["value"] * loss["value"]
+                ratios.setdefault(number, []).append(ratio["value"])
+    of_critic = 0.5 * metrics.get("value_loss", 0.0)
+    assert np.mean(list(losses.values())) == pytest.approx(metrics["loss"] - of_critic, abs=1e-6)
+    assert ratios[1] == pytest.approx([1.0] * len(ratios[1]), abs=1e-4)
+    assert max(abs(np.log(ratios[2]))) > 1e-3
+    if chosen.name == "ppo":
+        assert run(["rollouts", "show", name, "--store", str(directory / "store.sqlite"), "--explain"]) != 0
+        assert "replay.py" in capsys.readouterr().err
+
+
+def _columns(path: dict[str, Any], *names: str) -> list[list[dict[str, Any]]]:
+    return [[one for one in path["stages"] if one["name"] == name] for name in names]
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from agentlightning.cli.main import run
-from agentlightning.datasets.hub import HubName, read_hub_name
+from agentlightning.datasets.hub import HubName, push, read_hub_name
 from agentlightning.errors import ConfigError
 from tests.test_trainer import policy
 
@@ -78,6 +78,8 @@ class Answer(BaseHTTPRequestHandler):
             kind = "datasets/" if told.get("type") == "dataset" else ""
             self.server.repositories.setdefault(f"{kind}{told.get('organization', 'me')}/{told['name']}", {})
             return self._say({"url": f"{self.server.url}/{kind}me/{told['name']}"})
+        if "branch" in words:
+            return self._say({}, 201)
         if words[-2] == "preupload":
             files = json.loads(body)["files"]
             return self._say(
@@ -152,8 +154,19 @@ def test_a_hub_that_is_away_is_asked_once_and_its_cache_serves(tmp_path: Path, h
     agl(tmp_path, hub, "chat", "me/agent", url="http://127.0.0.1:9")
     for name in ("nope", "me/nobody", "what ever"):
         _, err = agl(tmp_path, hub, "chat", name, code=1, url="http://127.0.0.1:9")
-        assert f"there is no model {name!r} here" in err and "http://127.0.0.1:9 cannot be asked" in err
+        assert f"there is no model {name!r} here" in err and "http://127.0.0.1:9 does not answer" in err
         assert "Retrying" not in err
+
+
+def test_errors_of_the_hub_name_what_was_asked_for(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file := tmp_path / "sft.jsonl").write_text("{}")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match=r"hf:me/wins/sft.jsonl: .*refused"):
+        push(file, "hf:me/wins/sft.jsonl")
+    with pytest.raises(ConfigError, match=r"hf:me/a--b/sft.jsonl: Cannot have --"):
+        push(file, "hf:me/a--b/sft.jsonl")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+    assert push(file, "hf:me/wins@second/sft.jsonl").startswith(f"{hub.url}/datasets/me/wins/commit/")
 
 
 @pytest.mark.parametrize(

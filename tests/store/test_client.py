@@ -203,7 +203,7 @@ async def test_a_server_that_asks_to_be_left_alone_is_left_alone():
             UnavailableError,
             "502 Bad Gateway .*gone",
         ),
-        (web.Response(status=503, headers={"Retry-After": "3600"}), UnavailableError, "the patience is 0.3 s"),
+        (web.Response(status=503, headers={"Retry-After": "3600"}), UnavailableError, "of 0.3 s"),
     ],
 )
 async def test_a_strangers_answer_is_not_taken_for_the_stores(answer, error, says):

@@ -27,9 +27,9 @@ function NoModel() {
       <Head title="Chat" />
       <Empty>
         <p>
-          This server serves no model. Talk to a checkpoint in the terminal with <code>agl chat CHECKPOINT</code>, or here
-          with <code>agl serve CHECKPOINT --port 8000</code> and <code>agl server --backend http://127.0.0.1:8000/v1</code>.
-          The page of a running <code>agl train</code> talks to the model in training.
+          This server serves no model. Talk to a checkpoint in the terminal with <code>agl chat CHECKPOINT</code>, or on
+          the page of <code>agl serve CHECKPOINT</code>. The page of a running <code>agl train</code> talks to the model in
+          training.
         </p>
       </Empty>
     </section>
