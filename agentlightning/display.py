@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from agentlightning.tracing.tree import printable
+from agentlightning.tracing.tree import printable, rollout_tree
 
 RECENT_STEPS = 5  # the time left is judged by the pace of these
 PLAIN_INTERVAL = 5.0  # seconds between two lines about steps where there is no terminal
@@ -49,10 +49,8 @@ def runnable(command: str, folder: Path = Path()) -> str:
 
 def resume_command(directory: Path | None, manifest: Mapping[str, Any]) -> str:
     """The command that continues the interrupted run in this directory, or in an unknown one."""
-    command = [str(word) for word in manifest.get("command", ())]
+    command = [printable(str(word)) for word in manifest.get("command", ())]
     where = "" if directory is None else shlex.quote(os.path.relpath(directory))
-    if command[1:2] == ["quickstart"]:
-        return runnable(f"agl quickstart --resume {where and f'--out {where}'}".strip())
     if directory is not None and not (directory / "run.yaml").is_file():
         return f"{shlex.join(command) or 'the program that started it'}, with resume=True and run_dir={where}"
     return runnable(f"agl train --resume {where and f'--run-dir {where}'}".strip())
@@ -222,6 +220,14 @@ class LiveProgress:
             lines.append(Text(f"{self._headline()}  {sparkline(self._rewards)}  {' · '.join(self._figures())}"))
         lines.append(Text(" · ".join([f"{duration(self._elapsed())} elapsed", *self._left()]), style="dim"))
         return Group(*lines)
+
+
+def show_tasks(console: Console, tasks: Sequence[Any]) -> None:
+    """Print what the agent did on each `EvaluatedTask`, call by call."""
+    for task in tasks:
+        console.print(rollout_tree(task.rollout, task.spans))
+        if task.traced.excluded:
+            console.print(f"calls not trainable: {dict(task.traced.excluded)}", markup=False)
 
 
 def hide_library_progress() -> None:

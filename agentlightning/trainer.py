@@ -30,7 +30,7 @@ from agentlightning.algorithm.rl.checkpoints import Checkpoints
 from agentlightning.algorithm.tracking import Tracker, make_tracker
 from agentlightning.datasets.hub import fetched_model
 from agentlightning.datasets.tasks import load_dataset
-from agentlightning.display import LiveProgress, hide_library_progress
+from agentlightning.display import LiveProgress, hide_library_progress, show_tasks
 from agentlightning.environments.base import tasks_of
 from agentlightning.errors import ConfigError, UnavailableError, check_settings
 from agentlightning.garbage import garbage_sought_seldom
@@ -53,7 +53,6 @@ from agentlightning.store.base import LightningStore
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.choice import TracerKind, choose_tracer
-from agentlightning.tracing.tree import rollout_tree
 from agentlightning.types import LLM, FrozenModel, Metrics, NamedResources
 
 if TYPE_CHECKING:
@@ -156,7 +155,7 @@ class Trainer:
         run_file: Mapping[str, Any] | None = None,
     ) -> None:
         trained = model if isinstance(model, Mapping) else {} if model is None else {model_name: model}
-        self.models = {name: fetched_model(one) for name, one in trained.items()}
+        self.models = {name: fetched_model(model) for name, model in trained.items()}
         self.frozen = read_frozen(models or {}, self.models)
         n_runners = n_workers if n_runners is None else n_runners
         if adapter is not None:
@@ -171,7 +170,7 @@ class Trainer:
         self.isolation: Isolation = isolation
         self.run_dir, self.store, self.seed, self.time_limit = run_dir, store, seed, time_limit
         self.server, self.api_key, self.port = server, api_key, port
-        named = {"llm" if name == "main_llm" else name: one for name, one in (initial_resources or {}).items()}
+        named = {"llm" if name == "main_llm" else name: model for name, model in (initial_resources or {}).items()}
         self.initial_resources: NamedResources = named
         self.hooks = tuple(hooks)
         choose_tracer(tracer)  # refused here rather than after the model was loaded
@@ -223,10 +222,7 @@ class Trainer:
         result = await trial._run(as_agent(agent), [], load_dataset(train_dataset), resume=False)
         tasks = [task for evaluation in result.evaluations for task in evaluation.tasks]
         console = Console(highlight=False)
-        for task in tasks:
-            console.print(rollout_tree(task.rollout, task.spans))
-            if task.traced.excluded:
-                console.print(f"calls not trainable: {dict(task.traced.excluded)}", markup=False)
+        show_tasks(console, tasks)
         summary = summarise([measured(task.traced, task.spans) for task in tasks], Measures())
         console.print(f"{summary}; mean reward {summary.estimates['reward'].value:.3f}", markup=False)
         return tasks
@@ -434,13 +430,13 @@ class Trainer:
         if isinstance(llm, LLM) and not backends:
             upstream = FrozenModel(endpoint=llm.endpoint, frozen=True, api_key=llm.api_key)
             entries.append(frozen_entry(llm.model, upstream, ANY))
-        return entries + [frozen_entry(name, one) for name, one in self.frozen.items()]
+        return entries + [frozen_entry(name, model) for name, model in self.frozen.items()]
 
     async def _run_beside_runner(self, agent: LitAgent[Any], context: RunContext) -> None:
         """Run the algorithm and this process's runner; the first to fail ends both."""
         job = asyncio.ensure_future(self.algorithm.run(context))
         samplers = [policy.sampler for policy in context.policies.values()]
-        tasks = {job, *(asyncio.ensure_future(one.watch(context.calls_held)) for one in samplers)}
+        tasks = {job, *(asyncio.ensure_future(sampler.watch(context.calls_held)) for sampler in samplers)}
         if self._concurrency:
             settings: dict[str, Any] = {"hooks": self.hooks, "tracer": self.tracer, "isolation": self._place}
             runner = Runner(context.store, agent, concurrency=self._concurrency, **settings)
@@ -469,8 +465,10 @@ class Trainer:
         models = self.models.items()
         as_given = ("dtype", "max_sequence_length", "device", "threads", "deterministic", "time_limit")
         return {
-            "models": {name: str(one) if isinstance(one, str | Path) else type(one).__name__ for name, one in models},
-            "frozen": {name: one.model or name for name, one in self.frozen.items()},
+            "models": {
+                name: str(model) if isinstance(model, str | Path) else type(model).__name__ for name, model in models
+            },
+            "frozen": {name: model.model or name for name, model in self.frozen.items()},
             "algorithm": {**settings, "name": algorithm.name},
             "credit_by_settings": getattr(algorithm, "credit_by_settings", False),
             "optimizer": dataclasses.asdict(self._optimizer()),

@@ -17,20 +17,17 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+from _flight import recipe, tasks, train
 
 import agentlightning as agl
-from agentlightning.algorithm.base import NoProgress
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.cli.fit import make_algorithm
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.sequences import CreditedTransition
 from agentlightning.data.transitions import Transition, tool_success
 from agentlightning.learner.policy import Policy, load_policy
-from agentlightning.quickstart import load_flight_example, make_starting_policy
 
-EXAMPLE = load_flight_example()
-
-import agent  # noqa: E402  (of the flight example, which the line above makes importable)
+import agent  # isort: skip  (of the flight example, which `_flight` makes importable)
 
 STEPS: Final = 10
 HELDOUT_TASKS: Final = 120
@@ -147,22 +144,20 @@ def main(name: str, seed: int, start: Path, out: Path) -> None:
     if (start / "config.json").is_file():
         policy = load_policy(start)
     else:
-        policy = make_starting_policy(EXAMPLE, seed, NoProgress())
+        policy = recipe.starting_policy(seed)
         policy.save(start)
-    recipe, tasks = EXAMPLE.recipe, EXAMPLE.tasks
     counts = {"calls": 0, "changed": 0}
     trainer = agl.Trainer(
         model=policy,
         algorithm=make_variant(variant, policy, counts),
         optimizer=recipe.optimizer(),
-        n_runners=recipe.CONCURRENCY,
-        max_sequence_length=recipe.MAX_SEQUENCE_LENGTH,
+        **recipe.SIZES,
         run_dir=out / "run",
         seed=seed,
     )
     result = trainer.fit(
-        forgetful if variant.forgets else EXAMPLE.train.flight,
-        tasks.train_tasks(recipe.TRAIN_TASKS, seed),
+        forgetful if variant.forgets else train.flight,
+        tasks.train_tasks(seed=seed),
         tasks.heldout_tasks(HELDOUT_TASKS),
     )
     steps = [one.values for one in result.metrics if "reward" in one.values]

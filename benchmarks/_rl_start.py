@@ -6,11 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from _flight import demonstrations, recipe
 
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.tiny import chat_text, make_model, make_tokenizer
 from agentlightning.learner.warm_start import Progress, warm_start
-from agentlightning.quickstart import load_flight_example
 
 # Layers and width of the feed-forward nets; what lies between has the quickstart's 128 channels.
 SIZES = {"0.5M": (2, 384), "5M": (6, 2048)}
@@ -19,14 +19,13 @@ SIZES = {"0.5M": (2, 384), "5M": (6, 2048)}
 def make(size: str, directory: Path, seed: int = 1) -> None:
     """Write the policy of that size to `directory`; the same for the same seed."""
     torch.set_num_threads(1)
-    example = load_flight_example()
-    tools = example.demonstrations.TOOLS
-    shown = example.demonstrations.demonstrations(example.recipe.DEMONSTRATIONS, seed)
-    tokenizer = make_tokenizer((chat_text(one["messages"], tools) for one in shown), example.recipe.VOCABULARY_SIZE)
+    tools = demonstrations.TOOLS
+    shown = demonstrations.demonstrations(recipe.DEMONSTRATIONS, seed)
+    tokenizer = make_tokenizer((chat_text(one["messages"], tools) for one in shown), recipe.VOCABULARY_SIZE)
     layers, inner = SIZES[size]
     model = make_model(tokenizer, seed=seed, layers=layers, inner=inner)
     steps: list[Progress] = []
-    options = example.recipe.WARM_START
+    options = recipe.WARM_START
     copying = warm_start(model, tokenizer, shown, tools=tools, seed=seed, options=options, on_step=steps.append)
     found = ", ".join(f"{kind} {share:.2f}" for kind, share in copying.items())
     print(

@@ -195,21 +195,18 @@ def train_as_the_template(
 
 
 def train_quickstart(changed: dict[str, Any], seed: int, directory: Path) -> None:
-    import agentlightning as agl
-    from agentlightning.algorithm.base import NoProgress
-    from agentlightning.quickstart import load_flight_example, make_starting_policy
+    from _flight import recipe, tasks, train
 
-    example = load_flight_example()
-    recipe, tasks = example.recipe, example.tasks
+    import agentlightning as agl
+
     agl.Trainer(
-        model=make_starting_policy(example, seed, NoProgress()),
+        model=recipe.starting_policy(seed),
         algorithm=replace(recipe.algorithm(), **{name.removeprefix("algorithm."): changed[name] for name in changed}),
         optimizer=recipe.optimizer(),
-        n_runners=recipe.CONCURRENCY,
-        max_sequence_length=recipe.MAX_SEQUENCE_LENGTH,
+        **recipe.SIZES,
         run_dir=directory / "run",
         seed=seed,
-    ).fit(example.train.flight, tasks.train_tasks(recipe.TRAIN_TASKS, seed), tasks.heldout_tasks(recipe.HELDOUT_TASKS))
+    ).fit(train.flight, tasks.train_tasks(seed=seed), tasks.heldout_tasks())
 
 
 def experiment(name: str) -> Callable[[dict[str, Any], int, Path], None]:

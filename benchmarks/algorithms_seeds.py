@@ -64,31 +64,27 @@ class Lines(NoProgress):
 
 def train(name: str, settings: dict[str, Any], seed: int, directory: Path, minutes: float) -> dict[str, Any]:
     """One run, in this process."""
+    from _flight import recipe, tasks
+    from _flight import train as flight
+
     from agentlightning.cli.fit import make_algorithm
     from agentlightning.learner.base import AdamW
-    from agentlightning.quickstart import load_flight_example, make_starting_policy
     from agentlightning.trainer import Trainer
 
     started = time.monotonic()
-    example = load_flight_example()
-    recipe = example.recipe
     progress = Lines()
-    policy = make_starting_policy(example, seed, progress)
+    policy = recipe.starting_policy(seed)
     trainer = Trainer(
         model=policy,
         algorithm=make_algorithm(settings),
         optimizer=AdamW(**OPTIMIZER),
-        n_runners=recipe.CONCURRENCY,
-        max_sequence_length=recipe.MAX_SEQUENCE_LENGTH,
+        **recipe.SIZES,
         run_dir=directory,
         seed=seed,
         time_limit=60 * minutes - (time.monotonic() - started),
         progress=progress,
     )
-    tasks = example.tasks
-    result = trainer.fit(
-        example.train.flight, tasks.train_tasks(recipe.TRAIN_TASKS, seed), tasks.heldout_tasks(recipe.HELDOUT_TASKS)
-    )
+    result = trainer.fit(flight.flight, tasks.train_tasks(seed=seed), tasks.heldout_tasks())
     steps = [one for one in result.metrics if "reward" in one.values]
     worked = [one.values["val_tool_success"] for one in result.metrics if "val_tool_success" in one.values]
     curve, rollouts = [], 0.0

@@ -1,15 +1,16 @@
-"""The three experiments and what is claimed of the method, over several seeds.
+"""The three experiments, a game, and what is claimed of the method, over several seeds.
 
     make .venv-experiments/.setup
-    python benchmarks/experiments.py [--part tasks,claims,air] [--seeds 1-3] [--out runs/experiments]
+    python benchmarks/experiments.py [--part tasks,claims,air,game] [--seeds 1-3] [--out runs/experiments]
 
 `tasks`: examples/text_to_sql, multi_hop_rag and math_tools, each trained as its `train.py` does.
 `claims`: short runs of the quickstart's flight task, each with one thing changed (`_flight_variants.py`).
 `air`: a task whose tools fail, with and without automatic intermediate rewards (`_booking.py`).
+`game`: examples/guess_number, trained as its `run.yaml` says.
 
 Every run has a process and a core of its own, and one that was finished before in --out is read, not run again. Prints
-Markdown tables, writes `benchmarks/results/experiments.json` and the curves, `experiments.png` and `air.png` in
-`docs/images`.
+Markdown tables, writes `benchmarks/results/experiments.json` and the curves, `experiments.png`, `air.png` and
+`guess-number.png` in `docs/images`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import math
 import multiprocessing
 import os
 import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -50,6 +52,7 @@ TASKS: Final[dict[str, list[str]]] = {
     "math": ["math_tools"],
     "math with AIR": ["math_tools", "--air"],
 }
+GAME: Final = "guess a number"
 GOAL: Final = 0.5  # a mean training reward that is counted towards
 WINDOW: Final = 3  # steps
 
@@ -91,6 +94,8 @@ def main() -> None:
             draw(results["tasks"], IMAGES / "experiments.png")
         if "air" in parts:
             draw_air(results["air"], IMAGES / "air.png")
+        if "game" in parts:
+            draw(results["game"], IMAGES / "guess-number.png")
 
 
 # --- the runs ---
@@ -126,7 +131,9 @@ def train(name: str, seed: int, directory: Path, log: Path, core: int) -> None:
     with log.open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    if name in BOOKINGS:
+    if name == GAME:
+        play(seed, directory)
+    elif name in BOOKINGS:
         train_booking(name, seed, directory.parent / f"booking-start-{seed}", directory / "run")
     elif name in VARIANTS:
         run_variant(name, seed, directory.parent / f"flight-start-{seed}", directory)
@@ -134,6 +141,16 @@ def train(name: str, seed: int, directory: Path, log: Path, core: int) -> None:
         example, *options = TASKS[name]
         command = [PYTHON, ROOT / "examples" / example / "train.py", *options, "--seed", str(seed), "--out", directory]
         os.execv(PYTHON, [os.fspath(word) for word in command])
+
+
+def play(seed: int, directory: Path) -> None:
+    """Train the game, and report what it took."""
+    began = time.monotonic()
+    command = [sys.executable, "-m", "agentlightning.cli.main", "train", "run.yaml", "--seed", str(seed)]
+    subprocess.run([*command, "--run-dir", directory / "run"], cwd=ROOT / "examples" / "guess_number", check=True)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    took = {"seed": seed, "seconds": time.monotonic() - began, "cpu_seconds": used.ru_utime + used.ru_stime}
+    (directory / "result.json").write_text(json.dumps(measured(directory / "run") | took))
 
 
 def run(name: str, seed: int, out: Path, cores: SimpleQueue[int]) -> Run | None:
@@ -156,7 +173,7 @@ def run(name: str, seed: int, out: Path, cores: SimpleQueue[int]) -> Run | None:
             report.write_text(json.dumps(measured(directory / "run") | {"seed": seed, "seconds": seconds}))
     found = json.loads(report.read_text())
     print(f"{name}, seed {seed}: {found['before']:.3f} → {found['after']:.3f}", file=sys.stderr, flush=True)
-    kept = ("seed", "before", "after", "seconds", "tool_success", "changed", "settings")
+    kept = ("seed", "before", "after", "seconds", "cpu_seconds", "tool_success", "changed", "settings")
     measures = ("reward", "rollouts", "learn_seconds", "tokens_computed", "tool_success", "calls")
     curve = [{key: step[key] for key in measures if key in step} for step in found["curve"] if "reward" in step]
     heldout = {step["step"]: step["val_reward"] for step in found["curve"] if "val_reward" in step}
@@ -196,6 +213,20 @@ def show_air(found: dict[str, list[Run]]) -> None:
         ),
     }
     show(found, columns | {name: COLUMNS[name] for name in COLUMNS if "tool" not in name})
+
+
+def show_game(found: dict[str, list[Run]]) -> None:
+    """A row for each seed."""
+    columns: Columns = {
+        "reward, first three steps": lambda runs: f"{reward(runs[0]['curve'][:WINDOW]):.3f}",
+        "last three": lambda runs: f"{reward(runs[0]['curve'][-WINDOW:]):.3f}",
+        "held-out before": lambda runs: f"{runs[0]['before']:.3f}",
+        "after": lambda runs: f"{runs[0]['after']:.3f}",
+        "games": lambda runs: f"{sum(step['rollouts'] for step in runs[0]['curve']):,.0f}",
+        "CPU s": lambda runs: f"{runs[0]['cpu_seconds']:.0f}",
+        "minutes": COLUMNS["minutes"],
+    }
+    show({f"seed {one['seed']}": [one] for runs in found.values() for one in runs}, columns)
 
 
 def last_third(one: Run) -> float:
@@ -239,8 +270,13 @@ def tools(runs: list[Run]) -> str:
 
 
 def training(one: Run) -> float:
-    """The mean reward of the steps."""
-    return statistics.mean(step["reward"] for step in one["curve"])
+    """The mean reward of all steps."""
+    return reward(one["curve"])
+
+
+def reward(steps: list[dict[str, float]]) -> float:
+    """The mean reward of these steps."""
+    return statistics.mean(step["reward"] for step in steps)
 
 
 def tokens(one: Run) -> float:
@@ -307,8 +343,8 @@ def draw_air(found: dict[str, list[Run]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-PARTS: Final[dict[str, Iterable[str]]] = {"tasks": TASKS, "claims": VARIANTS, "air": BOOKINGS}
-SHOWN: Final = {"tasks": show_tasks, "claims": show_claims, "air": show_air}
+PARTS: Final[dict[str, Iterable[str]]] = {"tasks": TASKS, "claims": VARIANTS, "air": BOOKINGS, "game": [GAME]}
+SHOWN: Final = {"tasks": show_tasks, "claims": show_claims, "air": show_air, "game": show_game}
 
 if __name__ == "__main__":
     main()

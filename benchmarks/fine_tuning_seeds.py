@@ -34,15 +34,13 @@ Curve = list[tuple[int, float]]  # (training rollouts so far, held-out reward)
 
 def measure(seed: int, directory: Path) -> dict[str, Any]:
     """Both ways with one seed, in this process."""
-    from agentlightning.algorithm import NoProgress
+    from _flight import recipe, tasks  # first: it has a module of the same name
+
     from agentlightning.algorithm.base import STOPPED_BY_USER
     from agentlightning.data.references import load_reference
-    from agentlightning.quickstart import load_flight_example
 
-    load_flight_example()  # first: it has a module of the same name
     example = sys.modules[load_reference(f"{EXAMPLE}:main").__module__]
-    recipe, tasks = example.FLIGHT.recipe, example.FLIGHT.tasks
-    heldout, train = tasks.heldout_tasks(recipe.HELDOUT_TASKS), tasks.train_tasks(recipe.TRAIN_TASKS, seed)
+    heldout, train = tasks.heldout_tasks(), tasks.train_tasks(seed=seed)
     per_step, spent = recipe.algorithm().tasks_per_step * recipe.algorithm().group_size, 8 * example.SAMPLED
 
     def stage(name: str, model: Any, algorithm: Any, *data: Any, rate: float | None = None) -> dict[str, Any]:
@@ -50,7 +48,7 @@ def measure(seed: int, directory: Path) -> dict[str, Any]:
         report, run = directory / f"{name}.json", directory / name
         if not report.is_file():
             shutil.rmtree(run, ignore_errors=True)  # of a stage that was cut short
-            result = example.trainer(model, algorithm, run, seed, rate).fit(example.FLIGHT.train.flight, *data)
+            result = example.trainer(model, algorithm, run, seed, rate).fit(example.flight, *data)
             if result.stopped_because == STOPPED_BY_USER:
                 raise SystemExit(f"{name} was stopped; start again to go on")
             told = {"seconds": round(result.seconds, 1), "checkpoint": result.checkpoint and str(result.checkpoint)}
@@ -60,7 +58,7 @@ def measure(seed: int, directory: Path) -> dict[str, Any]:
 
     start = directory / "start"
     if not (start / "config.json").is_file():
-        example.make_starting_policy(example.FLIGHT, seed, NoProgress()).save(start)
+        recipe.starting_policy(seed).save(start)
     learning = replace(recipe.algorithm(STEPS), evaluate_every=EVERY, target_reward=None)
     sampled = stage("sampled", start, example.best_of_8, train[: example.SAMPLED])
     imitation = example.agl.SFT(traces=str(directory / "sampled"), **example.KEPT, **example.FINE_TUNING)

@@ -23,7 +23,7 @@ def is_share(value: Any) -> bool:
 
 def complaints(report: dict[str, Any], seed: int) -> Iterator[str]:
     """What is wrong with the report, one line each."""
-    pairs = {"memory_first": report.get("memory_first"), "reward": report.get("reward")}
+    pairs = {"reward": report.get("reward")}
     first_tools = report.get("right_first_tool")
     if not isinstance(first_tools, dict) or set(first_tools) != KINDS:
         yield f"right_first_tool is {first_tools!r}; expected the kinds {sorted(KINDS)}"

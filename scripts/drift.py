@@ -53,7 +53,7 @@ import msgspec
 
 from agentlightning import semconv
 from agentlightning.cli.options import make_table, print_json, print_table
-from agentlightning.cli.place import ARGUMENT, Place, with_place
+from agentlightning.cli.place import Named, Place, newest_store, with_place
 from agentlightning.data.continuity import canonical, words_of
 from agentlightning.data.token_bytes import MARKERS, TokenBytes
 from agentlightning.display import counting
@@ -444,7 +444,7 @@ _UNITS: Final = {"answer": "answers", "history": "histories", "prompt": "prompts
 @click.option("--run", "run_id", metavar="ID", help="Only calls of this run.")
 @click.option("--model", metavar="NAME", help="Only calls that this model answered.")
 @click.option("--examples", type=click.IntRange(min=0), default=1, show_default=True, help="Per check and kind.")
-@with_place(ARGUMENT)
+@with_place(Named(click.argument("address", metavar="[STORE]", required=False), newest_store))
 async def drift(place: Place, source: str, run_id: str | None, model: str | None, examples: int, as_json: bool) -> None:
     """Compare what was sampled with its text tokenised anew.
 

@@ -2,7 +2,7 @@
 
 Usage: python scripts/record_framework_spans.py NAME=PYTHON …
 
-NAME is a program of tests/tracing/framework_agents.py, PYTHON an interpreter whose environment holds that framework,
+NAME is a program of scripts/framework_agents.py, PYTHON an interpreter whose environment holds that framework,
 its instrumentation, opentelemetry-sdk and msgspec. The model is scripted and answers through the real gateway,
 whose spans are recorded with the others.
 """
@@ -31,7 +31,7 @@ from agentlightning.types import EnqueueRolloutRequest, Span
 from tests.gateway.world import serving_gateway
 
 ROOT = Path(__file__).parent.parent
-PROGRAM = ROOT / "tests" / "tracing" / "framework_agents.py"
+PROGRAM = ROOT / "scripts" / "framework_agents.py"
 LONGEST_TEXT = 1200  # of an attribute that no reader looks into
 
 

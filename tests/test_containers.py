@@ -42,25 +42,15 @@ def test_the_server_is_started_with_options_that_it_has(command: list[str]) -> N
     assert context.params["host"] == "0.0.0.0"
 
 
-def test_the_extras_that_are_installed_exist() -> None:
+def test_what_it_installs_copies_and_publishes_exists() -> None:
     found = re.search(r'"\.\[([\w,-]+)\]"', DOCKERFILE)
     assert found
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(found[1].split(",")) <= set(extras)
-
-
-def test_what_is_copied_exists_and_is_not_ignored() -> None:
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    copied = {
-        source
-        for line in re.findall(r"^COPY (?!--from)(.+)$", DOCKERFILE, re.MULTILINE)
-        for source in line.split()[:-1]
-    }
-    assert copied == allowed
-    assert all((ROOT / path).exists() for path in copied)
-
-
-def test_one_port_is_exposed_listened_at_and_published() -> None:
+    lines = re.findall(r"^COPY (?!--from)(.+)$", DOCKERFILE, re.MULTILINE)
+    assert {source for line in lines for source in line.split()[:-1]} == allowed
+    assert all((ROOT / path).exists() for path in allowed)
     entrypoint = instruction("ENTRYPOINT")
     port = entrypoint[entrypoint.index("--port") + 1]
     assert re.findall(r"^EXPOSE (\d+)$", DOCKERFILE, re.MULTILINE) == [port]

@@ -102,7 +102,6 @@ def laptop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Page, int
         "checkpoints/a",
         "checkpoints/b",
         "runs/base/start",
-        "runs/quickstart/start",
     ):
         shutil.copytree(folder / "tiny", folder / name)
     page.shell(f"agl serve tiny --port {port}", "laptop")

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from agentlightning.store.client import LightningStoreClient
-from agentlightning.trainer import Trainer
 from tests import agents
 from tests.algorithm.test_resume import Interrupting
 from tests.test_trainer import TASKS, algorithm, policy, trainer
@@ -82,11 +81,10 @@ def steps_done(run: Path) -> int:
         connection.close()
 
 
-def wait_for_steps(process: subprocess.Popen[str], run: Path, steps: int) -> None:
+def wait(process: subprocess.Popen[str], until: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 240
-    while steps_done(run) < steps:
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline, "no progress"
+    while not until():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.02)
 
 
@@ -94,7 +92,7 @@ def wait_for_steps(process: subprocess.Popen[str], run: Path, steps: int) -> Non
 def test_an_interrupted_run_saves_what_was_learned(world: Path, agl: Start, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = agl(*train_arguments(world, run, steps=5000))
-    wait_for_steps(process, run, 3)
+    wait(process, lambda: steps_done(run) >= 3)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=240)
     assert process.returncode == 130, err
@@ -115,40 +113,23 @@ async def agent(task) -> float:
 
 
 @pytest.mark.slow
-def test_a_second_interrupt_ends_a_run_whose_agent_blocks_the_event_loop(
-    world: Path, agl: Start, tmp_path: Path
+@pytest.mark.parametrize("where", ["agent", "model"])
+def test_interrupts_end_a_run_whose_agent_blocks_the_event_loop_or_that_still_makes_its_model(
+    world: Path, agl: Start, tmp_path: Path, where: str
 ) -> None:
-    (tmp_path / "agent.py").write_text(BLOCKS)
-    data = ("--train-dataset", world / "tasks.jsonl", "--val-dataset", world / "tasks.jsonl", "--run-dir", "run")
-    process = agl("train", "--agent", "agent.py:agent", "--algorithm", "baseline", "--isolation", "none", *data)
-    begun = tmp_path / "begun"
-    deadline = time.monotonic() + 60
-    while not begun.exists():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    time.sleep(1)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=20)
-    assert process.returncode == 130, out + err
-    assert "Traceback" not in err
-    assert begun.read_text() == "once "
-
-
-@pytest.mark.slow
-def test_an_interrupt_ends_a_run_that_still_makes_its_model(world: Path, agl: Start, tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(f"{BLOCKS}\n\ndef model(seed):\n    open('begun', 'w')\n    time.sleep(600)\n")
-    process = agl(
-        "train", "--agent", "agent.py:agent", "--model", "agent.py:model", "--train-dataset", world / "tasks.jsonl"
-    )
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "begun").exists():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.02)
+    data = ("--train-dataset", world / "tasks.jsonl", "--val-dataset", world / "tasks.jsonl", "--isolation", "none")
+    own = ("--algorithm", "baseline") if where == "agent" else ("--model", "agent.py:model")
+    process = agl("train", "--agent", "agent.py:agent", *own, *data)
+    wait(process, (tmp_path / "begun").exists)
     process.send_signal(signal.SIGINT)
+    if where == "agent":
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)
     assert process.returncode == 130, out + err
     assert "Traceback" not in err
+    assert (tmp_path / "begun").read_text() == ("once " if where == "agent" else "")
 
 
 def start_server(agl: Start, store: Path) -> str:
@@ -163,22 +144,16 @@ def start_server(agl: Start, store: Path) -> str:
 @pytest.mark.slow
 def test_what_failed_while_the_trainer_was_away_does_not_count(world: Path, agl: Start, tmp_path: Path) -> None:
     url = start_server(agl, tmp_path / "store.sqlite")
-    settings: dict[str, Any] = {
-        "model": world / "model",
-        "server": url,
-        "n_runners": 1,
-        "algorithm": algorithm(steps=1),
-    }
+    settings: dict[str, Any] = {"model": world / "model", "server": url, "n_runners": 1}
+    settings["algorithm"] = algorithm(steps=1)
     trainer(tmp_path, **settings).fit(Interrupting("train", 6), TASKS, TASKS[:2])
 
     async def fail_one() -> None:
         store = LightningStoreClient(url)
-        try:
-            leased = await store.dequeue_rollout()
-            assert leased is not None
-            await store.update_attempt(leased.rollout_id, leased.attempt.attempt_id, status="failed")
-        finally:
-            await store.close()
+        leased = await store.dequeue_rollout()
+        assert leased is not None
+        await store.update_attempt(leased.rollout_id, leased.attempt.attempt_id, status="failed")
+        await store.close()
 
     asyncio.run(fail_one())
     result = trainer(tmp_path, **settings).fit(agents.vowels, TASKS, TASKS[:2], resume=True)
@@ -196,21 +171,11 @@ def test_trainer_and_runner_that_meet_somewhere_learn_the_same(
         port = free.getsockname()[1]
     url = start_server(agl, tmp_path / "store.sqlite") if with_server else f"http://127.0.0.1:{port}"
     agl("runner", f"{ROOT / 'tests' / 'agents.py'}:vowels", "--server", url)
-    apart = Trainer(
-        model=world / "model",
-        algorithm=algorithm(),
-        optimizer=trainer(tmp_path).optimizer,
-        n_runners=0,
-        server=url if with_server else None,
-        port=0 if with_server else port,
-        run_dir=tmp_path / "apart",
-        max_sequence_length=128,
-        seed=3,
-        deterministic=True,
-    ).fit(agents.vowels, TASKS, TASKS[:2])
-    together = trainer(tmp_path, model=world / "model", run_dir=tmp_path / "together", seed=3, deterministic=True).fit(
-        agents.vowels, TASKS, TASKS[:2]
-    )
-    for one, other in zip(apart.metrics, together.metrics, strict=True):
+    settings = {"model": world / "model", "seed": 3, "deterministic": True}
+    place = {"server": url} if with_server else {"port": port}
+    apart = trainer(tmp_path, run_dir=tmp_path / "apart", n_runners=0, **place, **settings)
+    together = trainer(tmp_path, run_dir=tmp_path / "together", **settings)
+    runs = [each.fit(agents.vowels, TASKS, TASKS[:2]).metrics for each in (apart, together)]
+    for one, other in zip(*runs, strict=True):
         for name in ("reward", "val_reward", "calls", "sampled_tokens"):
             assert one.values.get(name) == pytest.approx(other.values.get(name)), (one.step, name)

@@ -120,7 +120,8 @@ async def refuse_uncalled(context: RunContext, rollouts: Sequence[TracedRollout]
     ignored = FROZEN if context.policies else None  # calls of a judge do not count
     if not succeeded or any(traced.transitions or set(traced.left_out.values()) - {ignored} for traced in succeeded):
         return
-    if not any(isinstance(one, LLM) and one.gateway for one in (await context.resources()).resources.values()):
+    resources = (await context.resources()).resources.values()
+    if not any(isinstance(resource, LLM) and resource.gateway for resource in resources):
         return
     raise TrainingError(
         f"none of {len(succeeded)} rollouts that succeeded called the model that is served: they measured another. "

@@ -60,13 +60,10 @@ class PPO(Reinforcement):
     def trained_critic(self) -> Critic:
         return self._critic
 
-    def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
-        """The advantages for a critic that answers 0, as it does at first."""
-        return self.credit.advantages(groups)
-
-    def advantages_with_values(
-        self, groups: Sequence[RewardedGroup], values: Sequence[FloatArray]
+    def advantages(
+        self, groups: Sequence[RewardedGroup], values: Sequence[FloatArray] | None = None
     ) -> list[list[list[CreditedTransition]]]:
+        """Without `values`, for a critic that answers 0, as it does at first."""
         return self.credit.advantages(groups, values)
 
     def make_loss(self, step: int = 1) -> Loss:

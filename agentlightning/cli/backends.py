@@ -6,9 +6,10 @@ This module knows addresses, kinds of servers and where their keys are, but not 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -16,7 +17,7 @@ import click
 import msgspec
 
 from agentlightning.cli.options import together
-from agentlightning.errors import ConfigError
+from agentlightning.errors import BackendError, ConfigError
 
 if TYPE_CHECKING:
     from agentlightning.gateway.backend import Backend
@@ -134,40 +135,50 @@ def _kind_by_host(url: str) -> Kind | None:
     return next((kind for name, kind in _HOSTS.items() if host == name or host.endswith(f".{name}")), None)
 
 
-async def listed_models(connection: Connection) -> list[str]:
-    """The ids at `/models`. BackendError, DecodeError, LookupError or TypeError if the server does not list them."""
-    async with connection.posted(connection.url("models"), None, accepted=True) as response:
-        return [str(model["id"]) for model in msgspec.json.decode(await response.read())["data"]]
-
-
-async def _tokenizer(url: str, key: str | None) -> str:
-    """The tokenizer of an SGLang server."""
-    from agentlightning.errors import BackendError
+@contextlib.asynccontextmanager
+async def connected(url: str, key: str | None = None) -> AsyncGenerator[Connection]:
+    """A connection for a question that is not repeated."""
     from agentlightning.gateway.backends.connection import Connection
 
-    connection = Connection(url, api_key=key)
+    connection = Connection(url, api_key=key, timeout_seconds=10)
+    connection.retries = False
     try:
-        async with connection.posted(f"{connection.root}/get_model_info", None, accepted=True, retries=False) as answer:
-            return str(msgspec.json.decode(await answer.read())["tokenizer_path"])
-    except (BackendError, msgspec.DecodeError, KeyError, TypeError) as error:
-        raise ConfigError(f"the server at {url} does not say as SGLang does which tokenizer it has: {error}") from None
+        yield connection
     finally:
         await connection.close()
 
 
+async def listed_models(connection: Connection) -> list[str]:
+    """The ids of the server's models. BackendError, DecodeError, LookupError or TypeError if it does not list them."""
+    return [str(model["id"]) for model in (await _read(connection, connection.url("models")))["data"]]
+
+
+async def _read(connection: Connection, url: str) -> Any:
+    """What a server answers to a GET. BackendError if it does not answer or refuses, DecodeError if it is no JSON."""
+    async with connection.posted(url, None, accepted=True) as answer:
+        return msgspec.json.decode(await answer.read())
+
+
+async def _tokenizer(url: str, key: str | None) -> str:
+    """The tokenizer of an SGLang server."""
+    try:
+        async with connected(url, key) as connection:
+            return str((await _read(connection, f"{connection.root}/get_model_info"))["tokenizer_path"])
+    except (BackendError, msgspec.DecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"the server at {url} does not say as SGLang does which tokenizer it has: {error}") from None
+
+
 async def _kind_by_asking(url: str) -> Kind:
     """`vllm` for a server that reports vLLM's version, `openai` for any other. ConfigError if nothing answers."""
-    import aiohttp
+    from agentlightning.gateway.backends.connection import BROKE_OFF, UNREACHABLE
 
-    root = url.partition("?")[0].rstrip("/").removesuffix("/v1")
     try:
-        timeout = aiohttp.ClientTimeout(total=10)
-        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(f"{root}/version") as answer:
-            told = await answer.json(content_type=None) if answer.status == 200 else None
-    except (aiohttp.ClientConnectionError, aiohttp.InvalidURL, TimeoutError) as error:
-        raise ConfigError(
-            f"nothing answers at {url} ({error}); start that server first, or say what it will be with --kind"
-        ) from None
-    except ValueError:
-        told = None
-    return "vllm" if isinstance(told, dict) and "version" in told else "openai"
+        async with connected(url) as connection:
+            answer = await _read(connection, f"{connection.root}/version")
+    except (BackendError, msgspec.DecodeError) as error:
+        if getattr(error, "code", None) in (UNREACHABLE, BROKE_OFF, "timeout"):
+            raise ConfigError(
+                f"nothing answers at {url} ({error}); start that server first, or say what it will be with --kind"
+            ) from None
+        return "openai"
+    return "vllm" if isinstance(answer, dict) and "version" in answer else "openai"

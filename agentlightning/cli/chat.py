@@ -10,20 +10,18 @@ from typing import Any
 
 import click
 
-from agentlightning.cli.options import json_option, print_json
+from agentlightning.cli.options import COUNT, json_option, print_json
 from agentlightning.cli.serving import served_model
 
 
 @click.command()
 @click.argument("model", metavar="MODEL|URL")
 @click.option("--system", metavar="TEXT", help="System message of each conversation.")
-@click.option("--model-name", default="policy", show_default=True, help="The model's name at URL.")
+@click.option("--model-name", default="policy", help="The model's name at URL.")
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, default="any", help="The key for URL.")
 @click.option("--temperature", type=click.FloatRange(0, 2), help="Sampling temperature; default: the server's.")
-@click.option(
-    "--max-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Limit of an answer, in tokens."
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="For sampling, and for making MODEL.")
+@click.option("--max-tokens", type=COUNT, default=512, help="Limit of an answer, in tokens.")
+@click.option("--seed", type=int, default=0, help="For sampling, and for making MODEL.")
 @json_option
 def chat(model: str, model_name: str, key: str, seed: int, **conversation: Any) -> int:
     """Talk to MODEL (a checkpoint's directory, a Hugging Face id, or FILE.py:NAME), or to the model of a server at URL.
@@ -63,10 +61,10 @@ def _talk(url: str, *, model_name: str, key: str, system: str | None, as_json: b
             answer = ""
             try:
                 for piece in client.chat.completions.create(model=model_name, messages=messages, stream=True, **asked):
-                    said = (piece.choices[0].delta.content or "") if piece.choices else ""
-                    answer += said
+                    delta = (piece.choices[0].delta.content or "") if piece.choices else ""
+                    answer += delta
                     if not as_json:
-                        click.echo(printable(said), nl=False)
+                        click.echo(printable(delta), nl=False)
             except OpenAIError as error:
                 messages.pop()
                 failed += 1

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import re
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Final, Literal, cast
@@ -172,9 +172,10 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
 FIELDS = {field.name: field for field in msgspec.structs.fields(TrainConfig)}
 
 
-def key_flags(*left_out: str) -> Option:
-    """The flags of all keys that have one, except `left_out`; None if not given."""
-    return together(*(_option(name, hint) for name, hint in _HINTS.items() if name not in left_out))
+def key_flags(*left_out: str, only: Collection[str] = ()) -> Option:
+    """The flags of all keys that have one, or `only` of these, except `left_out`; None if not given."""
+    names = [name for name in _HINTS if name not in left_out and (name in only or not only)]
+    return together(*(_option(name, _HINTS[name]) for name in names))
 
 
 def _option(name: str, hint: Any) -> Option:
@@ -256,7 +257,8 @@ def _where_it_belongs(key: str, values: Mapping[str, Any]) -> str:
     parts = {"algorithm": f"algorithm:{kind}", "optimizer": "learner.base:AdamW", "lora": "learner.base:LoRA"}
     for owner, part in parts.items():
         with contextlib.suppress(ConfigError):  # where the packages that train are missing
-            if key in {one.name for one in dataclasses.fields(load_reference(f"agentlightning.{part}")) if one.init}:
+            fields = dataclasses.fields(load_reference(f"agentlightning.{part}"))
+            if key in [field.name for field in fields if field.init]:
                 return f"write {owner}.{key}"
     return nearest(key, FIELDS)
 
@@ -275,7 +277,7 @@ def _needed(values: Mapping[str, Any]) -> tuple[str, ...]:
 def build(kind: type[Any], fields: Mapping[str, Any], where: str, *name: str) -> Any:
     """`kind(*name, **fields)`, an instance of a dataclass, after checking the type of each field."""
     hints = typing.get_type_hints(kind)
-    known = {one.name: hints[one.name] for one in dataclasses.fields(kind) if one.init and one.name != "name"}
+    known = {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init and field.name != "name"}
     checked: dict[str, Any] = {}
     for key, value in fields.items():
         if key not in known:
@@ -307,16 +309,16 @@ def kept(config: TrainConfig) -> dict[str, Any]:
     """The run file that repeats the run: with absolute paths, without the run's directory and without secrets."""
     here, own = Path.cwd() / "run.yaml", ("run_dir", "resume")
     values: dict[str, Any] = settings_without_secrets(msgspec.to_builtins(config))
-    values = _seen_from(here, {key: one for key, one in values.items() if key not in own and one is not None})
+    values = _seen_from(here, {key: value for key, value in values.items() if key not in own and value is not None})
     return values | {key: _references_from(here, values[key]) for key in ("algorithm", "trackers")}
 
 
 def _references_from(path: Path, value: Any) -> Any:
     """The same value at any depth, with references to files relative to the folder of `path`."""
     if isinstance(value, dict):
-        return {name: _references_from(path, one) for name, one in cast("dict[str, Any]", value).items()}
+        return {name: _references_from(path, inner) for name, inner in cast("dict[str, Any]", value).items()}
     if isinstance(value, list):
-        return [_references_from(path, one) for one in cast("list[Any]", value)]
+        return [_references_from(path, inner) for inner in cast("list[Any]", value)]
     return _beside(path, value) if isinstance(value, str) and is_reference(value) else value
 
 
@@ -418,11 +420,11 @@ def _convert(value: Any, type_: Any, where: str) -> Any:
         fields = typing.get_type_hints(kind) if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else {}
         known += fields or (map(str, inner) if origin is Literal else (kind.__name__,) if kind in (float, str) else ())
         if isinstance(value, Mapping) and (fields or origin is dict):
-            for key, one in cast("Mapping[Any, Any]", value).items():
-                _convert(one, fields.get(key, Any) if fields else inner[1], f"{where}.{key}".replace(": .", ": "))
+            for key, item in cast("Mapping[Any, Any]", value).items():
+                _convert(item, fields.get(key, Any) if fields else inner[1], f"{where}.{key}".replace(": .", ": "))
         elif isinstance(value, list) and origin in (list, tuple):
-            for index, one in enumerate(cast("list[Any]", value)):
-                _convert(one, inner[0], f"{where}[{index}]")
+            for index, item in enumerate(cast("list[Any]", value)):
+                _convert(item, inner[0], f"{where}[{index}]")
     if unknown := re.fullmatch("object contains unknown field `(.*)`", message):
         message = f"unknown key {unknown[1]!r}; {nearest(unknown[1], known)}"
         if type_ is TrainConfig:

@@ -15,7 +15,7 @@ from rich.console import Console
 from agentlightning.cli.config import TrainConfig
 from agentlightning.cli.fit import fit, make_algorithm
 from agentlightning.cli.options import number, print_json
-from agentlightning.cli.place import STORE_FILE
+from agentlightning.cli.place import STORE_FILE, Place
 from agentlightning.errors import ConfigError
 
 _GROUPS: Final = 2  # that are run, so that what rollouts gain side by side is in the measurement
@@ -93,12 +93,13 @@ def _measure(
 def _lines(plan: dict[str, Any], at_once: float) -> Iterator[str]:
     from agentlightning.display import duration
 
-    told = {key: number(value) for key, value in plan.items() if isinstance(value, int | float)}
-    yield "Tasks:       {train_tasks} to learn from, {val_tasks} held out".format_map(told)
-    yield "Training:    {steps} steps × {groups} tasks × {group_size} = {training_rollouts} rollouts".format_map(told)
-    yield "Evaluations: {evaluations} × {val_tasks} rollouts".format_map(told)
-    yield f"Measured:    {told['measured_rollouts']} rollouts, side by side, mean reward {told.get('measured_reward')}"
-    yield "All:         about {calls} calls, {prompt_tokens} prompt and {answer_tokens} answer tokens".format_map(told)
+    shown = {key: number(value) for key, value in plan.items() if isinstance(value, int | float)}
+    yield "Tasks:       {train_tasks} to learn from, {val_tasks} held out".format_map(shown)
+    yield "Training:    {steps} steps × {groups} tasks × {group_size} = {training_rollouts} rollouts".format_map(shown)
+    yield "Evaluations: {evaluations} × {val_tasks} rollouts".format_map(shown)
+    reward = shown.get("measured_reward")
+    yield f"Measured:    {shown['measured_rollouts']} rollouts, side by side, mean reward {reward}"
+    yield "All:         about {calls} calls, {prompt_tokens} prompt and {answer_tokens} answer tokens".format_map(shown)
     for name, (read, written) in plan["hosted_tokens"].items():
         yield f"Hosted:      {name}: about {number(read)} prompt and {number(written)} answer tokens, at its prices"
     learning, rolling = plan["learn_seconds"], plan["rollout_seconds"]
@@ -113,21 +114,15 @@ def _lines(plan: dict[str, Any], at_once: float) -> Iterator[str]:
 
 
 async def _frozen_tokens(store: Path, frozen: set[str]) -> dict[str, tuple[int, int]]:
-    """Prompt and answer tokens of the group's calls to models that are not trained."""
-    from agentlightning.store.reading import StoreReader
+    """Prompt and answer tokens of the groups' calls to models that are not trained."""
     from agentlightning.tracing.messages import model_name, token_counts
 
     read, written = Counter[str](), Counter[str]()
-    if not frozen:
-        return {}
-    opened = await StoreReader.open(str(store))
-    try:
-        for rollout in await opened.query_rollouts():
+    async with Place(str(store)).open(reading=True) as opened:
+        for rollout in await opened.query_rollouts() if frozen else ():
             for span in await opened.query_spans(rollout.rollout_id, "latest"):
                 name, counts = model_name(span.attributes), token_counts(span.attributes)
                 if name in frozen and counts is not None:
                     read[name] += counts[0]
                     written[name] += counts[1]
-    finally:
-        await opened.close()
     return {name: (read[name], written[name]) for name in sorted(read)}

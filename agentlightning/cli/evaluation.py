@@ -19,19 +19,18 @@ import click
 import msgspec
 from rich.console import Console
 
-from agentlightning.cli.backends import listed_models
+from agentlightning.cli.backends import connected, listed_models
 from agentlightning.cli.config import TrainConfig, key_flags, load_config
 from agentlightning.cli.fit import fit
-from agentlightning.cli.options import Numbers, json_option, make_table, print_json, print_table
+from agentlightning.cli.options import COUNT, MODE, json_option, make_table, numbers, print_json, print_table
 from agentlightning.cli.place import Place
 from agentlightning.cli.training import INTERRUPTED, RUN_FILE
 from agentlightning.errors import BackendError, ConfigError, NotFoundError, nearest
 from agentlightning.runner.agent import as_agent
-from agentlightning.tracing.tree import printable, rollout_tree
+from agentlightning.tracing.tree import printable
 from agentlightning.types import LLM, Mode, PromptTemplate, Rollout
 
 if TYPE_CHECKING:
-    from agentlightning.algorithm.evaluation import EvaluatedTask
     from agentlightning.algorithm.measures import Comparison, Difference, Estimate, Measured, Measures, Summary
     from agentlightning.store.base import LightningStore
 
@@ -45,36 +44,19 @@ _ALL: Final = "all tasks"
 @click.argument("agent", metavar="[FILE.py:NAME|RUN.yaml]", required=False)
 @click.argument("dataset", metavar="[DATA]", required=False)
 @click.option("--dataset", "named", hidden=True, help="Another way to name DATA.")
-@click.option(
-    "--model", metavar="ID|DIR|FILE.py:NAME", help="The model to use: an id, a directory, or a function that makes one."
-)
+@click.option("--model", metavar="ID|DIR|FILE.py:NAME", help="Model to use: an id, a directory, or its maker.")
 @click.option("--endpoint", metavar="URL", help="Use the model called --model at this OpenAI-compatible URL.")
 @click.option("--endpoint-model", hidden=True, help="Another way to name the --model of an --endpoint.")
 @click.option("--endpoint-key", metavar="KEY", envvar="OPENAI_API_KEY", show_envvar=True, help="Its key.")
 @click.option("--show", is_flag=True, help="Print what the agent did on each task, call by call.")
-@click.option(
-    "--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N tasks; default with --show: 5."
-)
-@click.option(
-    "--samples", type=click.IntRange(min=1), default=1, show_default=True, help="Number of attempts per task."
-)
-@click.option(
-    "--rollouts", multiple=True, metavar="RUN[@N]", help="Measure the stored rollouts of this run. Repeatable."
-)
-@click.option(
-    "--mode",
-    type=click.Choice(["train", "val", "test"]),
-    help="Mode of the rollouts; default: test, or what is stored.",
-)
+@click.option("--limit", type=COUNT, metavar="N", help="Only the first N tasks; default with --show: 5.")
+@click.option("--samples", type=COUNT, default=1, help="Number of attempts per task.")
+@click.option("--rollouts", multiple=True, metavar="RUN[@N]", help="Measure the stored rollouts of a run. Repeatable.")
+@click.option("--mode", type=MODE, help="Mode of the rollouts; default: test, or what is stored.")
 @click.option("--compare", nargs=2, metavar="A B", help="Two models or prompts (NAME=FILE); or stored runs, RUN@N.")
-@click.option("-k", "ks", type=Numbers(), metavar="1,4,8", help="Values of k for pass@k; default: 1 and --samples.")
-@click.option("--threshold", type=float, default=1.0, show_default=True, help="Reward at which an attempt passes.")
-@click.option(
-    "--by",
-    multiple=True,
-    metavar="FIELD",
-    help="Break the results down by this field of the tasks; default: tags and kind.",
-)
+@click.option("-k", "ks", type=numbers, metavar="1,4,8", help="Values of k for pass@k; default: 1 and --samples.")
+@click.option("--threshold", type=float, default=1.0, help="Reward at which an attempt passes.")
+@click.option("--by", multiple=True, metavar="FIELD", help="Results by a field of tasks; default: tags and kind.")
 @json_option
 @key_flags("agent", "environment", "model", "model_name", "train_dataset", "val_dataset", "algorithm", "time_limit")
 @click.pass_context
@@ -115,7 +97,7 @@ def eval(
     if agent is None:
         place = Place(running["store"], running["server"], running["api_key"])
         sides = [(name,) for name in compare] if compare else [rollouts]
-        groups = [[one for name in side for one in asyncio.run(_stored(name, mode, place, fields))] for side in sides]
+        groups = [[each for name in side for each in asyncio.run(_stored(name, mode, place, fields))] for side in sides]
         names = [", ".join(side) for side in sides]
     else:
         names = list(compare or (agent,))
@@ -137,8 +119,8 @@ def _check(ctx: click.Context, agent: str | None, rollouts: tuple[str, ...], com
     idle = given - _READING - _PLACE if agent is None else given & {"rollouts"}
     if idle:
         flags = {parameter.name: parameter.opts[0] for parameter in ctx.command.params}
-        said = "runs an agent, and none is named" if agent is None else "reads what is stored, and here an agent is run"
-        raise click.UsageError(f"{flags[min(idle)]} is for what {said}")
+        purpose = "runs an agent, and none is named" if agent is None else "reads what is stored, and an agent is named"
+        raise click.UsageError(f"{flags[min(idle)]} is for what {purpose}")
 
 
 # --- running -----------------------------------------------------------------------------------------------------
@@ -183,6 +165,7 @@ def _run(
     """The rollouts of one evaluation, or of two, whose runs are beside each other in one directory."""
     from agentlightning.algorithm.directory import MARK
     from agentlightning.algorithm.measures import measured
+    from agentlightning.display import show_tasks
 
     configs = [config]
     if compare is not None:
@@ -197,21 +180,21 @@ def _run(
             )
             for name, side in zip(compare, ("a", "b"), strict=True)
         ]
-    for one in configs:
-        if one.model is None and not isinstance(one.initial_resources.get("llm"), LLM):
+    for run in configs:
+        if run.model is None and not isinstance(run.initial_resources.get("llm"), LLM):
             raise click.UsageError("choose the model: --model, or --endpoint and --model")
-        if compare is not None and isinstance(one.model, str):
+        if compare is not None and isinstance(run.model, str):
             from agentlightning.learner.policy import check_model
 
-            check_model(one.model)  # before the first of them is measured, which may take hours
+            check_model(run.model)  # before the first of them is measured, which may take hours
     if compare is not None:
         asyncio.run(_check_names(configs))
     groups: list[list[Measured]] = []
-    for one in configs:
-        result = fit(one, console, limit)
+    for run in configs:
+        result = fit(run, console, limit)
         tasks = result.evaluations[0].tasks
         if show:
-            _show_tasks(console, tasks)
+            show_tasks(console, tasks)
         console.print(f"Run: {result.directory}", markup=False, soft_wrap=True)
         groups.append([measured(task.traced, task.spans, fields) for task in tasks])
     return groups
@@ -219,27 +202,15 @@ def _run(
 
 async def _check_names(configs: Sequence[TrainConfig]) -> None:
     """ConfigError if the endpoint of these runs lists its models and has none of a run's name."""
-    from agentlightning.gateway.backends.connection import Connection
-
-    for llm in [one.initial_resources["llm"] for one in configs if one.model is None]:
+    for llm in [run.initial_resources["llm"] for run in configs if run.model is None]:
         assert isinstance(llm, LLM)
-        connection = Connection(llm.endpoint, api_key=llm.api_key)
-        connection.retries = False
         try:
-            names = await listed_models(connection)
+            async with connected(llm.endpoint, llm.api_key) as connection:
+                names = await listed_models(connection)
         except (BackendError, msgspec.DecodeError, LookupError, TypeError):  # it lists none
             return
-        finally:
-            await connection.close()
         if llm.model not in names:
             raise ConfigError(f"the server at {llm.endpoint} has no model {llm.model!r}; {nearest(llm.model, names)}")
-
-
-def _show_tasks(console: Console, tasks: Sequence[EvaluatedTask]) -> None:
-    for task in tasks:
-        console.print(rollout_tree(task.rollout, task.spans))
-        if task.traced.excluded:
-            console.print(f"calls not trainable: {dict(task.traced.excluded)}", markup=False)
 
 
 def _variant(config: TrainConfig, name: str) -> TrainConfig:
@@ -284,16 +255,16 @@ async def _stored(name: str, mode: Mode | None, place: Place, fields: Sequence[s
             which = f"rollouts of mode {mode}" if mode else "held-out rollouts; --mode train takes those of training"
             raise ConfigError(f"{run_name} has no {which}")
         parts = await _parts(store, rollouts)
-        chosen = parts.get(wanted) or [one for one in rollouts if wanted and one.resources_id == wanted]
+        chosen = parts.get(wanted) or [rollout for rollout in rollouts if wanted and rollout.resources_id == wanted]
         if not chosen and not wanted:
             chosen = _last(run_name, parts)
         if not chosen:
             raise NotFoundError(f"{run_name} has measured no {wanted!r}; it has {', '.join(parts)}")
         found: list[Measured] = []
         with counting("rollouts", len(chosen)) as advance:
-            for one in chosen:
-                spans = await store.query_spans(one.rollout_id, "latest")
-                found.append(measured(trace_rollout(one, spans), spans, fields))
+            for rollout in chosen:
+                spans = await store.query_spans(rollout.rollout_id, "latest")
+                found.append(measured(trace_rollout(rollout, spans), spans, fields))
                 advance(len(found))
     return found
 
@@ -330,18 +301,18 @@ def _tell(
     """Print the result. The exit code: 1 if no rollout was rewarded."""
     from agentlightning.algorithm.measures import compare, summarise
 
-    told: Summary | Comparison
+    result: Summary | Comparison
     if len(groups) == 2:
-        told = compare(groups[0], groups[1], measures)
-        _show_comparison(console, names, told, measures.confidence)
-        summaries = [told.first, told.second]
+        result = compare(groups[0], groups[1], measures)
+        _show_comparison(console, names, result, measures.confidence)
+        summaries = [result.first, result.second]
     else:
-        told = summarise(groups[0], measures)
-        _show_summary(console, told, measures.confidence)
-        summaries = [told]
+        result = summarise(groups[0], measures)
+        _show_summary(console, result, measures.confidence)
+        summaries = [result]
     if as_json:
         asked = {"names": names, "threshold": measures.threshold, "confidence": measures.confidence}
-        print_json(asked | msgspec.to_builtins(told))
+        print_json(asked | msgspec.to_builtins(result))
     return 0 if all(summary.ended.get("rewarded") for summary in summaries) else 1
 
 
@@ -371,10 +342,11 @@ def _show_comparison(console: Console, sides: Sequence[str], comparison: Compari
     }
     lines: list[tuple[object, ...]] = []
     for tag, (ours, theirs, differences) in rows.items():
-        for name, one in differences.items():
+        for name, difference in differences.items():
             values = [f"{side[name].value:.3f}" if name in side else "" for side in (ours, theirs)]
-            values += [f"{one.value:+.3f}", _interval(one, "+"), "<0.001" if one.p < 0.001 else f"{one.p:.3f}"]
-            lines.append((tag, name, str(one.tasks), *values))
+            p = "<0.001" if difference.p < 0.001 else f"{difference.p:.3f}"
+            values += [f"{difference.value:+.3f}", _interval(difference, "+"), p]
+            lines.append((tag, name, str(difference.tasks), *values))
             tag = ""
     names = ("", "", "tasks", "A", "B", "B − A", f"{confidence:.0%} interval", "p")
     print_table(make_table(names, lines), console)

@@ -10,9 +10,10 @@ import importlib
 import keyword
 import os
 import re
+import shutil
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
+from typing import Final
 
 import click
 
@@ -22,7 +23,7 @@ from agentlightning.runner.signals import exit_with
 # Command → the module that defines it, under the same name as a click command.
 COMMANDS = {
     "init": "training",
-    "quickstart": "training",
+    "quickstart": "quickstart",
     "train": "training",
     "sweep": "sweep",
     "eval": "evaluation",
@@ -86,15 +87,24 @@ class LazyGroup(click.Group):
 
 
 def _with_all_instruments(args: list[str]) -> list[str]:
-    """`--instrument run.yaml` → `--instrument=all run.yaml`: click would take the file for the names."""
-    end = args.index("--") if "--" in args else len(args)
-    for index, (word, following) in enumerate(pairwise(args[:end])):
-        if word == "--instrument" and not re.fullmatch(r"[\w,-]+", following):
-            args = [*args[:index], "--instrument=all", *args[index + 1 :]]
+    """`--instrument run.yaml` → `--instrument=all run.yaml`: click would take the file, or a program, for the names."""
+    own = args[: args.index("--")] if "--" in args else args
+    if "--instrument" not in own[:-1]:
+        return args
+    from agentlightning.tracing.instrument import instruments
+
+    index = own.index("--instrument")
+    following = own[index + 1]
+    is_program = shutil.which(following) is not None and not instruments(following)
+    if is_program or not re.fullmatch(r"[\w,-]+", following):
+        return [*args[:index], "--instrument=all", *args[index + 1 :]]
     return args
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+_SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True}
+
+
+@click.group(cls=LazyGroup, context_settings=_SETTINGS)
 @click.version_option(package_name="agent-lightning-next", prog_name="agl")
 def agl() -> None:
     """Train any AI agent with reinforcement learning, without changing the agent."""

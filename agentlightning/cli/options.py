@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import reduce
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import click
 import msgspec
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 Option: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
+COUNT: Final = click.IntRange(min=1)
+MODE: Final = click.Choice(["train", "val", "test"])
 STATUSES: Final = ("queuing", "preparing", "running", "requeuing", "succeeded", "failed", "cancelled")
 _STYLES: Final = {"succeeded": "green", "failed": "red", "stopped": "red", "running": "yellow"}
 _LONGEST: Final = 200  # characters of a cell
@@ -47,29 +49,23 @@ def together(*options: Option) -> Option:
     return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
 
 
-def instrument_agents(told: str | None, *, here: bool) -> None:
+def instrument_agents(names: str | None, *, here: bool) -> None:
     """Instrument the agents of child processes and, with `here`, of this one, before they are imported."""
-    if told is None:
+    if names is None:
         return
-    os.environ[INSTRUMENT] = told
+    os.environ[INSTRUMENT] = names
     click.get_current_context().call_on_close(lambda: os.environ.pop(INSTRUMENT, None))
     if here:
-        names = instrument_from_environment()
-        click.echo(f"instrumented: {', '.join(names) or 'nothing, no instrumentation is installed'}", err=True)
+        found = instrument_from_environment()
+        click.echo(f"instrumented: {', '.join(found) or 'nothing, no instrumentation is installed'}", err=True)
 
 
-class Numbers(click.ParamType[tuple[int, ...]]):
+def numbers(text: str) -> tuple[int, ...]:
     """`"1,4,8"` → (1, 4, 8). UsageError unless all are whole numbers from 1."""
-
-    name = "numbers"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return cast("tuple[int, ...]", value)
-        parts = str(value).split(",")
-        if not all(part.strip().isdecimal() and int(part) >= 1 for part in parts):
-            self.fail(f"{value!r} is no list of numbers from 1 on; write 1,4,8", param, ctx)
-        return tuple(map(int, parts))
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) >= 1 for part in parts):
+        raise click.BadParameter(f"{text!r} is no list of numbers from 1 on; write 1,4,8")
+    return tuple(map(int, parts))
 
 
 _SECONDS: Final = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}

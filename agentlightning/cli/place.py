@@ -79,19 +79,22 @@ def require_file(address: str) -> None:
         raise ConfigError(f"there is no store at {address} (looked in {Path.cwd()})")
 
 
-def stores_here() -> list[str]:
-    """The stores of this folder's runs and its server's, the last written first. ConfigError if there are none."""
-    levels = ("*/", "*/*/")  # a run, a folder of runs with several seeds
-    files = [SERVER_STORE, *(path for level in levels for path in RUNS.glob(f"{level}{STORE_FILE}"))]
-    found = sorted((path for path in files if path.is_file()), key=_written, reverse=True)
-    if not found:
-        raise ConfigError(f"there is no {SERVER_STORE} and no run in {RUNS.absolute()}; name a --store")
-    return list(map(str, found))
+def stores_below(path: Path = RUNS) -> list[str]:
+    """The stores of the runs below a folder, and for `RUNS` this folder's server's, the last written first. ConfigError
+    if there are none."""
+    if path.is_file():
+        return [str(path)]
+    levels = ("", "*/", "*/*/")  # a run, a folder of runs, a folder of runs with several seeds
+    files = [file for level in levels for file in path.glob(f"{level}{STORE_FILE}")]
+    files += [SERVER_STORE] if path == RUNS and SERVER_STORE.is_file() else []
+    if not files:
+        raise ConfigError(f"there is no {SERVER_STORE} and no run in {path.absolute()}; name a --store or --server")
+    return list(map(str, sorted(files, key=_written, reverse=True)))
 
 
 def newest_store() -> str:
     """The store that a command reads by default. ConfigError if there is none."""
-    return stores_here()[0]
+    return stores_below()[0]
 
 
 def _written(store: Path) -> float:
@@ -118,7 +121,6 @@ NEW: Final = Named(
     _store_option(f"SQLite file, created if missing, or postgresql://…; default: {SERVER_STORE}."),
     lambda: str(SERVER_STORE),
 )
-ARGUMENT: Final = Named(click.argument("address", metavar="[STORE]", required=False), newest_store)
 UNNAMED: Final = Named(None)
 _ASKED: Final = (
     click.option("--server", metavar="URL", help="Use the store of this `agl server` instead."),

@@ -8,12 +8,11 @@ import dataclasses
 import os
 import secrets
 import shlex
-import shutil
 import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
@@ -27,9 +26,9 @@ from agentlightning.cli.options import instrument_agents, instrument_option, pri
 from agentlightning.cli.place import NEW, Place, with_place
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.runner.agent import LitAgent
+from agentlightning.runner.signals import handling_signals
 from agentlightning.semconv import CALL_ENDPOINT, CALL_REFUSED, HTTP_STATUS
 from agentlightning.store.redaction import text_without_secrets
-from agentlightning.tracing.instrument import instruments
 from agentlightning.types import LLM, AttemptedRollout, NamedResources, Rollout, Span
 
 if TYPE_CHECKING:
@@ -45,22 +44,7 @@ _NO_CALLS: Final = (
 _ITS_OWN_CHOICE: Final = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "GEMINI_MODEL", "AGL_MODEL")
 
 
-class _RecordCommand(click.Command):
-    """In `--instrument python agent.py`, takes `python agent.py` as the program, not as a name."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        options = [param for param in self.params if isinstance(param, click.Option) and not param.is_flag]
-        with_value = {name for option in options for name in option.opts}
-        at = 0
-        while at < len(args) and args[at].startswith("-") and args[at] not in ("--", "--instrument"):
-            at += 2 if args[at] in with_value else 1
-        given = args[at + 1] if args[at : at + 1] == ["--instrument"] and len(args) > at + 1 else None
-        if given is not None and shutil.which(given) and not instruments(given):
-            args = [*args[: at + 1], "--", *args[at + 1 :]]
-        return super().parse_args(ctx, args)
-
-
-@click.command(cls=_RecordCommand, context_settings={"allow_interspersed_args": False})
+@click.command(context_settings={"allow_interspersed_args": False})
 @click.argument("command", metavar="COMMAND…", nargs=-1, required=True, type=click.UNPROCESSED)
 @with_backend()
 @click.option("--harness", metavar="NAME",
@@ -123,8 +107,8 @@ def record(
         served = server.rstrip("/") + page if server else f"http://127.0.0.1:8123{page} while `agl server {where}` runs"
         click.echo(f"dashboard: {served}", err=True)
         if as_json:
-            told = _told(ended or rollout, spans)
-            print_json(told | {"not_answered": unanswered, "exit_code": program.exit_code})
+            result = _result(ended or rollout, spans)
+            print_json(result | {"not_answered": unanswered, "exit_code": program.exit_code})
         return program.exit_code
 
     return asyncio.run(work())
@@ -152,21 +136,22 @@ def _unanswered(spans: Sequence[Span]) -> Counter[str]:
     from agentlightning.tracing.tree import one_line
 
     found = Counter[str]()
-    for told, why in [(one.attributes, one.status.description) for one in spans if HTTP_STATUS in one.attributes]:
-        if path := told.get(CALL_REFUSED) or told.get(CALL_ENDPOINT):
-            found[one_line(f"{path}: {told[HTTP_STATUS]} {why}", 500)] += 1
+    for span in spans:
+        status, path = span.attributes.get(HTTP_STATUS), span.attributes.get(CALL_REFUSED)
+        if status is not None and (path := path or span.attributes.get(CALL_ENDPOINT)):
+            found[one_line(f"{path}: {status} {span.status.description}", 500)] += 1
     return found
 
 
-def _told(rollout: Rollout, spans: Sequence[Span]) -> dict[str, Any]:
+def _result(rollout: Rollout, spans: Sequence[Span]) -> dict[str, Any]:
     """What `--json` prints of it."""
     from agentlightning.tracing.rewards import find_final_reward
     from agentlightning.tracing.steps import read_steps
     from agentlightning.tracing.tree import totals
 
     took = totals(read_steps(spans))
-    told = {"rollout_id": rollout.rollout_id, "status": rollout.status, "reward": find_final_reward(spans)}
-    return told | dataclasses.asdict(took)
+    result = {"rollout_id": rollout.rollout_id, "status": rollout.status, "reward": find_final_reward(spans)}
+    return result | dataclasses.asdict(took)
 
 
 @contextlib.asynccontextmanager
@@ -253,27 +238,13 @@ class Program(LitAgent[Any]):
             process = await asyncio.create_subprocess_exec(*self.command, env=environment, stdout=self.output)
         except OSError as error:
             raise ConfigError(f"{self.command[0]!r} cannot be started: {error.strerror or error}") from None
-        with _signals_to(process):
+
+        def pass_on(number: signal.Signals) -> None:
+            from_terminal = number is signal.SIGINT and os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp()
+            if not from_terminal:  # which sends it to the program by itself
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(number)
+
+        with handling_signals(pass_on):  # we end when the program ends
             code = await process.wait()
         self.exit_code = code if code >= 0 else 128 - code
-
-
-@contextlib.contextmanager
-def _signals_to(process: asyncio.subprocess.Process) -> Generator[None]:
-    """Ctrl-C and SIGTERM go to the program; we end when it ends."""
-
-    def passed_on(number: signal.Signals) -> None:
-        from_terminal = number is signal.SIGINT and os.isatty(0) and os.tcgetpgrp(0) == os.getpgrp()
-        if not from_terminal:  # which sends it to the program by itself
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(number)
-
-    loop = asyncio.get_running_loop()
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    for number in numbers:
-        loop.add_signal_handler(number, passed_on, number)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import msgspec
 
-from agentlightning.cli.options import STATUSES, make_table, print_json, print_table, tell
-from agentlightning.cli.place import ANY_RUN, NEWEST, Place, stores_here, with_place
+from agentlightning.cli.options import COUNT, MODE, STATUSES, make_table, print_json, print_table, tell
+from agentlightning.cli.place import ANY_RUN, NEWEST, Place, stores_below, with_place
 from agentlightning.cli.runs import ListingGroup, repeated, watch_option
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.store.codec import plain
@@ -44,11 +44,9 @@ class ListedRollout(msgspec.Struct, frozen=True):
 @rollouts.command()
 @with_place(NEWEST)
 @click.option("--status", multiple=True, type=click.Choice(STATUSES), help="Only of this status. Repeatable.")
-@click.option("--mode", type=click.Choice(["train", "val", "test"]), help="Only of this mode.")
+@click.option("--mode", type=MODE, help="Only of this mode.")
 @click.option("--run", "run_id", metavar="ID", help="Only of this run.")
-@click.option(
-    "--limit", type=click.IntRange(min=1), default=20, show_default=True, help="How many to list, newest first."
-)
+@click.option("--limit", type=COUNT, default=20, help="How many to list, newest first.")
 @watch_option
 async def ls(
     place: Place,
@@ -67,12 +65,12 @@ async def ls(
     async def show() -> None:
         async with place.open(reading=True) as store:
             page = await store.page_rollouts(And(where) if where else None, [newest], limit=limit, with_total=True)
-            outcomes = await store.query_outcomes([one.rollout_id for one in page.items])
-        rewards = {one.rollout_id: one.reward for one in outcomes}
-        listed = [ListedRollout(one, rewards.get(one.rollout_id)) for one in page.items]
+            outcomes = await store.query_outcomes([rollout.rollout_id for rollout in page.items])
+        rewards = {rollout.rollout_id: rollout.reward for rollout in outcomes}
+        listed = [ListedRollout(rollout, rewards.get(rollout.rollout_id)) for rollout in page.items]
         if as_json:
-            for one in listed:
-                print_json(one)
+            for rollout in listed:
+                print_json(rollout)
         else:
             _print_list(listed, str(place), (page.total or 0) - len(listed))
 
@@ -80,11 +78,14 @@ async def ls(
 
 
 def _print_list(listed: Sequence[ListedRollout], place: str, more: int) -> None:
+    from agentlightning.display import duration
+
     rows: list[tuple[object, ...]] = []
     for rollout, reward in [(one.rollout, one.reward) for one in listed]:
         started = time.strftime("%m-%d %H:%M:%S", time.localtime(rollout.start_time))
+        took = "" if rollout.end_time is None else duration(rollout.end_time - rollout.start_time)
         ids = (rollout.rollout_id, rollout.status, rollout.mode, started)
-        rows.append((*ids, _took(rollout), reward, _input(rollout)))
+        rows.append((*ids, took, reward, _input(rollout)))
     if rows:
         print_table(make_table(("rollout", "status", "mode", "started", "took", "reward", "input"), rows))
     else:
@@ -92,17 +93,11 @@ def _print_list(listed: Sequence[ListedRollout], place: str, more: int) -> None:
     click.echo(f"{text_without_secrets(place)}{f'; {more} more, see --limit' if more > 0 else ''}", err=True)
 
 
-def _took(rollout: Rollout) -> str:
-    from agentlightning.display import duration
-
-    return "" if rollout.end_time is None else duration(rollout.end_time - rollout.start_time)
-
-
 def _input(rollout: Rollout) -> str:
-    from agentlightning.tracing.messages import text_of
+    from agentlightning.tracing.messages import content_text
     from agentlightning.tracing.tree import one_line
 
-    return one_line(text_of({"content": rollout.input}), 40)
+    return one_line(content_text(rollout.input), 40)
 
 
 # --- show --------------------------------------------------------------------------------------------------------
@@ -122,12 +117,8 @@ class TokenOfCall(click.ParamType):
 
 @rollouts.command()
 @click.argument("rollout_id", metavar="ID")
-@click.option(
-    "--attempt", "number", type=click.IntRange(min=1), metavar="N", help="Show the Nth attempt; default: the last."
-)
-@click.option(
-    "--timeline", "timed", is_flag=True, help="Show when everything happened, on one axis of time, not as a tree."
-)
+@click.option("--attempt", "number", type=COUNT, metavar="N", help="Show the Nth attempt; default: the last.")
+@click.option("--timeline", "timed", is_flag=True, help="Show when everything happened, instead of a tree.")
 @click.option("--logs", is_flag=True, help="Show logs and tracebacks whole, not only their ends.")
 @click.option(
     "--explain",
@@ -219,7 +210,7 @@ async def _explain(place: Place, rollout_id: str, token_of: tuple[int | None, in
 
 async def _find(named: Place, rollout_id: str) -> tuple[Place, Rollout]:
     """The rollout and its store: the named one, or whichever below runs/ has it."""
-    places = [named] if named.named else [Place(store) for store in stores_here()]
+    places = [named] if named.named else [Place(store) for store in stores_below()]
     for place in places:
         async with place.open(reading=True) as store:
             rollout = await store.get_rollout_by_id(rollout_id)

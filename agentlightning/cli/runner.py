@@ -15,6 +15,7 @@ from yarl import URL
 
 from agentlightning.cli.config import load_config
 from agentlightning.cli.options import (
+    COUNT,
     ISOLATION_HELP,
     Duration,
     instrument_agents,
@@ -35,27 +36,22 @@ _OWN: Final = ("ray", "kubernetes", "most", "kube_api")  # options of a pool
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key.")
 @click.option("--endpoint", "endpoint_override", metavar="URL",
               help="URL at which agents call models; default: the server's URL as the trainer knows it.")  # fmt: skip
-@click.option(
-    "--concurrency",
-    type=click.IntRange(min=1),
-    help="Number of rollouts at once; default: 64, or one per core for processes.",
-)
-@click.option("--isolation", type=click.Choice(["auto", "none", "process"]), default="auto", show_default=True,
-              help=ISOLATION_HELP)  # fmt: skip
-@click.option("--max-attempts-per-process", type=click.IntRange(min=1), metavar="N", default=100, show_default=True,
+@click.option("--concurrency", type=COUNT, help="Number of rollouts at once; default: 64; for processes one per core.")
+@click.option("--isolation", type=click.Choice(["auto", "none", "process"]), default="auto", help=ISOLATION_HELP)
+@click.option("--max-attempts-per-process", type=COUNT, metavar="N", default=100,
               help="Replace a process after this many attempts.")  # fmt: skip
-@click.option("--drain", "drain_seconds", type=Duration(zero=True), metavar="20s", default="20s", show_default=True,
+@click.option("--drain", "drain_seconds", type=Duration(zero=True), metavar="20s", default="20s",
               help="How long rollouts may go on after Ctrl-C or SIGTERM.")  # fmt: skip
-@click.option("--tracer", type=click.Choice(["auto", "opentelemetry", "light"]), default="auto", show_default=True,
+@click.option("--tracer", type=click.Choice(["auto", "opentelemetry", "light"]), default="auto",
               help="Collect the spans of OpenTelemetry's SDK; light: do not; auto: if installed.")  # fmt: skip
 @instrument_option
-@click.option("--idle", "idle_seconds", type=Duration(), metavar="60s", default=math.inf,
+@click.option("--idle", "idle_seconds", type=Duration(), metavar="60s", default=math.inf, show_default=False,
               help="Exit after this long without a rollout; default in a pool: 60s.")  # fmt: skip
-@click.option("--ray", type=click.IntRange(min=1), metavar="N",
+@click.option("--ray", type=COUNT, metavar="N",
               help="Run a pool of up to N runners as Ray actors, as many as the queue needs.")  # fmt: skip
 @click.option("--kubernetes", type=click.Path(dir_okay=False, exists=True, path_type=Path), metavar="JOB.yaml",
               help="Run a pool of up to --max runners as Jobs made from this manifest.")  # fmt: skip
-@click.option("--max", "most", type=click.IntRange(min=1), metavar="N", help="Limit of the number of Jobs.")
+@click.option("--max", "most", type=COUNT, metavar="N", help="Limit of the number of Jobs.")
 @click.option("--kube-api", type=URL, metavar="URL",
               help="The Kubernetes API that `kubectl proxy` serves, if not that of the pod's own cluster.")  # fmt: skip
 @json_option
@@ -112,8 +108,8 @@ async def _run(
         assert task is not None
         click.echo(f"{working.worker_id} runs {name} for {url}, up to {working.concurrency} at once", err=True)
         if as_json:
-            told = {"worker_id": working.worker_id, "agent": name, "server": url, "concurrency": working.concurrency}
-            print_json(told)
+            details = {"worker_id": working.worker_id, "agent": name, "server": url, "concurrency": working.concurrency}
+            print_json(details)
         async with asyncio.timeout(None) as limit:
 
             def drain() -> None:

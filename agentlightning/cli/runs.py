@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from agentlightning.cli.options import STATUSES, make_table, print_json, print_table, squeezed
-from agentlightning.cli.place import ANY_RUN, RUNS, SERVER_STORE, STORE_FILE, UNNAMED, Place, with_place
+from agentlightning.cli.place import ANY_RUN, RUNS, STORE_FILE, UNNAMED, Place, stores_below, with_place
 from agentlightning.errors import ConfigError, NotFoundError, UnavailableError, nearest
 from agentlightning.types import And, Condition, Metrics, Run
 
@@ -46,7 +46,7 @@ class StoredRun:
 
     def curve(self, name: str) -> list[tuple[float, float]]:
         """A metric by training step."""
-        return [(one.step, value) for one in self.history if (value := one.values.get(name)) is not None]
+        return [(metrics.step, value) for metrics in self.history if (value := metrics.values.get(name)) is not None]
 
 
 class ListingGroup(click.Group):
@@ -73,7 +73,7 @@ def runs() -> None:
 async def stored_runs(path: Path, place: Place) -> list[StoredRun]:
     """The runs of the named store or server, or else of the stores below `path`, oldest first."""
     found: list[StoredRun] = []
-    places = [place] if place.named else [Place(file) for file in _store_files(path)]
+    places = [place] if place.named else list(map(Place, stores_below(path)))
     for one in places:
         try:
             async with one.open(reading=True) as store:
@@ -84,16 +84,6 @@ async def stored_runs(path: Path, place: Place) -> list[StoredRun]:
                 raise
             click.echo(f"left out: {error}", err=True)
     return sorted(found, key=lambda one: one.run.start_time)
-
-
-def _store_files(path: Path) -> list[str]:
-    if path.is_file():
-        return [str(path)]
-    servers = [SERVER_STORE] if path == RUNS and SERVER_STORE.is_file() else []
-    if not path.is_dir() and not servers:
-        raise ConfigError(f"there are no runs here: {path.absolute()} does not exist; give --store, --server or a path")
-    levels = ("", "*/", "*/*/")  # a run, a folder of runs, a folder of runs with several seeds
-    return [*map(str, servers), *sorted(str(file) for level in levels for file in path.glob(f"{level}{STORE_FILE}"))]
 
 
 async def choose_run(name: str | None, place: Place) -> StoredRun:
@@ -115,10 +105,10 @@ async def choose_run(name: str | None, place: Place) -> StoredRun:
         raise NotFoundError(f"there is no run in {name or place}; name another place with --store or --server")
     if not found:
         raise NotFoundError(f"there is no run {name!r}: {place} has no run at all; --store or --server name another")
-    alike = [one for one in found if one.run.run_id == run_id]
-    alike = alike or ([one for one in found if one.run.run_id.startswith(run_id)] if run_id else found[-1:])
+    alike = [stored for stored in found if stored.run.run_id == run_id]
+    alike = alike or ([stored for stored in found if stored.run.run_id.startswith(run_id)] if run_id else found[-1:])
     if len(alike) != 1:
-        ids, reason = [one.run.run_id for one in alike or found], "more than one run" if alike else "no run"
+        ids, reason = [stored.run.run_id for stored in alike or found], "more than one run" if alike else "no run"
         raise NotFoundError(
             f"there is {reason} called {run_id!r}; {nearest(run_id, ids)}. A run's directory is a name too"
         )
@@ -140,9 +130,9 @@ async def ls(path: Path, watch: float | None, place: Place, as_json: bool) -> No
         if not as_json:
             print_table(runs_table(found))
             return
-        for one in found:
-            steps = one.history[-1].step if one.history else 0
-            print_json({"where": str(one.place), "run": one.run, "metrics": one.newest, "steps": steps})
+        for stored in found:
+            steps = stored.history[-1].step if stored.history else 0
+            print_json({"where": str(stored.place), "run": stored.run, "metrics": stored.newest, "steps": steps})
 
     await repeated(show, watch, as_json)
 
@@ -167,24 +157,24 @@ def runs_table(found: Sequence[StoredRun]) -> Table:
 
     names = ("run", "kind", "status", "started", "took", "step", "reward", "", "held-out", "rollouts/s", "store")
     rows: list[tuple[object, ...]] = []
-    for one in found:
-        told, newest = one.run, one.newest
-        heard = one.history[-1].time if one.history else told.start_time
-        ended = told.end_time or (time.time() if told.status == "running" else heard)
-        rewards = [value for _, value in one.curve("reward")]
+    for stored in found:
+        run, newest = stored.run, stored.newest
+        heard = stored.history[-1].time if stored.history else run.start_time
+        ended = run.end_time or (time.time() if run.status == "running" else heard)
+        rewards = [value for _, value in stored.curve("reward")]
         rows.append(
             (
-                told.run_id,
-                told.kind,
-                told.status,
-                time.strftime("%Y-%m-%d %H:%M", time.localtime(told.start_time)),
-                duration(max(0.0, ended - told.start_time)),
-                one.history[-1].step if one.history else None,
+                run.run_id,
+                run.kind,
+                run.status,
+                time.strftime("%Y-%m-%d %H:%M", time.localtime(run.start_time)),
+                duration(max(0.0, ended - run.start_time)),
+                stored.history[-1].step if stored.history else None,
                 newest.get("reward"),
                 sparkline(squeezed(rewards, 20)),
                 newest.get("val_reward"),
                 newest.get("rollouts_per_second"),
-                str(one.place),
+                str(stored.place),
             )
         )
     return make_table(names, rows)
@@ -209,29 +199,29 @@ async def show(name: str | None, patterns: tuple[str, ...], place: Place, as_jso
 
     RUN is an id, the beginning of one, or a directory; default: the newest run below runs/."""
 
-    one = await choose_run(name, place)
-    async with one.place.open(reading=True) as store:
-        counts = await count_rollouts(store, one.run.run_id)
+    stored = await choose_run(name, place)
+    async with stored.place.open(reading=True) as store:
+        counts = await count_rollouts(store, stored.run.run_id)
     if as_json:
-        print_json({"where": str(one.place), "run": one.run, "rollouts": counts, "metrics": one.history})
+        print_json({"where": str(stored.place), "run": stored.run, "rollouts": counts, "metrics": stored.history})
         return
-    print_table(runs_table([one]))
-    if one.run.status == "stopped":
+    print_table(runs_table([stored]))
+    if stored.run.status == "stopped":
         from agentlightning.display import resume_command
 
-        where = Path(str(one.place)).parent if Path(str(one.place)).name == STORE_FILE else None
-        click.echo(f"stopped unexpectedly; resume it with: {resume_command(where, one.run.manifest)}")
+        where = Path(str(stored.place)).parent if Path(str(stored.place)).name == STORE_FILE else None
+        click.echo(f"stopped unexpectedly; resume it with: {resume_command(where, stored.run.manifest)}")
     click.echo(f"rollouts: {', '.join(f'{count:,} {status}' for status, count in counts.items()) or 'none'}")
     from agentlightning.tracing.tree import printable
 
-    manifest = one.run.manifest
+    manifest = stored.run.manifest
     settings = {name: manifest.get(name) for name in ("seed", "commit")}
     settings["command"] = " ".join(map(str, manifest.get("command", ())))
-    settings["policy version"] = one.run.policy_version or None
+    settings["policy version"] = stored.run.policy_version or None
     for setting, value in settings.items():
         if value not in (None, ""):
             click.echo(printable(f"{setting}: {value}"))
-    print_table(_metrics_table(one, patterns))
+    print_table(_metrics_table(stored, patterns))
 
 
 async def count_rollouts(store: LightningStore, run_id: str) -> dict[str, int]:
@@ -244,13 +234,13 @@ async def count_rollouts(store: LightningStore, run_id: str) -> dict[str, int]:
     return counts
 
 
-def _metrics_table(one: StoredRun, patterns: Sequence[str]) -> Table:
+def _metrics_table(stored: StoredRun, patterns: Sequence[str]) -> Table:
     from agentlightning.display import sparkline
 
     rows: list[tuple[object, ...]] = []
-    for name in sorted(one.newest):
+    for name in sorted(stored.newest):
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
-            values = [value for _, value in one.curve(name)]
+            values = [value for _, value in stored.curve(name)]
             low, high = min(values), max(values)
             curve = sparkline(squeezed(values, 30), span=(low, high))
             rows.append((name, values[0], low, high, values[-1], curve))

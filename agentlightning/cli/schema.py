@@ -51,7 +51,7 @@ def run_file_schema() -> dict[str, Any]:
 def _fields(kind: type[Any], definitions: dict[str, Any]) -> dict[str, Any]:
     """The schema of each field of a dataclass that a run file can set."""
     hints = typing.get_type_hints(kind)
-    names = [one.name for one in dataclasses.fields(kind) if one.init and one.name != "name"]
+    names = [field.name for field in dataclasses.fields(kind) if field.init and field.name != "name"]
     return dict(zip(names, _schemas([hints[name] for name in names], definitions), strict=True))
 
 

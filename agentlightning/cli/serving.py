@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 import click
 
 from agentlightning.cli.backends import Upstream, with_backend
-from agentlightning.cli.options import Duration, Option, json_option, print_json, together
+from agentlightning.cli.options import COUNT, Duration, Option, json_option, print_json, together
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.runner.signals import on_signal
 
@@ -20,17 +20,15 @@ _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 FILE = click.Path(dir_okay=False, path_type=Path)
 KEY = click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True,
                    help="Key that callers must send; required to listen on other than a loopback address.")  # fmt: skip
-STORE = click.option("--store", "address", metavar="PATH|URL", default="agentlightning.sqlite", show_default=True,
+STORE = click.option("--store", "address", metavar="PATH|URL", default="agentlightning.sqlite",
                      help="SQLite file, created if missing, or postgresql://user@host/database.")  # fmt: skip
 
 
 def address_options(port: int) -> Option:
     ports = click.IntRange(0, 65535)
     return together(
-        click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on."),
-        click.option(
-            "--port", type=ports, default=port, show_default=True, help="Port to listen on; 0: any free port."
-        ),
+        click.option("--host", default="127.0.0.1", help="Address to listen on."),
+        click.option("--port", type=ports, default=port, help="Port to listen on; 0: any free port."),
     )
 
 
@@ -51,15 +49,11 @@ class Header(click.ParamType[tuple[str, str]]):
 @click.argument("model", metavar="MODEL")
 @address_options(8000)
 @KEY
-@click.option("--model-name", default="policy", show_default=True, help="Name by which clients call the model.")
-@click.option(
-    "--concurrency", type=click.IntRange(min=1), default=64, show_default=True, help="Number of calls answered at once."
-)
-@click.option(
-    "--max-sequence-length", type=click.IntRange(min=1), metavar="TOKENS", help="Limit of prompt and answer together."
-)
-@click.option("--threads", type=click.IntRange(min=1), help="Number of torch threads.")
-@click.option("--seed", type=int, default=0, show_default=True, help="For sampling, and for making MODEL.")
+@click.option("--model-name", default="policy", help="Name by which clients call the model.")
+@click.option("--concurrency", type=COUNT, default=64, help="Number of calls answered at once.")
+@click.option("--max-sequence-length", type=COUNT, metavar="TOKENS", help="Limit of prompt and answer together.")
+@click.option("--threads", type=COUNT, help="Number of torch threads.")
+@click.option("--seed", type=int, default=0, help="For sampling, and for making MODEL.")
 @json_option
 def serve(**options: Any) -> None:
     """Serve MODEL to clients of OpenAI's and Anthropic's APIs: a checkpoint's directory, a Hugging Face id, or
@@ -115,16 +109,15 @@ async def served_model(
 @with_backend("the models that trainers register")
 @click.option("--workers", type=click.IntRange(min=0), default=0, metavar="N",
               help="Answer LLM calls in N more processes, for machines with several cores.")  # fmt: skip
-@click.option("--synchronous", type=click.Choice(["FULL", "NORMAL"]), default="FULL", show_default=True,
+@click.option("--synchronous", type=click.Choice(["FULL", "NORMAL"]), default="FULL",
               help="NORMAL is faster; a power cut may lose the last writes.")  # fmt: skip
 @KEY
 @click.option("--tls-cert", type=FILE, help="Certificate chain (PEM) for HTTPS.")
 @click.option("--tls-key", type=FILE, help="Private key of --tls-cert (PEM).")
 @click.option("--rate-limit", type=click.FloatRange(min=0, min_open=True), metavar="N",
               help="Requests per second for each key or address; further ones get 429.")  # fmt: skip
-@click.option("--body-limit", type=click.IntRange(min=1), metavar="MIB", default=64, show_default=True,
-              help="Limit of a request's size.")  # fmt: skip
-@click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True,
+@click.option("--body-limit", type=COUNT, metavar="MIB", default=64, help="Limit of a request's size.")
+@click.option("--log-format", type=click.Choice(["text", "json"]), default="text",
               help="Format of the log: text, or one JSON object per line.")  # fmt: skip
 @click.option("--access-log", is_flag=True, help="Log a line for every request.")
 @click.option(
@@ -140,7 +133,7 @@ async def served_model(
     show_envvar=True,
     help="Header for the collector, such as its key. Repeatable; separated by commas in the variable.",
 )
-@click.option("--capture", type=click.Choice(["full", "tokens", "off"]), default="full", show_default=True,
+@click.option("--capture", type=click.Choice(["full", "tokens", "off"]), default="full",
               help="What to store of calls and spans: all, token ids without text, or neither.")  # fmt: skip
 @click.option("--redact", metavar="FILE.py:NAME", help="Function that changes or drops each span before it is stored.")
 @click.option("--retain", type=Duration(), metavar="30d", help="Delete rollouts that ended longer ago than this.")
@@ -175,7 +168,7 @@ async def _server(upstream: Upstream | None, as_json: bool, options: dict[str, A
     from agentlightning.server.service import ServerSettings, running_server
     from agentlightning.store.redaction import text_without_secrets
 
-    told = {"store": text_without_secrets(options["store"])}
+    details = {"store": text_without_secrets(options["store"])}
     greeting = "store {store} at {url}\ndashboard: {url}/"
     if upstream is not None:
         found = await upstream.resolved()
@@ -192,15 +185,15 @@ async def _server(upstream: Upstream | None, as_json: bool, options: dict[str, A
             check=False,
         )
         options["registrations"] = (answering,)
-        told |= {"backend": found.url, "kind": found.kind}
+        details |= {"backend": found.url, "kind": found.kind}
         greeting = (
             "calls to {backend} ({kind}) are recorded in {store}\n"
             "    OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY=any python your_agent.py\n"
             "    ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY=any python your_agent.py"
         )
     async with running_server(ServerSettings(**options)) as running:
-        told["url"] = running.url
-        await until_stopped(greeting.format_map(told), told if as_json else None)
+        details["url"] = running.url
+        await until_stopped(greeting.format_map(details), details if as_json else None)
         calls = sum(running.gateway.statistics.calls.values())
     if upstream is not None:
         shed = running.gateway.shed
@@ -209,12 +202,12 @@ async def _server(upstream: Upstream | None, as_json: bool, options: dict[str, A
             print_json({"calls": calls, "recorded": calls - shed})
 
 
-async def until_stopped(greeting: str, told: object = None) -> None:
+async def until_stopped(greeting: str, details: object = None) -> None:
     """Print that the server is up, with `told` for JSON, and return at Ctrl-C or SIGTERM."""
     stopping = asyncio.Event()
     with on_signal(stopping.set):
         click.echo(greeting, err=True)
-        if told is not None:
-            print_json(told)
+        if details is not None:
+            print_json(details)
         await stopping.wait()
     click.echo("stopping", err=True)

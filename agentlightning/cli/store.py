@@ -120,9 +120,7 @@ def keys() -> None:
 @click.argument("name")
 @click.option("--scope", "scopes", multiple=True, required=True, type=click.Choice(_SCOPES),
               help="What the key allows. Repeatable.")  # fmt: skip
-@click.option(
-    "--lifetime", type=Duration(), help="How long the key is valid, such as 30d or 12h; default: until it is revoked."
-)
+@click.option("--lifetime", type=Duration(), help="How long the key is valid: 30d, 12h; default: until revoked.")
 @on_store()
 async def issue(
     store: LightningStore, name: str, as_json: bool, scopes: tuple[Any, ...], lifetime: float | None
@@ -140,11 +138,11 @@ async def list_(store: LightningStore, as_json: bool) -> None:
     """List all keys, without their secrets."""
     found = await store.query_keys()
     if as_json:
-        for one in found:
-            print_json(one)
+        for key in found:
+            print_json(key)
         return
     now = time.time()
-    rows = [(one.key_id, one.name, " ".join(one.scopes), _date(one.create_time), _state(one, now)) for one in found]
+    rows = [(key.key_id, key.name, " ".join(key.scopes), _date(key.create_time), _state(key, now)) for key in found]
     print_table(make_table(("key", "name", "scopes", "issued", "state"), rows))
 
 

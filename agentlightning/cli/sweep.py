@@ -21,7 +21,7 @@ from rich.console import Console
 
 from agentlightning.cli.config import load_config, read_value
 from agentlightning.cli.fit import make_algorithm
-from agentlightning.cli.options import json_option, make_table, print_json, print_table
+from agentlightning.cli.options import COUNT, json_option, make_table, print_json, print_table
 from agentlightning.errors import ConfigError
 
 _RESULT: Final = "result.json"  # of a run that ended, in its directory
@@ -33,7 +33,7 @@ _MOST_RUNS: Final = 1000
 @click.option("--over", multiple=True, required=True, metavar="KEY=A,B,…",
               help="Values to try: optimizer.learning_rate=1e-4,1e-3. Repeatable: all combinations.")  # fmt: skip
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Change one key in all runs.")
-@click.option("--seeds", type=click.IntRange(min=1), default=1, show_default=True, help="Runs of each: seeds 0, 1, ….")
+@click.option("--seeds", type=COUNT, default=1, help="Runs of each: seeds 0, 1, ….")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
               help="Directory of the runs; default: below runs/. Finished runs are not repeated.")  # fmt: skip
 @json_option
@@ -43,7 +43,7 @@ def sweep(
     """Train from RUN.yaml with each combination of settings, one run after the other, and compare the results.
 
     The exit code is 1 if a run failed. The same command with --out continues and does not repeat finished runs."""
-    combinations = [tuple(zip(*one, strict=True)) for one in _combinations(over)]
+    combinations = [tuple(zip(*axes, strict=True)) for axes in _combinations(over)]
     if len(combinations) * seeds > _MOST_RUNS:
         raise ConfigError(f"--over and --seeds ask for {len(combinations) * seeds} runs; at most {_MOST_RUNS}")
     for keys_values in combinations:  # a wrong value is refused before the first run
@@ -58,9 +58,9 @@ def sweep(
     for number, chosen in enumerate(combinations):
         results: list[dict[str, Any]] = []
         for seed in range(seeds):
-            told = [*assignments, *map("=".join, chosen), f"seed={seed}"]
-            click.echo(f"run {number * seeds + seed + 1}/{len(combinations) * seeds}: {' '.join(told)}", err=True)
-            result = _run(run_file, told, out / _name(chosen, seed))
+            settings = [*assignments, *map("=".join, chosen), f"seed={seed}"]
+            click.echo(f"run {number * seeds + seed + 1}/{len(combinations) * seeds}: {' '.join(settings)}", err=True)
+            result = _run(run_file, settings, out / _name(chosen, seed))
             failed += result is None
             results += [] if result is None else [result]
         found = _summary(dict(chosen), results)
@@ -77,11 +77,11 @@ def sweep(
 def _combinations(over: Sequence[str]) -> list[tuple[list[str], tuple[str, ...]]]:
     """`["a=1,2", "b=x"]` → `[(["a", "b"], ("1", "x")), (["a", "b"], ("2", "x"))]`; values are YAML."""
     keys, values = list[str](), list[list[str]]()
-    for one in over:
-        key, _, text = one.partition("=")
+    for given in over:
+        key, _, text = given.partition("=")
         several = read_value(f"--over {key}", f"[{text}]")
         if not key or not several or key in keys:
-            raise ConfigError(f"--over {one!r}: write a key once, with its values: algorithm.group_size=4,8")
+            raise ConfigError(f"--over {given!r}: write a key once, with its values: algorithm.group_size=4,8")
         keys.append(key)
         values.append([_written(value) for value in several])
     return [(keys, combination) for combination in itertools.product(*values)]
@@ -114,7 +114,7 @@ def _run(run_file: Path, assignments: Sequence[str], directory: Path) -> dict[st
     begun = (directory / "run.yaml").is_file()
     command = [sys.executable, "-m", "agentlightning.cli.main", "train", "--json", "--run-dir", str(directory)]
     command += ["--resume"] if begun else [str(run_file)]
-    command += [word for one in assignments if not begun for word in ("--set", one)]
+    command += [word for assignment in assignments if not begun for word in ("--set", assignment)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode == 130:
         raise KeyboardInterrupt
@@ -127,13 +127,13 @@ def _run(run_file: Path, assignments: Sequence[str], directory: Path) -> dict[st
 
 def _summary(settings: dict[str, str], results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Means over seeds, with the standard deviation of the last reward; None if there is none."""
-    rewards = [one["reward"] for one in results if one["reward"] is not None]
-    after = [one["after"] for one in rewards]
+    rewards = [reward["reward"] for reward in results if reward["reward"] is not None]
+    after = [reward["after"] for reward in rewards]
     return {
         "settings": settings,
         "runs": len(results),
-        "before": fmean(one["before"] for one in rewards) if rewards else None,
+        "before": fmean(reward["before"] for reward in rewards) if rewards else None,
         "after": fmean(after) if after else None,
         "deviation": stdev(after) if len(after) > 1 else None,
-        "seconds": fmean(one["seconds"] for one in results) if results else None,
+        "seconds": fmean(reward["seconds"] for reward in results) if results else None,
     }

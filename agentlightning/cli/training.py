@@ -1,4 +1,4 @@
-"""`agl train`, from a run file and flags; `agl init`, a project with a run file; `agl quickstart`, an example."""
+"""`agl train`, from a run file and flags; `agl init`, a project with a run file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from agentlightning.cli.config import TrainConfig, key_flags, load_config
 from agentlightning.cli.dry_run import run_dry
 from agentlightning.cli.fit import fit
-from agentlightning.cli.options import Duration, json_option, print_json
+from agentlightning.cli.options import json_option, print_json
 from agentlightning.cli.place import RUNS
 from agentlightning.errors import ConfigError
 
@@ -57,7 +57,7 @@ def train(
     console = Console(stderr=as_json)
     if run_file is None and flags["agent"] is None and flags["environment"] is None:
         if flags["resume"]:
-            flags["run_dir"], run_file = _run_to_resume(flags["run_dir"])
+            flags["run_dir"], run_file = run_to_resume(flags["run_dir"])
         elif RUN_FILE.is_file():
             run_file = RUN_FILE
     config = load_config(run_file, assignments, flags)
@@ -67,15 +67,16 @@ def train(
     result = fit(config, console)
     show_fit(console, result)
     if as_json:
-        print_json(_summary(result, config))
+        print_json(summary(result, config))
     return exit_code(result.stopped_because)
 
 
-def _run_to_resume(named: str | None) -> tuple[str, Path]:
-    """The directory of the named run, or of the newest below runs/, and its run file. ConfigError if there is none."""
+def run_to_resume(named: str | None, among: str = "*") -> tuple[str, Path]:
+    """The directory of the named run, or of the newest `among` those below runs/, and its run file. ConfigError if
+    there is none."""
     from agentlightning.algorithm.directory import MARK
 
-    found = sorted(RUNS.glob(f"*/{MARK}"), key=lambda mark: mark.stat().st_mtime)
+    found = sorted(RUNS.glob(f"{among}/{MARK}"), key=lambda mark: mark.stat().st_mtime)
     if named is None and not found:
         raise ConfigError(f"there is no run to resume below {RUNS.absolute()}; name its directory with --run-dir")
     directory = found[-1].parent if named is None else Path(named).expanduser()
@@ -95,7 +96,7 @@ def show_fit(console: Console, result: FitResult) -> None:
     rewards = [f"{evaluation.reward:.3f}" for evaluation in result.evaluations]
     if rewards:
         lines.append(f"Held-out reward: {rewards[0]}" + (f" before, {rewards[-1]} after." if rewards[1:] else "."))
-    steps = [one.values for one in result.metrics if "groups_without_variance" in one.values]
+    steps = [metrics.values for metrics in result.metrics if "groups_without_variance" in metrics.values]
     if steps and not any(step.get("sequences") for step in steps):
         lines.append(
             f"Nothing was learned: in none of {len(steps)} steps did a group have two different rewards. Give tasks "
@@ -114,7 +115,7 @@ def show_fit(console: Console, result: FitResult) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _summary(result: FitResult, config: TrainConfig) -> dict[str, Any]:
+def summary(result: FitResult, config: TrainConfig) -> dict[str, Any]:
     """The object printed by `--json`."""
     rewards = [evaluation.reward for evaluation in result.evaluations]
     return {
@@ -124,6 +125,7 @@ def _summary(result: FitResult, config: TrainConfig) -> dict[str, Any]:
         "best_checkpoint": None if result.best_checkpoint is None else str(result.best_checkpoint),
         "stopped_because": result.stopped_because,
         "reward": {"before": rewards[0], "after": rewards[-1]} if rewards else None,
+        "steps": max((metrics.step for metrics in result.metrics), default=0),
         "seconds": round(result.seconds, 3),
         "seed": config.seed,
     }
@@ -162,35 +164,3 @@ def init(folder: Path, as_json: bool) -> None:
     click.echo(f"  {runnable('agl train', folder):<22} # about a minute on a laptop, nothing is downloaded")
     click.echo(f"  {runnable('pytest', folder):<22} # the checks that come with it (pip install pytest)\n")
     click.echo("README.md explains how to adapt it.")
-
-
-@click.command()
-@click.option("--seed", type=int, help="Random seed; default 1, or that of the resumed run.")
-@click.option("--steps", type=click.IntRange(min=1), help="Number of training steps.")
-@click.option(
-    "--time-limit",
-    type=Duration(bare=True),
-    metavar="90s|5m|2h",
-    help="Stop training after this time, then evaluate and save.",
-)
-@click.option("--resume", is_flag=True, help="Continue the newest quickstart, or the one in --out.")
-@click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
-    help="Directory of the run; default: a new one below runs/.",
-)  # fmt: skip
-@json_option
-def quickstart(as_json: bool, **given: Any) -> int:
-    """Train a small tool-using agent from scratch and show what it learned."""
-    console = Console(stderr=as_json)
-    console.print("loading libraries …", highlight=False)
-    from agentlightning.display import LiveProgress, hide_library_progress
-    from agentlightning.quickstart import load_flight_example, run_quickstart
-
-    hide_library_progress()
-    total = load_flight_example().recipe.algorithm(given["steps"]).steps
-    with LiveProgress(console, steps=total, time_limit=given["time_limit"]) as progress:
-        report = run_quickstart(progress, **given)
-    report.show(console)
-    if as_json:
-        print_json(report.summary())
-    return exit_code(report.stopped_because)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import msgspec
 
-from agentlightning.cli.options import print_json, tell
+from agentlightning.cli.options import MODE, print_json, tell
 from agentlightning.cli.place import ANY_RUN, NEW, Place, newest_store, with_place
 from agentlightning.cli.runs import StoredRun, choose_run
 from agentlightning.datasets.hub import is_hub_name, push, read_hub_name
@@ -40,14 +40,9 @@ _UNITS: Final = {"parquet": "rows", "sft": "conversations", "dpo": "pairs"}
 
 @click.command("import")
 @click.argument("files", metavar="FILE…", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option(
-    "--by",
-    metavar="ATTRIBUTE",
-    help="Make one rollout per value of this attribute, such as session.id; default: per trace.",
-)
+@click.option("--by", metavar="ATTRIBUTE", help="One rollout per value, such as session.id; default: per trace.")
 @click.option("--reward", metavar="NAME", help="The attribute or evaluation that holds the reward.")
-@click.option("--mode", type=click.Choice(["train", "val", "test"]), default="train", show_default=True,
-              help="Mode of the rollouts.")  # fmt: skip
+@click.option("--mode", type=MODE, default="train", help="Mode of the rollouts.")
 @with_place(NEW)
 async def import_(
     place: Place, files: tuple[Path, ...], by: str | None, reward: str | None, mode: Mode, as_json: bool
@@ -84,7 +79,7 @@ async def _import_traces(store: LightningStore, records: Sequence[Record], rewar
     new: list[Record] = []
     for first in range(0, len(records), _AT_ONCE):
         batch = records[first : first + _AT_ONCE]
-        imports = [store.import_rollout(one.rollout, one.attempts, one.spans) for one in batch]
+        imports = [store.import_rollout(record.rollout, record.attempts, record.spans) for record in batch]
         new += itertools.compress(batch, await asyncio.gather(*imports))
     spans, stored_already = sum(len(record.spans) for record in new), len(records) - len(new)
     words = [f"stored {_number(len(new), 'rollout')} with {_number(spans, 'span')}" if new else "stored nothing"]
@@ -109,19 +104,17 @@ def _number(count: int, what: str) -> str:
               help="parquet: transitions; sft: conversations to imitate; dpo: pairs to prefer; rollouts: all there is, "
                    "as .jsonl or .jsonl.gz for `agl import`; model: the best weights of --run.")  # fmt: skip
 @click.option("--run", "run_name", metavar="RUN", help="Only of this run: an id, or its directory, found below runs/.")
-@click.option("--mode", "modes", multiple=True, type=click.Choice(["train", "val", "test"]),
+@click.option("--mode", "modes", multiple=True, type=MODE,
               help="Only of this mode. Repeatable; default: all, for sft and dpo all but val.")  # fmt: skip
 @click.option("--status", "statuses", multiple=True, type=click.Choice(["succeeded", "failed", "cancelled"]),
               help="Only of this status. Repeatable; default: all, for sft and dpo succeeded.")  # fmt: skip
-@click.option(
-    "--model", "models", multiple=True, metavar="NAME", help="Only calls of this model, frozen or not. Repeatable."
-)
+@click.option("--model", "models", multiple=True, metavar="NAME", help="Only calls of this model. Repeatable.")
 @click.option("--agents", metavar="PATTERN", help="Only calls of these agents: 'writer|rewriter'.")
 @click.option("--label", "labels", multiple=True, metavar="LABEL",
               help="Only rollouts that `agl rollouts annotate` gave this label. Repeatable.")  # fmt: skip
 @click.option("--min-reward", type=float, metavar="X", help="Only rollouts with at least this reward.")
 @click.option("--best-of-group", is_flag=True, help="sft: only the best rollout of each group.")
-@click.option("--pairs", type=click.Choice(["best", "all"]), default="best", show_default=True,
+@click.option("--pairs", type=click.Choice(["best", "all"]), default="best",
               help="dpo: for each prompt, the pair that differs most in reward, or all pairs.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 @with_place(ANY_RUN)
@@ -133,14 +126,9 @@ async def export(
     run_name: str | None,
     modes: tuple[str, ...],
     statuses: tuple[str, ...],
-    models: tuple[str, ...],
-    agents: str | None,
-    labels: tuple[str, ...],
-    min_reward: float | None,
-    best_of_group: bool,
-    pairs: str,
     force: bool,
     as_json: bool,
+    **chosen: Any,
 ) -> None:
     """Write finished rollouts to FILE, as a dataset or as they are.
 
@@ -150,17 +138,9 @@ async def export(
         file = out
     if file is None:
         raise click.UsageError("Missing argument 'FILE', where to write to")
-    for given, flag, kinds in (
-        (best_of_group, "--best-of-group", ("sft",)),
-        (labels, "--label", tuple(_UNITS)),
-        (pairs == "all", "--pairs", ("dpo",)),
-    ):
-        if given and kind not in kinds:
-            raise click.UsageError(f"{flag} goes with --format {' or '.join(kinds)}")
     from agentlightning.data.recordings import ENDED, LEARNED_FROM, finished_rollouts
 
-    chosen = {"min_reward": min_reward, "best_of_group": best_of_group, "all_pairs": pairs == "all"}
-    wanted = _wanted(models, agents, labels, **chosen)
+    wanted = _wanted(kind, **chosen)
     run = None if run_name is None else await choose_run(run_name, place)
     if kind == "model":
         _push_model(run, file, as_json)
@@ -185,14 +165,21 @@ async def export(
     tell(as_json, copied, f"wrote {copied.rollouts} rollouts, {copied.attempts} attempts, {copied.spans} spans")
 
 
-def _wanted(models: tuple[str, ...], agents: str | None, labels: tuple[str, ...], **others: Any) -> Wanted:
-    """What to export. ConfigError for a wrong pattern of agents."""
+def _wanted(kind: str, models: tuple[str, ...], labels: tuple[str, ...], pairs: str, **others: Any) -> Wanted:
+    """What to export. UsageError for what this format has not, ConfigError for a wrong pattern of agents."""
     from agentlightning.data.agents import agent_pattern
     from agentlightning.datasets.export import Wanted
 
-    if agents is not None:
-        agent_pattern(agents)
-    return Wanted(frozenset(models) or None, agents, frozenset(labels) or None, **others)
+    for given, flag, kinds in (
+        (others["best_of_group"], "--best-of-group", ("sft",)),
+        (labels, "--label", tuple(_UNITS)),
+        (pairs == "all", "--pairs", ("dpo",)),
+    ):
+        if given and kind not in kinds:
+            raise click.UsageError(f"{flag} goes with --format {' or '.join(kinds)}")
+    if others["agents"] is not None:
+        agent_pattern(others["agents"])
+    return Wanted(frozenset(models) or None, labels=frozenset(labels) or None, all_pairs=pairs == "all", **others)
 
 
 @contextlib.contextmanager
@@ -265,8 +252,8 @@ def _tell(kind: str, done: _Exported, out: str, as_json: bool) -> None:
     from agentlightning.datasets.export import FEWEST_LINES
 
     if as_json:
-        told = {"file": out, _UNITS[kind]: done.written, "rollouts": done.rollouts}
-        print_json(told | {"left_out": dict(done.left_out)})
+        report = {"file": out, _UNITS[kind]: done.written, "rollouts": done.rollouts}
+        print_json(report | {"left_out": dict(done.left_out)})
         return
     print(f"wrote {done.written:,} {_UNITS[kind]} of {done.rollouts:,} rollouts to {out}")
     for reason, count in done.left_out.most_common():

@@ -17,8 +17,7 @@ from agentlightning.cli.serving import until_stopped
 @click.command()
 @click.argument("places", metavar="[FOLDER|STORE|URL]...", nargs=-1)
 @click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The key of servers at a URL.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8124, show_default=True,
-              help="Port to listen on; 0: any free port.")  # fmt: skip
+@click.option("--port", type=click.IntRange(0, 65535), default=8124, help="Port to listen on; 0: any free port.")
 @json_option
 def ui(places: tuple[str, ...], key: str | None, port: int, as_json: bool) -> None:
     """Show runs and rollouts on one page, also while they run; nothing is changed.
@@ -28,13 +27,6 @@ def ui(places: tuple[str, ...], key: str | None, port: int, as_json: bool) -> No
     from agentlightning.server.serve import run_on_fastest_loop
 
     run_on_fastest_loop(_ui(places or (".",), key, port, as_json))
-
-
-def _existing(place: str) -> Path:
-    """ConfigError for neither a folder nor a file."""
-    if not Path(place).is_dir():
-        require_file(place)
-    return Path(place)
 
 
 async def _ui(places: tuple[str, ...], key: str | None, port: int, as_json: bool) -> None:
@@ -56,7 +48,9 @@ async def _ui(places: tuple[str, ...], key: str | None, port: int, as_json: bool
             elif url.scheme in ("http", "https"):
                 others[url.netloc] = LightningStoreClient(place, key or local_key(place), patience=2.0)
             else:
-                folders.append(_existing(place))
+                folders.append(Path(place))
+                if not folders[-1].is_dir():
+                    require_file(place)
         stores = await ManyStores.open(folders, others)
         stack.push_async_callback(stores.close)
         http = await stack.enter_async_context(HttpServer(create_app(stores, admin_key=own), port=port))

@@ -33,7 +33,7 @@ async def causes(store: LightningStore, run_id: str) -> list[Cause]:
     newest = Order(field="start_time", descending=True)
     rollouts = (await store.page_rollouts(failed(run_id), [newest], limit=_MOST)).items
     names = [rollout.rollout_id for rollout in rollouts]
-    reasons = {one.rollout_id: one.error or "failed" for one in await store.query_outcomes(names)}
+    reasons = {outcome.rollout_id: outcome.error or "failed" for outcome in await store.query_outcomes(names)}
     found: dict[str, list[tuple[str, str]]] = {}
     for name in names:
         reason = reasons.get(name, "failed").partition("\n")[0][:500]

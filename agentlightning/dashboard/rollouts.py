@@ -11,7 +11,7 @@ import msgspec
 
 from agentlightning import semconv
 from agentlightning.data.agents import agent_of
-from agentlightning.data.conversations import Message, conversations, read_calls
+from agentlightning.data.conversations import Message, call_index, conversations, read_calls
 from agentlightning.data.recordings import Training
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.errors import ConflictError, InvalidError
@@ -202,8 +202,8 @@ def _step(step: Step, parent: int | None, depth: int) -> StepView:
     rewards = get_rewards_from_span(span)
     kind = "reward" if rewards else _KINDS.get(span.name, step.kind)
     raised = [event.attributes for event in span.events if event.name == "exception"]
-    said = next((attributes.get(semconv.EXCEPTION_MESSAGE) for attributes in [*raised, span.attributes]), None)
-    problem = span.status.description or (None if said is None else str(said))
+    message = next((attributes.get(semconv.EXCEPTION_MESSAGE) for attributes in [*raised, span.attributes]), None)
+    problem = span.status.description or (None if message is None else str(message))
     return StepView(
         span_id=call.span_id if call else span.span_id,
         parent=parent,
@@ -222,18 +222,13 @@ def _step(step: Step, parent: int | None, depth: int) -> StepView:
         finish_reason=next(iter(finish_reasons(call.attributes)), None) if call else None,
         reward=rewards[0].value if rewards else None,
         time_to_first_token=_number(call, semconv.GEN_AI_TIME_TO_FIRST_CHUNK) if call else None,
-        call_index=_index(call) if call else None,
+        call_index=call_index(call) if call else None,
     )
 
 
 def _number(span: Span, name: str) -> float | None:
     value = span.attributes.get(name)
     return float(value) if isinstance(value, int | float) else None
-
-
-def _index(span: Span) -> int | None:
-    value = span.attributes.get(semconv.CALL_INDEX)
-    return value if isinstance(value, int) else None
 
 
 def _conversations(steps: Sequence[Step], spans: Sequence[Span], left_out: Any) -> list[ConversationView]:
@@ -246,7 +241,7 @@ def _conversations(steps: Sequence[Step], spans: Sequence[Span], left_out: Any) 
             calls.append(
                 CallView(
                     span_id=call.span.span_id,
-                    call_index=_index(call.span),
+                    call_index=call_index(call.span),
                     model=model_name(call.span.attributes),
                     new_messages=call.messages[known:],
                     answer=call.answer,

@@ -160,7 +160,7 @@ def _dotted(value: Any, key: str) -> Iterator[tuple[str, str]]:
 
 def _family(run: Run) -> str:
     config = {name: value for name, value in mapping(run.manifest.get("config")).items() if name not in _UNSHARED}
-    # Not the tasks: a seed may generate them, as in the quickstart.
+    # Not the tasks: a seed may generate them.
     data = mapping(run.manifest.get("data"))
     key = (run.kind, config, {name: mapping(of).get("tasks") for name, of in data.items()}) if config else run.run_id
     return hashlib.sha256(msgspec.json.encode(key, order="sorted")).hexdigest()[:12]

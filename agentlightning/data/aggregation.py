@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from agentlightning.data.references import find_function, function_name
+from agentlightning.data.references import find_function, function_name, trial
 from agentlightning.data.sequences import Origin, TrainingSequence
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError
@@ -37,7 +37,13 @@ class Tokens:
     @classmethod
     def trial(cls) -> Tokens:
         """Five tokens in two calls of different rollouts, to try a function on."""
-        return cls([_trial_sequence(name, count, reward) for name, count, reward in (("a", 3, 0.0), ("b", 2, 1.0))])
+        calls = (("a", range(1, 4), 0.0), ("b", range(1, 3), 1.0))
+        return cls(
+            [
+                TrainingSequence.of(name, [0, *places], places, origin=Origin(0, (0.0, 1.0), {}, {}, reward))
+                for name, places, reward in calls
+            ]
+        )
 
     def __len__(self) -> int:
         return self._count
@@ -73,14 +79,6 @@ class Tokens:
     def each(self, value: Callable[[Origin], float]) -> npt.NDArray[np.float64]:
         """The `value` of each token's rollout, float64[N]."""
         return np.array([value(origin) for origin in self.origins], np.float64)[self.rollouts]
-
-
-def _trial_sequence(name: str, count: int, reward: float) -> TrainingSequence:
-    numbers, zeros = np.arange(1, count + 1, dtype=np.int32), np.zeros(count, np.float32)
-    origin = Origin(0, (0.0, 1.0), {}, {}, reward)
-    return TrainingSequence(
-        name, np.arange(count + 1, dtype=np.int32), numbers, 0 * numbers, zeros, zeros, numbers, origin=origin
-    )
 
 
 def token_mean(tokens: Tokens) -> FloatArray64:
@@ -155,13 +153,5 @@ def weights_of(tokens: Tokens, aggregation: Aggregation, length: int | None = No
 
 def try_aggregation(aggregation: Aggregation, length: int | None) -> None:
     """ConfigError unless it returns weights for five tokens."""
-    try:
+    with trial(f"aggregation {aggregation!r}", "the Tokens of a batch", excused=(LookupError, AttributeError)):
         weights_of(Tokens.trial(), aggregation, length)
-    except (ConfigError, LookupError, AttributeError) as error:
-        if isinstance(error, ConfigError):
-            raise  # a user's function may need fields that these tasks lack
-    except Exception as error:
-        raise ConfigError(
-            f"aggregation {aggregation!r} fails on five tokens: {type(error).__name__}: {error}. It gets tokens "
-            "(calls, rollouts, each), and must return the weight of each"
-        ) from error

@@ -23,7 +23,7 @@ from agentlightning import semconv
 from agentlightning.data.forest import shared_length
 from agentlightning.data.transitions import IntArray, Transition
 from agentlightning.tracing.dialects import items, joined, json_of, mapping
-from agentlightning.tracing.messages import input_messages, output_messages, text_of
+from agentlightning.tracing.messages import content_text, input_messages, output_messages
 from agentlightning.types import Attributes, Span
 
 BreakKind: TypeAlias = Literal["retokenised", "edited history", "tools changed", "unknown"]
@@ -142,7 +142,7 @@ class _Call:
     def continuation(self) -> str | None:
         """The prompt of a completion call and its answer; None for a chat."""
         replies = output_messages(self._attributes)
-        return self.text + text_of(replies[0]) if self.text is not None and replies else None
+        return self.text + content_text(replies[0].get("content")) if self.text is not None and replies else None
 
 
 def _continued(call: _Call, earlier: Sequence[_Call]) -> _Call | None:

@@ -266,8 +266,9 @@ def grpo(returns: Returns, *, epsilon: float = 1e-6, ddof: int = 1) -> Float64Ar
     / (G − `ddof`) + the mean of the variances within rollouts; the second term is 0 if each rollout has one return.
 
     0 if all are equal."""
+    mean = returns.per_group(_mean)[returns.rollouts]
     spread = returns.per_group(partial(_spread, ddof=ddof), returns.means, returns.within)[returns.rollouts]
-    return np.where(spread > 0, dr_grpo(returns) / (spread + epsilon), 0.0)
+    return np.where(returns.compared & (spread > 0), (returns.values - mean) / (spread + epsilon), 0.0)
 
 
 @baseline(compares="group")

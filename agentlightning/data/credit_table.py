@@ -24,7 +24,7 @@ from agentlightning.data import credit as formulas
 from agentlightning.data.credit import Float64Array, Returns, property_of
 from agentlightning.data.references import find_function, function_name
 from agentlightning.data.rewards import PLAIN, RewardSpec
-from agentlightning.data.sequences import CreditedTransition
+from agentlightning.data.sequences import CreditedTransition, Origin
 from agentlightning.data.tool_calls import ToolStatus
 from agentlightning.data.transitions import FloatArray, Transition
 from agentlightning.errors import ConfigError
@@ -71,6 +71,12 @@ class RewardedGroup:
         """The same with one model's calls only."""
         own = [[call for call in transitions if call.model == model] for transitions in self.transitions]
         return replace(self, transitions=own)
+
+    def origin(self, index: int, group: int) -> Origin:
+        """Where sequences of the rollout at `index` come from; `group` is this group's number in the batch."""
+        made = Origin(group, self.rewards, reward=self.rewards[index], terms=self.terms[index] if self.terms else {})
+        record = self.rollouts[index] if self.rollouts else None
+        return made if record is None else replace(made, task=record.input, metadata=record.metadata)
 
     @classmethod
     def trial(cls, *rewards: float) -> RewardedGroup:

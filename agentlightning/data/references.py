@@ -6,12 +6,13 @@ This module does not know what the objects are for.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -74,6 +75,21 @@ def read_function(what: str, given: Any, known: Mapping[str, Callable[..., Any]]
     options = dict(cast("Mapping[str, Any]", given))
     function = find_function(what, options.pop("name", None), known, options)
     return functools.partial(function, **options)
+
+
+@contextlib.contextmanager
+def trial(what: str, given: str, *, excused: tuple[type[Exception], ...] = ()) -> Generator[None]:
+    """In the block a user's function is called with something made up. ConfigError, which calls the function `what` and
+    says what it was `given`, if it fails; `excused` errors are ignored, since it may need fields that real calls have.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except excused:
+        pass
+    except Exception as error:
+        raise ConfigError(f"{what} fails on {given}, made to try it: {type(error).__name__}: {error}") from error
 
 
 def mark_of(function: Any, name: str, default: Any = None) -> Any:

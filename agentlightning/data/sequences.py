@@ -95,6 +95,22 @@ class TrainingSequence:
     observed: Observed | None = None
     origin: Origin | None = None
 
+    @classmethod
+    def of(
+        cls, name: str, token_ids: Sequence[int], positions: Sequence[int], *, advantage: float = 0.0, **more: Any
+    ) -> TrainingSequence:
+        """One transition, with these fields; its log-probabilities are 0 and its versions unknown by default."""
+        count = len(positions)
+        usual: dict[str, Any] = {"logprobs": np.zeros(count, np.float32), "versions": np.full(count, -1, np.int32)}
+        return cls(
+            rollout_id=name,
+            token_ids=np.array(token_ids, np.int32),
+            positions=np.array(positions, np.int32),
+            transitions=np.zeros(count, np.int32),
+            advantages=np.full(count, advantage, np.float32),
+            **usual | more,
+        )
+
     def __len__(self) -> int:
         return len(self.token_ids)
 
@@ -231,10 +247,12 @@ def _weighed(sequence: TrainingSequence, chain: Sequence[CreditedTransition]) ->
 
 
 def weighed(
-    calls: Sequence[CreditedTransition], weigh: Callable[[Sequence[Transition]], Iterable[Any]]
-) -> list[CreditedTransition]:
+    calls: Sequence[CreditedTransition], weigh: Callable[[Sequence[Transition]], Iterable[Any]] | None
+) -> Sequence[CreditedTransition]:
     """A rollout's calls with the token weights that `weigh` returns for each. ConfigError if some are missing."""
-    found = [np.asarray(array, np.float32) for array in weigh([item.transition for item in calls])]
+    if weigh is None or not calls:
+        return calls
+    found = [np.asarray(one, np.float32) for one in weigh([item.transition for item in calls])]
     if len(found) != len(calls):
         raise ConfigError(f"token_weights must return an array for each of {len(calls)} calls, not {len(found)}")
     return [replace(item, weights=one) for item, one in zip(calls, found, strict=True)]

@@ -50,7 +50,7 @@ from agentlightning.data.states import named_states
 from agentlightning.data.tool_calls import ToolStatus, tool_statuses
 from agentlightning.errors import ConfigError
 from agentlightning.tracing import dialects
-from agentlightning.tracing.messages import output_messages, text_of
+from agentlightning.tracing.messages import content_text, output_messages
 from agentlightning.tracing.steps import Step, read_steps
 from agentlightning.types import Rollout, SampledChoice, Span, TokenCapture
 
@@ -146,7 +146,7 @@ def trace_rollout(
     given = given_rewards(final, steps)
     sorted_calls = _sort_calls(final, steps, given, calls, tool_statuses(steps, reward.failed_tool))
     transitions = sorted_calls.transitions
-    lost = given.lost + Counter({NOT_TRAINED: len(given.of_calls.keys() - {one.span_id for one in transitions})})
+    lost = given.lost + Counter({NOT_TRAINED: len(given.of_calls.keys() - {call.span_id for call in transitions})})
     terms = reward.given_terms(given) if rollout.status == "succeeded" else {}
     if terms:
         terms |= _added(reward, transitions, final)
@@ -167,27 +167,21 @@ def trace_rollout(
 
 def compare_costs(group: Sequence[TracedRollout], reward: RewardSpec) -> list[TracedRollout]:
     """The rollouts of a group with the terms of R that compare their costs, among those with a reward."""
-    names = [name for name in RELATIVE if getattr(reward, name)]
-    if not names:
-        return list(group)
-    rewarded = [traced for traced in group if traced.reward_terms]
-    earned = [reward.given_part(traced.reward_terms) > 0 for traced in rewarded]
-    terms = [dict(traced.reward_terms) for traced in rewarded]
-    for name in names:
-        costs = [_cost(name, traced.transitions) for traced in rewarded]
-        for own, value in zip(terms, relative_costs(costs, earned), strict=True):
-            own[name] = getattr(reward, name) * value
-    compared = iter(terms)
-    return [
-        replace(one, reward_terms=(own := next(compared)), reward=math.fsum(own.values())) if one.reward_terms else one
-        for one in group
-    ]
+    compared = list(group)
+    rewarded = [index for index, traced in enumerate(compared) if traced.reward_terms]
+    earned = [reward.given_part(compared[index].reward_terms) > 0 for index in rewarded]
+    for name in (name for name in RELATIVE if getattr(reward, name)):
+        costs = [_cost(name, compared[index].transitions) for index in rewarded]
+        for index, value in zip(rewarded, relative_costs(costs, earned), strict=True):
+            terms = {**compared[index].reward_terms, name: getattr(reward, name) * value}
+            compared[index] = replace(compared[index], reward_terms=terms, reward=math.fsum(terms.values()))
+    return compared
 
 
 def _cost(term: str, transitions: Sequence[Transition]) -> int:
     if term == "relative_turns":
         return len(transitions)
-    return sum(len(one.tools if term == "relative_tool_calls" else one.response_ids) for one in transitions)
+    return sum(len(call.tools if term == "relative_tool_calls" else call.response_ids) for call in transitions)
 
 
 @dataclass
@@ -265,7 +259,7 @@ def _added(spec: RewardSpec, transitions: Sequence[Transition], spans: Sequence[
         messages = output_messages(attributes)
         if not messages:
             raise ConfigError("format_bonus reads the text of answers, which the gateway records with --capture full")
-        answer = text_of(messages[0])
+        answer = content_text(messages[0].get("content"))
     statuses = [tool.status for transition in transitions for tool in transition.tools]
     return spec.terms(statuses, [len(transition.response_ids) for transition in transitions], answer)
 

@@ -81,7 +81,7 @@ class Environment(LitAgent[Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Send the settings to another process, not open resources."""
-        return partial(type(self), **{one.name: getattr(self, one.name) for one in dataclasses.fields(self)}), ()
+        return partial(type(self), **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)}), ()
 
 
 def tasks_of(agent: Any, train_dataset: Any, val_dataset: Any) -> list[list[Any]]:

@@ -43,7 +43,7 @@ class Gateway:
 
     def keep_to_this_machine(self) -> None:
         """From here on, where no admin key is set: answer only this machine's own programs (no page of elsewhere in a
-        browser, nothing through a proxy that says so), and whoever shows a key that was issued here."""
+        browser, nothing through a declared proxy), and holders of keys that were issued here."""
         self._calls.attributor.local_only = True
 
     def admit_sessions(self, key_of: Callable[[Mapping[str, str]], str | None]) -> None:

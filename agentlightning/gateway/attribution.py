@@ -174,7 +174,7 @@ class Attributor:
             )
             self._callers[ids] = caller
             if len(self._callers) > self._remembered:
-                # One with a running call stays: what it numbered is not in the store yet.
+                # An attempt with a running call stays: its numbers are not in the store yet.
                 oldest = next((name for name, known in self._callers.items() if not known.running), ids)
                 if oldest != ids:
                     del self._callers[oldest]
@@ -190,7 +190,7 @@ def api_key_of(headers: Mapping[str, str]) -> str | None:
 
 
 def is_worker(credential: Credential | None) -> bool:
-    """Whether a key is one that no agent holds: of a worker's own scope or a higher one."""
+    """Whether the key has a scope that agents do not get: worker or higher."""
     return credential is not None and not _CALLERS.isdisjoint(credential.scopes)
 
 

@@ -21,7 +21,7 @@ SESSION_HEADER = "x-agentlightning-session"
 STOPPED_BY_STRING = "ended by a stop string"
 # Why an answer sampled under a grammar is not trained.
 CONSTRAINED = "constrained by a grammar"
-# Why an answer is not trained whose server failed, in the middle of it, to load other weights.
+# Why an answer is not trained during which its server failed to load other weights.
 WEIGHTS_UNKNOWN = "sampled by weights that nobody knows"
 
 UNSUPPORTED = "unsupported_parameter"  # the code of a refusal of a request field
@@ -30,7 +30,7 @@ UNSUPPORTED = "unsupported_parameter"  # the code of a refusal of a request fiel
 class Sampling(msgspec.Struct, frozen=True):
     """The effective sampling of one call. `top_k=0` and `top_p=1.0` mean no truncation; `temperature=0` is greedy
     (argmax, with logprobs of temperature 1). None leaves the choice to the backend: a hosted model has defaults of its
-    own, and some refuse to be told. `seed` fixes the random numbers of the call."""
+    own, and some refuse other values. `seed` fixes the random numbers of the call."""
 
     temperature: float | None = 1.0
     top_p: float | None = 1.0
@@ -72,7 +72,7 @@ class ModelCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Started(msgspec.Struct, frozen=True):
-    """First event: the exact prompt (empty where the backend does not tell), how much of it was recorded ids, and who
+    """First event: the exact prompt (empty if the backend does not return it), how much of it was recorded ids, and who
     answers (empty: the backend itself). `extra` are fields of the answer as a whole that the agent gets as they are
     (`system_fingerprint`); `dropped` names hints of the call that are not followed."""
 

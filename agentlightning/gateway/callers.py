@@ -1,4 +1,4 @@
-"""Who made a call and what for, where coding agents say so: two tables of what they send, and how they are read.
+"""The agent and the purpose of a call, as coding agents send them: two tables, and how they are read.
 
 Knows headers and messages. It does not know attempts, backends or spans.
 """
@@ -14,8 +14,8 @@ from agentlightning.tracing.dialects import json_of, mapping, texts
 from agentlightning.types import Attributes
 
 _CLAUDE: Final = "x-claude-code-"
-# How `User-Agent` begins, the agent's name, and the headers with the ids of the agent, of the one that started it, and
-# of the session, which is the main agent's.
+# How `User-Agent` begins, the agent's name, and the headers with the ids of the agent, of its parent, and of the
+# session, which is the main agent's.
 _HARNESSES: Final = (
     ("claude-cli/", "claude-code", _CLAUDE + "agent-id", _CLAUDE + "parent-agent-id", _CLAUDE + "session-id"),
     ("codex", "codex", "thread-id", "x-codex-parent-thread-id", "session-id"),

@@ -1,4 +1,4 @@
-"""From a request to a call: whose it is, what it asks, who answers, and what that one is sent.
+"""From a request to a call: its attempt, its model, and what the backend is sent.
 
 Knows models, attribution and admission. Knows no HTTP: `gateway.serving` speaks it.
 """
@@ -38,8 +38,8 @@ _MOST_REFUSALS: Final = 100  # of one attempt that are recorded
 _LONGEST: Final = 1000  # characters of a reason, which may quote what an agent sent
 
 
-class _Asked(NamedTuple):
-    """A request, who makes it with what key and headers, and who answers it."""
+class _Incoming(NamedTuple):
+    """A request with its caller, key and headers, and the model that answers."""
 
     caller: Caller
     key: Credential | None
@@ -58,8 +58,8 @@ class _Asked(NamedTuple):
 
     @property
     def guarded(self) -> bool:
-        """Whether the model is an engine of ours, and asked by somebody who may not send it all there is. Who only has
-        an agent recorded (`ANY`) has it recorded as it is."""
+        """Whether the model is an engine of ours, whose caller may not send it every field. What is only recorded
+        (`ANY`) is recorded unchanged."""
         ours = self.entry.backend.captures_tokens and self.entry.name != ANY
         return ours and (self.entry.trainable or self.caller.attempt is not None)
 
@@ -105,26 +105,26 @@ class Calls:
         """Check, attribute and start a call; use it as `async with`. `headers` has lower-case names.
 
         Raises BackendError (and its kin CallRefused) for everything that cannot be answered."""
-        asked = await self._asked(endpoint, body, headers, path_ids)
+        incoming = await self._incoming(endpoint, body, headers, path_ids)
         held_seconds = 0.0
-        while (gate := self.models.gate(asked.entry.name)).held:
-            held_seconds += await self._holding.wait(gate, asked.caller.attempt)
+        while (gate := self.models.gate(incoming.entry.name)).held:
+            held_seconds += await self._holding.wait(gate, incoming.caller.attempt)
             # Meanwhile the attempt may have ended, and the model may be another.
-            asked = await self._asked(endpoint, body, headers, path_ids)
-        caller, request, entry = asked.caller, asked.request, asked.entry
-        admitted, dropped = asked.admitted
+            incoming = await self._incoming(endpoint, body, headers, path_ids)
+        caller, request, entry = incoming.caller, incoming.request, incoming.entry
+        admitted, dropped = incoming.admitted
         attempt = caller.attempt
         # Numbered once it is admitted: an attempt that seems to lack a call is not trained.
         index = next(caller.call_indices) if attempt else None
         request_id = f"{attempt[1]}-{index}" if attempt else secrets.token_hex(12)
         response_id = endpoint.id_prefix + (f"{request_id}-{self._run}" if attempt else request_id)
-        sent, overridden = _sent(asked, admitted, request_id, index)
+        sent, overridden = _sent(incoming, admitted, request_id, index)
         relayed = None
         if request.relayed is not None:
             fields = request.relayed
-            if asked.guarded:
+            if incoming.guarded:
                 fields, dropped = admit_relayed(fields)
-            relayed = RelayedCall(endpoint.path, asked.model, fields, _let_through(headers), asked.session)
+            relayed = RelayedCall(endpoint.path, incoming.model, fields, _let_through(headers), incoming.session)
         discards, caller.lost = caller.lost, []
         return Call(
             caller=caller,
@@ -132,7 +132,7 @@ class Calls:
             request=request,
             sent=sent,
             entry=entry,
-            answer=Answer(sent.sampling.n, response_id, asked.model, int(time.time())),
+            answer=Answer(sent.sampling.n, response_id, incoming.model, int(time.time())),
             gate=gate,
             recorder=self._committed if attempt else self.queue,
             statistics=self.statistics,
@@ -152,11 +152,11 @@ class Calls:
     ) -> int:
         """How many tokens the prompt of a call would have; nothing is numbered or captured. BackendError as in `open`,
         and where the backend cannot count."""
-        asked = await self._asked(endpoint, body, headers, path_ids)
-        backend, fields = asked.entry.backend, asked.request.relayed
+        incoming = await self._incoming(endpoint, body, headers, path_ids)
+        backend, fields = incoming.entry.backend, incoming.request.relayed
         if fields is None:
-            return await backend.count_tokens(_sent(asked, asked.admitted[0], "", None)[0])
-        async with backend.relay(RelayedCall(endpoint.path, asked.model, fields, _let_through(headers))) as answer:
+            return await backend.count_tokens(_sent(incoming, incoming.admitted[0], "", None)[0])
+        async with backend.relay(RelayedCall(endpoint.path, incoming.model, fields, _let_through(headers))) as answer:
             return await _counted(answer)
 
     async def note_refusal(
@@ -172,21 +172,21 @@ class Calls:
                 status = SpanStatus(status_code="ERROR", description=str(error)[:_LONGEST])
                 await self._committed.record(AttemptTracer(*caller.attempt).record(CALL_REFUSED, reason, status=status))
 
-    async def _asked(
+    async def _incoming(
         self, endpoint: Endpoint, body: bytes, headers: Mapping[str, str], path_ids: tuple[str, str] | None
-    ) -> _Asked:
+    ) -> _Incoming:
         caller, key = await self.attributor.attribute(path_ids, headers)
         if any(endpoint.path in entry.backend.relays for entry in self.models):
             request = read_passed_through(body)
             entry = self._resolve(request.model, key, headers)
             if endpoint.path in entry.backend.relays:
-                return _Asked(caller, key, headers, request, entry)
+                return _Incoming(caller, key, headers, request, entry)
         request = await self._conversations.join(caller, endpoint.read(body))
-        return _Asked(caller, key, headers, request, self._resolve(request.model, key, headers))
+        return _Incoming(caller, key, headers, request, self._resolve(request.model, key, headers))
 
     def _resolve(self, model: str, key: Credential | None, headers: Mapping[str, str]) -> ModelEntry:
-        """Who answers; a call that says it is none of the policy's is not trained, and sampled as it asks. CallRefused
-        (403) where an agent says so of the policy."""
+        """The model that answers; a call with FROZEN_HEADER is not trained, and sampled as it asks. CallRefused (403)
+        if an agent sends that to the policy."""
         entry = self.models.resolve(model)
         if headers.get(FROZEN_HEADER) != "true":
             return entry
@@ -201,28 +201,28 @@ class Calls:
 
 
 def _sent(
-    asked: _Asked, request: CallRequest, request_id: str, index: int | None
+    incoming: _Incoming, request: CallRequest, request_id: str, index: int | None
 ) -> tuple[CallRequest, dict[str, Any]]:
-    """(what the backend is sent of an admitted request, the sampling that the agent asked for in vain).
+    """(what the backend is sent of an admitted request, the sampling that the agent asked for and does not get).
 
     What is trained has no penalty: vLLM takes those that are left out from the model's generation config."""
     sampling, overridden = request.sampling, dict[str, Any]()
     if request.relayed is None:  # what is passed on says itself how it is sampled
-        sampling, overridden = _effective_sampling(asked, index)
+        sampling, overridden = _effective_sampling(incoming, index)
     extra = request.extra
-    if asked.learns:
+    if incoming.learns:
         extra = {**NEUTRAL_PENALTIES, **extra}
-    elif asked.run_sampling is None:
+    elif incoming.run_sampling is None:
         extra = {**extra, **request.shaping}
     sent = msgspec.structs.replace(
-        request, request_id=request_id, model=asked.model, session=asked.session, sampling=sampling, extra=extra
+        request, request_id=request_id, model=incoming.model, session=incoming.session, sampling=sampling, extra=extra
     )
     return sent, overridden
 
 
-def _effective_sampling(asked: _Asked, index: int | None) -> tuple[Sampling, dict[str, Any]]:
+def _effective_sampling(incoming: _Incoming, index: int | None) -> tuple[Sampling, dict[str, Any]]:
     """Where the run decides, its temperature, top_p, top_k and seeds hold, without penalties; elsewhere the agent's."""
-    requested, decided, overridden = asked.request.sampling, asked.run_sampling, dict[str, Any]()
+    requested, decided, overridden = incoming.request.sampling, incoming.run_sampling, dict[str, Any]()
     sampling = requested
     if decided is not None:
         limits = [limit for limit in (requested.max_tokens, decided.max_tokens) if limit is not None]
@@ -232,9 +232,9 @@ def _effective_sampling(asked: _Asked, index: int | None) -> tuple[Sampling, dic
             value = getattr(requested, name)
             if value is not None and value != getattr(sampling, name):
                 overridden[name] = value
-    if decided is not None or asked.learns:
-        overridden |= asked.request.shaping
-    caller, backend = asked.caller, asked.entry.backend
+    if decided is not None or incoming.learns:
+        overridden |= incoming.request.shaping
+    caller, backend = incoming.caller, incoming.entry.backend
     seeded = backend.seeded or (caller.deterministic and backend.captures_tokens)
     if sampling.seed is None and index is not None and seeded:
         sampling = msgspec.structs.replace(sampling, seed=call_seed(caller.run_seed, caller.sample, index))

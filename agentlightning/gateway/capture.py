@@ -52,8 +52,8 @@ class Call:
 
     `request` is what the agent asks, `sent` what the backend is asked, `relayed` the same where the backend answers in
     the agent's own protocol, and `refused` its refusal. `index` numbers the calls of an attempt. `overridden` is the
-    sampling that the agent asked for in vain, `dropped` names fields that are not sent, `discards` are earlier calls
-    whose answers were not sent, `made_by` says who calls and what for. Without a `recorder` nothing is captured.
+    sampling that the agent asked for and did not get, `dropped` names fields that are not sent, `discards` are earlier
+    calls whose answers were not sent, `made_by` says who calls and what for. Without a `recorder` nothing is captured.
     `remember` is given the answer of a call that was committed."""
 
     caller: Caller
@@ -94,7 +94,7 @@ class Call:
         self.remember(self.caller, self.request, self.answer)
 
     async def undelivered(self) -> None:
-        """The client left between the commit and the end of its answer: note that nobody received it."""
+        """Record that the client left between the commit and the end of its answer."""
         if self.recorder is not None and self.index is not None:
             self.statistics.undelivered += 1
             attributes: Attributes = {semconv.CALL_DISCARDS: [self.index]}
@@ -138,7 +138,7 @@ class Call:
         await self._record(span)
 
     async def _record(self, span: Span) -> None:
-        """Where that fails nobody can tell whether the span is stored, and nobody gets the answer."""
+        """After a failure the span may or may not be stored, and the answer is not sent."""
         assert self.recorder is not None
         try:
             await self.recorder.record(span)

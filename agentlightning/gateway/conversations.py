@@ -1,4 +1,4 @@
-"""What was said up to each recent response, so that a later call can continue it by its id.
+"""The conversation up to each recent response, so that a later call can continue it by its id.
 
 Knows chat messages, and the spans that calls were captured in. Knows no HTTP and no backends.
 """
@@ -21,14 +21,14 @@ _ENDPOINT: Final = "responses"  # the one whose answers can be continued
 _MESSAGES: Final = msgspec.json.Decoder(list[dict[str, Any]])
 
 
-class _Asked(msgspec.Struct):
-    """What a captured request said of its response."""
+class _Captured(msgspec.Struct):
+    """Fields of a captured request."""
 
     instructions: str | None = None
     store: bool | None = None
 
 
-_ASKED: Final = msgspec.json.Decoder(_Asked)
+_CAPTURED: Final = msgspec.json.Decoder(_Captured)
 
 
 class Conversations:
@@ -94,7 +94,7 @@ def _scope(caller: Caller) -> str:
 
 def _captured(attributes: Attributes) -> list[dict[str, Any]] | None:
     """The conversation of a captured call; None if its response was not to be stored."""
-    request = _ASKED.decode(str(attributes[semconv.CALL_REQUEST]))
+    request = _CAPTURED.decode(str(attributes[semconv.CALL_REQUEST]))
     if request.store is False:
         return None
     given = _MESSAGES.decode(str(attributes[semconv.GEN_AI_INPUT_MESSAGES]))

@@ -48,7 +48,7 @@ class Connection(Protocol):
 
 class Exchange:
     """A request, and what is sent back: parts and an end, or an end alone. It ends with its task, which is cancelled
-    when the client leaves; once it is `shielded`, `disconnected` tells of that.
+    when the client leaves; once it is `shielded`, only `disconnected` is set.
 
     `headers` have lower-case names; `ids` are the rollout and attempt that the path names, `rest` is what its endpoint
     reads of it. `error_event`, which a stream sets, writes an error that comes after the first part. A failure
@@ -106,7 +106,7 @@ class Exchange:
 
     @property
     def announced(self) -> int | None:
-        """How many bytes the body is said to have. CallRefused (400) for what is no such number."""
+        """The body's length by its header. CallRefused (400) if that is not a number of bytes."""
         length = self.headers.get("content-length")
         if length is not None and not (length.isascii() and length.isdigit() and len(length) < 20):
             raise CallRefused("content-length is no number of bytes", code="invalid_request")
@@ -177,7 +177,7 @@ class Exchange:
             self.end(self.error_event(error) if self.error_event else b"")
             return
         self._next, self._fields = error.status, _JSON
-        if error.status in (401, 403, 409):  # SDKs retry some refusals on their own; who was refused stays so
+        if error.status in (401, 403, 409):  # SDKs retry some refusals on their own, in vain
             self._fields += b"x-should-retry: false\r\n"
         if error.retry_after is not None:
             self._fields += _field("retry-after", error.retry_after)

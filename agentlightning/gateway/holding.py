@@ -117,7 +117,7 @@ class Holding:
         self._longest = longest
         self._waits: set[asyncio.Timeout] = set()
         self._changed = asyncio.Event()
-        self._telling: asyncio.Task[None] | None = None
+        self._stopping: asyncio.Task[None] | None = None
 
     async def wait(self, gate: Gate, attempt: AttemptIds | None) -> float:
         """Wait at a closed gate; returns the seconds. BackendError 503 with `retry_after` if it took too long: SDKs
@@ -149,8 +149,8 @@ class Holding:
     def changed(self) -> None:
         """A gate was closed or opened, or a call came to a closed one."""
         self._changed.set()
-        if self._telling is None and self._store is not None and self._standing():
-            self._telling = asyncio.create_task(self._tell(self._store), name="clocks of held calls")
+        if self._stopping is None and self._store is not None and self._standing():
+            self._stopping = asyncio.create_task(self._stop_clocks(self._store), name="clocks of held calls")
 
     def turn_away(self) -> None:
         """Answer waiting calls as if they had waited too long: this process is about to end."""
@@ -159,14 +159,14 @@ class Holding:
                 limit.reschedule(asyncio.get_running_loop().time())
 
     async def close(self) -> None:
-        if self._telling is not None:
-            self._telling.cancel()
-            await asyncio.gather(self._telling, return_exceptions=True)
+        if self._stopping is not None:
+            self._stopping.cancel()
+            await asyncio.gather(self._stopping, return_exceptions=True)
 
     def _standing(self) -> set[AttemptIds]:
         return {attempt for gate in self._gates() if gate.held for attempt in gate.attempts}
 
-    async def _tell(self, store: LightningStore) -> None:
+    async def _stop_clocks(self, store: LightningStore) -> None:
         """Stop the clocks of new attempts, and renew those of all every `_RENEWED` seconds."""
         loop = asyncio.get_running_loop()
         stopped: set[AttemptIds] = set()
@@ -189,4 +189,4 @@ class Holding:
                     async with asyncio.timeout_at(renewal):
                         await self._changed.wait()
         finally:
-            self._telling = None
+            self._stopping = None

@@ -29,7 +29,7 @@ async def probe(backend: RemoteBackend, model: str, train: Sampling | None) -> N
         async with asyncio.timeout(_SECONDS):
             answer = await one_answer(backend, model, Sampling(max_tokens=1, seed=0))
             reason = untrainable_reason(answer, backend.captures_tokens)
-            # Of the model's own distribution every server tells the logprobs.
+            # Every server returns logprobs of the model's own distribution.
             plain = train is None or (train.temperature, train.top_p, train.top_k) == (1.0, 1.0, 0)
             if reason is None and backend.kind == "vllm" and not plain:
                 await _check_processed(backend, model)
@@ -59,7 +59,7 @@ async def _check_processed(backend: RemoteBackend, model: str) -> None:
             raise
         tops = [msgspec.json.decode(entry, type=_Entry).top_logprobs for entry in answer.choices[0].logprob_entries]
         if not tops or not tops[0]:
-            return  # it does not tell, so that nothing can be said against it
+            return  # it returns none, so there is nothing to compare
         logprobs.append(max(top.logprob for top in tops[0]))
     if abs(logprobs[0] - logprobs[1]) < 1e-6 and logprobs[0] < -1e-6:
         raise _unfit(

@@ -28,6 +28,7 @@ NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 # Lists and fields of a request are looked at one by one, while other calls wait.
 MANY: Final = Meta(max_length=100_000)  # messages, or parts of one
 SOME: Final = Meta(max_length=10_000)  # tools
+_LARGEST_SETTING: Final = 1 << 20  # bytes of a field of sampling
 MOST_PARTS: Final = 2_000_000  # of a body: one of three bytes takes seventy in memory
 OBJECT: Final = msgspec.json.Decoder(Annotated[dict[str, msgspec.Raw], Meta(max_length=1000)])
 TopLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
@@ -66,8 +67,8 @@ class CallRequest(ModelCall, frozen=True, kw_only=True):
     `continues` is the id of an earlier response, whose conversation comes before `messages`, but after their first
     `instructions`, which belong to this call alone. With `continuable`, a later response may continue this one.
     `messages_json` and `tools_json` are the agent's own bytes, if it wrote this form. `shaping` has penalties and the
-    like (`SHAPING_FIELDS`). `dropped` are names of fields that nobody gets. `relayed` are all fields as written, for a
-    backend with the agent's own protocol. `original` is what the endpoint's writer needs; `request_json` is the body
+    like (`SHAPING_FIELDS`). `dropped` names fields that are not sent on. `relayed` are all fields as written, for
+    a backend with the agent's own protocol. `original` is what the endpoint's writer needs; `request_json` is the body
     without messages and tools, for the span."""
 
     sampling: Sampling = LEFT_OPEN
@@ -117,6 +118,8 @@ class Fields:
         return values, unread, raw
 
     def _decoded(self, name: str, raw: msgspec.Raw) -> Any:
+        if name in SAMPLING_TYPES and len(bytes(raw)) > _LARGEST_SETTING:
+            raise CallRefused(f"{name} has more than {_LARGEST_SETTING:,} bytes; send fewer", param=name)
         try:
             return self._decoders[name].decode(raw) if name in self._decoders else msgspec.json.decode(raw)
         except NOT_JSON as error:

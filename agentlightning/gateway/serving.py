@@ -147,7 +147,7 @@ class Serving:
                 exchange.end(end)
 
     async def _body(self, exchange: Exchange) -> bytes:
-        """Memory for a large body is had by those alone who may call."""
+        """The body; a large one is read into memory only for callers that may call."""
         if exchange.announced is None or exchange.announced >= _LARGE:
             await self._calls.attributor.attribute(exchange.ids, exchange.headers)
         return await exchange.read(self._body_limit)
@@ -261,7 +261,7 @@ async def _relayed(call: Call, relayed: RelayedCall, exchange: Exchange) -> byte
                     await exchange.part(part)
                 else:
                     parts.append(part)
-        finally:  # what was said before a client left is recorded too
+        finally:  # the part before a client left is recorded too
             reason = copy.read_into(call.answer, streamed=streamed)
         if answer.status >= 400:
             call.answer.abort(FAILED)
@@ -272,7 +272,7 @@ async def _relayed(call: Call, relayed: RelayedCall, exchange: Exchange) -> byte
 
 
 def as_backend_error(error: Exception) -> BackendError:
-    """What an agent is told. An error that is not one of ours is logged in full and told in one sentence."""
+    """The error for the agent. Details of an unexpected error are only in the log."""
     if isinstance(error, BackendError):
         return error
     for kind, (status, code) in _STATUSES.items():

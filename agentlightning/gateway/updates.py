@@ -164,7 +164,7 @@ def _sglang(connection: Connection, update: WeightUpdate) -> _Script:
         )
     if update.path is None:
         raise ConfigError("`path` is missing: name the directory to load from, where the servers can read it")
-    # The server drops its prefix cache by itself, and tells the version with each answer.
+    # The server drops its prefix cache by itself, and names the version in each answer.
     weights = {"model_path": update.path, "weight_version": str(update.policy_version)}
     return _Script("SGLang 0.5 or later", (f"{connection.root}/update_weights_from_disk", weights))
 

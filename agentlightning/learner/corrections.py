@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar, cast,
 import numpy as np
 
 from agentlightning.data.aggregation import Tokens
-from agentlightning.data.references import function_name, mark_of, read_function
+from agentlightning.data.references import function_name, mark_of, read_function, trial
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, TrainingError
@@ -178,22 +178,15 @@ def _try(name: str, function: CorrectionFunction) -> None:
     import torch
 
     behaviour = torch.tensor([-0.5, -1.0, -2.0, -0.1, -0.7])
-    try:
+    with trial(f"correction {name}", "behaviour, proximal and present log-probabilities and transitions"):
         weights, kept = function(behaviour, behaviour - 0.1, behaviour - 0.1, torch.tensor([0, 0, 0, 1, 1]))
         fits = tuple(weights.shape) == (5,) == tuple(kept.shape) and kept.dtype == torch.bool
         fits = fits and bool(((weights >= 0) & weights.isfinite()).all())
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"correction {name} fails on five tokens: {type(error).__name__}: {error}. It gets behaviour, proximal "
-            "and present log-probabilities and transitions, and must return each token's weight and whether to keep it"
-        ) from error
-    if not fits:
-        raise ConfigError(
-            f"correction {name} must return, for five tokens, a finite weight of each that is not negative, and a bool "
-            f"that says whether it is kept; it returned {weights!r:.100}, {kept!r:.100}"
-        )
+        if not fits:
+            raise ConfigError(
+                f"correction {name} must return, for five tokens, a finite weight of each that is not negative, and a "
+                f"bool that says whether it is kept; it returned {weights!r:.100}, {kept!r:.100}"
+            )
 
 
 # --- a batch -----------------------------------------------------------------------------------------------------

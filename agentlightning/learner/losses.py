@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
 
 from agentlightning.data.aggregation import Aggregation, Tokens, try_aggregation
-from agentlightning.data.references import find_function, function_name, mark_of
+from agentlightning.data.references import find_function, function_name, mark_of, trial
 from agentlightning.errors import ConfigError, check_settings
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ def ppo_clip(
     """max(−r·A, −clip(r, 1−low, 1+high)·A) with r = exp(logprob − old) (PPO, arXiv:1707.06347).
 
     With `dual` c, tokens of negative advantage lose at most −c·A (dual-clip PPO, arXiv:1912.09729)."""
-    value = _clipped((logprobs - old_logprobs).exp(), advantages, low, high)
+    ratio = (logprobs - old_logprobs).exp()
+    value = (-ratio * advantages).maximum(-ratio.clamp(1 - low, 1 + high) * advantages)
     return value if dual is None else value.minimum(-dual * advantages).where(advantages < 0, value)
 
 
@@ -78,7 +79,8 @@ def gspo(
     This is the token variant: each token's ratio has the transition's value and the token's gradient, so advantages may
     differ within a transition. If they do not, then with `sequence-mean` it equals GSPO."""
     means = over_transitions((logprobs - old_logprobs).detach(), transitions, "mean")
-    return _clipped((means + logprobs - logprobs.detach()).exp(), advantages, low, high)
+    ratio = (means + logprobs - logprobs.detach()).exp()
+    return (-ratio * advantages).maximum(-ratio.clamp(1 - low, 1 + high) * advantages)
 
 
 @loss(clips=(0.2, 0.2))
@@ -89,10 +91,6 @@ def cispo(
     with a bounded weight."""
     ratio = (logprobs - old_logprobs).detach().exp()
     return -ratio.clamp(1 - low, 1 + high) * advantages * logprobs
-
-
-def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    return (-ratio * advantages).maximum(-ratio.clamp(1 - low, 1 + high) * advantages)
 
 
 def over_transitions(values: Tensor, transitions: Tensor, over: Literal["token", "sum", "mean", "max"]) -> Tensor:
@@ -235,31 +233,27 @@ def _with_metrics(loss: Loss, answer: Any) -> tuple[Tensor, Mapping[str, Tensor]
 def _try(loss: Loss) -> None:
     """ConfigError unless the function in `loss` returns, for five tokens in two transitions, finite losses that depend
     on the log-probabilities."""
-    from torch import allclose, tensor
+    from torch import tensor
 
     logprobs = tensor([-0.5, -1.0, -2.0, -0.1, -0.7], requires_grad=True)
     old = tensor([-0.6, -1.0, -1.5, -0.2, -0.7])
     advantages, transitions = tensor([1.0, -1.0, 0.5, -0.5, 2.0]), tensor([0, 0, 0, 1, 1])
-    tokens = Tokens.trial()
-    try:
-        value = policy_loss(logprobs, old, advantages, transitions, loss, tokens).values
+    excused = (LookupError, AttributeError) if mark_of(loss.function, "tokens") else ()
+    with trial(f"loss {loss.name}", "logprobs, old_logprobs, advantages and transitions", excused=excused):
+        value = policy_loss(logprobs, old, advantages, transitions, loss, tokens := Tokens.trial()).values
         twice = policy_loss(logprobs, old, 2 * advantages, transitions, loss, tokens).values
-        given = tuple(value.shape), bool(value.isfinite().all()), value.requires_grad
-    except ConfigError:
-        raise
-    except Exception as error:
-        if mark_of(loss.function, "tokens") and isinstance(error, LookupError | AttributeError):
-            return  # a user's function may need fields that these tasks lack
-        raise ConfigError(
-            f"loss {loss.name} fails on five tokens: {type(error).__name__}: {error}. It gets logprobs, "
-            "old_logprobs, advantages and transitions, and must return the loss of each token"
-        ) from error
+        _check_losses(loss, value, twice)
+
+
+def _check_losses(loss: Loss, value: Any, twice: Any) -> None:
+    """`twice` are the losses with twice the advantages."""
+    given = tuple(value.shape), bool(value.isfinite().all()), value.requires_grad
     if given != ((5,), True, True):
         raise ConfigError(
             f"loss {loss.name} must return, for five tokens, a finite loss of each with a gradient through logprobs, "
             f"but returned {value!r:.200}"
         )
-    if loss.old == "proximal" and not allclose(twice, 2 * value):
+    if loss.old == "proximal" and not twice.allclose(2 * value):
         raise ConfigError(
             f"old='proximal' scales the advantages, and loss {loss.name} is not "
             "proportional to them; give old='behaviour'"

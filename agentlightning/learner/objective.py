@@ -33,23 +33,16 @@ def objective(
     needed if the loss has these terms."""
     from torch import from_numpy
 
-    if not len(micro.observed):
-        return _of_sampled(micro, loss, totals, logprobs, entropy, reference)
-    count = len(micro.weights)
-    total = -(logprobs[count:] * from_numpy(micro.observed).to(logprobs.device)).sum()
-    totals.sums["observation_loss"] += float(total.detach())
-    totals.sums["tokens_observed"] += len(micro.observed)
-    if not count:
-        return total
-    own, of_reference = (part if part is None else part[:count] for part in (entropy, reference))
-    return total + _of_sampled(micro, loss, totals, logprobs[:count], own, of_reference)
-
-
-def _of_sampled(
-    micro: MicroBatch, loss: Loss, totals: Totals, logprobs: Tensor, entropy: Tensor | None, reference: Tensor | None
-) -> Tensor:
-    from torch import from_numpy
-
+    seen: Tensor | float = 0.0
+    if len(micro.observed):
+        count = len(micro.weights)
+        seen = -(logprobs[count:] * from_numpy(micro.observed).to(logprobs.device)).sum()
+        totals.sums["observation_loss"] += float(seen.detach())
+        totals.sums["tokens_observed"] += len(micro.observed)
+        if not count:
+            return seen
+        logprobs = logprobs[:count]
+        entropy, reference = (part if part is None else part[:count] for part in (entropy, reference))
     arrays = (micro.logprobs, micro.advantages, micro.weights, micro.transitions, micro.versions)
     old, advantages, weights, transitions, versions = (from_numpy(part).to(logprobs.device) for part in arrays)
     tokens = Tokens(micro.sequences)
@@ -66,7 +59,7 @@ def _of_sampled(
     log_ratio = logprobs.detach() - old
     totals.add(log_ratio, **measured)
     totals.compare(log_ratio, versions)
-    return (per_token * weights).sum()
+    return (per_token * weights).sum() + seen
 
 
 class Totals:

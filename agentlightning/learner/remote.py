@@ -368,13 +368,6 @@ def sampled_sequence(
     prompt_ids: Sequence[int], token_ids: Sequence[int], logprobs: Sequence[float]
 ) -> TrainingSequence:
     """A prompt and the tokens sampled after it, to compare with the learner."""
-    prompt, count = len(prompt_ids), len(token_ids)
-    return TrainingSequence(
-        rollout_id="parity",
-        token_ids=np.array([*prompt_ids, *token_ids], np.int32),
-        positions=np.arange(prompt, prompt + count, dtype=np.int32),
-        transitions=np.zeros(count, np.int32),
-        logprobs=np.array(logprobs, np.float32),
-        advantages=np.zeros(count, np.float32),
-        versions=np.full(count, -1, np.int32),
-    )
+    ids = [*prompt_ids, *token_ids]
+    sampled = range(len(prompt_ids), len(ids))
+    return TrainingSequence.of("parity", ids, sampled, logprobs=np.array(logprobs, np.float32))

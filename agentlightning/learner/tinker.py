@@ -101,7 +101,8 @@ def open_tinker(
             )
     with _explained(sdk):
         service = sdk.ServiceClient(base_url=url, api_key=os.environ.get("TINKER_API_KEY", "tml-none"))
-        names = [one.model_name for one in service.get_server_capabilities().supported_models if one.model_name]
+        offered = service.get_server_capabilities().supported_models
+        names = [one.model_name for one in offered if one.model_name]
     served = {os.path.abspath(name): name for name in names}.get(os.path.abspath(model))  # some are directories
     if served is None:
         raise ConfigError(f"learner: {place.url} serves {', '.join(names)}, and not the model {model!r}")
@@ -167,7 +168,7 @@ class TinkerLearner:
         """The log-probability of every token after the first, float32[L − 1] per sequence."""
         nothing = [np.zeros(len(sequence) - 1, np.float32) for sequence in batch]
         answer = self._ask("forward", self._data(batch, nothing, nothing), "importance_sampling")
-        return [np.asarray(one["logprobs"].data, np.float32) for one in answer.loss_fn_outputs[: len(batch)]]
+        return [np.asarray(row["logprobs"].data, np.float32) for row in answer.loss_fn_outputs[: len(batch)]]
 
     def export(self, directory: Path, form: WeightsForm) -> None:
         """See `Learner.export`: writes the file that a `TinkerSampler` reads. ConfigError for any form but `handle`

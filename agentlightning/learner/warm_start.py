@@ -77,7 +77,7 @@ def make_policy(
 
     The same seed gives the same policy. Raises what `warm_start` raises."""
     torch.set_num_threads(1)  # more would slow down so small a model
-    tokenizer = make_tokenizer((chat_text(one["messages"], tools) for one in demonstrations), vocabulary_size)
+    tokenizer = make_tokenizer((chat_text(shown["messages"], tools) for shown in demonstrations), vocabulary_size)
     model = make_model(tokenizer, seed=seed)
     warm_start(model, tokenizer, demonstrations, tools=tools, seed=seed, options=options, on_step=on_step)
     return Policy(model, tokenizer)
@@ -163,16 +163,7 @@ def make_examples(
             else:
                 read.add(token)
             speaking = token == begin or (speaking and token != end)
-        count = len(positions)
-        sequence = TrainingSequence(
-            rollout_id="demonstration",
-            token_ids=np.array(token_ids, np.int32),
-            positions=np.array(positions, np.int32),
-            transitions=np.zeros(count, np.int32),
-            logprobs=np.zeros(count, np.float32),
-            advantages=np.ones(count, np.float32),
-            versions=np.zeros(count, np.int32),
-            tree=True,  # all start with the same instructions
-        )
+        # All start with the same instructions.
+        sequence = TrainingSequence.of("demonstration", token_ids, positions, advantage=1.0, tree=True)
         examples.append(Example(str(demonstration.get("kind", "")), sequence, np.array(copied, bool)))
     return examples

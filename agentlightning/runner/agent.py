@@ -334,7 +334,7 @@ def own_copies(agent: LitAgent[Any]) -> Callable[[], LitAgent[Any]]:
         given = [*partial.args, *partial.keywords.values()]
         holders.append(_object_of(cast("Any", partial.func)))
     shared = {id(holder): holder for holder in holders}
-    for value in (*given, *(one for holder in holders for one in getattr(holder, "__dict__", {}).values())):
+    for value in (*given, *(kept for holder in holders for kept in getattr(holder, "__dict__", {}).values())):
         if not _is_copied(value, shared):
             shared[id(value)] = value
     for holder in holders:

@@ -250,12 +250,12 @@ def _last_line(output: CommandOutput) -> str:
     return output.stdout.rstrip().rpartition("\n")[2]
 
 
-def _failure(what: str, exit_code: int, said: str) -> str:
+def _failure(what: str, exit_code: int, text: str) -> str:
     if exit_code < 0:
         how = f"was killed by signal {-exit_code} ({signal.strsignal(-exit_code)})"
     else:
         how = f"exited with status {exit_code}"
-    end = said[-_SHOWN:]
+    end = text[-_SHOWN:]
     last = end.rpartition("\n")[2]
     return f"{what} {how}: {last}\n{end}" if end else f"{what} {how} and wrote nothing to stderr or stdout"
 

@@ -105,7 +105,8 @@ class AgentResources(dict[str, Resource]):
 
 def serves_model(resources: NamedResources, rollout: AttemptedRollout) -> bool:
     """Whether one of the resources is a model behind the gateway."""
-    return any(isinstance(one, LLM) and one.api_key == rollout.api_key is not None for one in resources.values())
+    keys = [resource.api_key for resource in resources.values() if isinstance(resource, LLM)]
+    return rollout.api_key is not None and rollout.api_key in keys
 
 
 class ResourceCache:

@@ -80,9 +80,7 @@ class Outcome:
 class Flight:
     """One attempt of one agent, from on_rollout_start to on_rollout_end. The agent runs in `process` (an
     `AgentProcess`), if there is one; hooks run here. In this process, `own_agent` copies the agent for the attempt.
-
-    Call `stop` at any time from the event loop: it cancels the agent, and `run` returns that status. The attributes
-    below `started` are the runner's: spans that the store does not have yet, and logs."""
+    The attributes after `started` are the runner's."""
 
     runner: Any
     agent: LitAgent[Any]

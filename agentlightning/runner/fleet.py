@@ -81,9 +81,8 @@ class Pool:
         self._stopping.set()
 
     async def run(self) -> bool:
-        """AgentLightningError if runners keep failing. At the end, runners are told to finish; False if they could not
-        be told."""
-        told = True
+        """At the end, runners drain; False if that failed. AgentLightningError if runners keep failing."""
+        drained = True
         try:
             await self._keep()
         finally:
@@ -91,11 +90,11 @@ class Pool:
                 if self._ended is not None:  # else nothing was reached, and nothing started
                     await patiently(self.machines.drain, CLEAN_UP_SECONDS)
             except AgentLightningError as error:  # which must not hide why the pool ends
-                self.tell(f"runners could not be told to drain; they leave when they are idle: {error}")
-                told = False
+                self.tell(f"runners could not be drained; they leave when they are idle: {error}")
+                drained = False
             finally:
                 await self.machines.close()
-        return told
+        return drained
 
     async def _keep(self) -> None:
         reached, stopping = time.monotonic(), asyncio.ensure_future(self._stopping.wait())
@@ -245,15 +244,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
         runner = msgspec.convert(manifest, _Job)["spec"]["template"]["spec"]["containers"][0]
     except (OSError, UnicodeDecodeError, yaml.YAMLError, msgspec.ValidationError) as error:
         raise ConfigError(f"{path} is no manifest of a Job for runners: {error}") from None
-    keys = [one for one in runner.get("env", []) if one.get("name") == "AGL_KEY"]
-    if any("valueFrom" not in one for one in keys) or not (keys or "envFrom" in runner):
+    keys = [variable for variable in runner.get("env", []) if variable.get("name") == "AGL_KEY"]
+    if any("valueFrom" not in variable for variable in keys) or not (keys or "envFrom" in runner):
         needed = "env: [{name: AGL_KEY, valueFrom: {secretKeyRef: {name: agl, key: AGL_KEY}}}]"
         raise ConfigError(f"{path}: the first container needs the server's key from a Secret: {needed}")
     return manifest
 
 
 def job_of(manifest: dict[str, Any], name: str, arguments: Sequence[str], drain: float) -> Any:
-    """The Job of one runner."""
+    """The Job of a runner."""
     job = copy.deepcopy(manifest)
     metadata, spec, pod = job["metadata"], job["spec"], job["spec"]["template"]["spec"]
     metadata |= {"name": name, "labels": metadata.get("labels", {}) | {POOL_LABEL: metadata["name"]}}
@@ -313,17 +312,17 @@ class KubernetesJobs:
             headers = {} if self._token is None else {"Authorization": f"Bearer {self._token.read_text().strip()}"}
             request = self._session.request(method, url, json=body, headers=headers, allow_redirects=False)
             async with request as response:
-                said = await response.read()
+                answer = await response.read()
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is one
             what = str(error) or type(error).__name__
             raise UnavailableError(f"no answer of the Kubernetes API at {self._jobs}: {what}") from None
         if response.status >= 300:
-            raise _refusal(response.status, f"the Kubernetes API answered {response.status} to {method}", said)
-        return said
+            raise _refusal(response.status, f"the Kubernetes API answered {response.status} to {method}", answer)
+        return answer
 
 
-def _refusal(status: int, what: str, said: bytes) -> AgentLightningError:
-    what += f": {said[:2000].decode(errors='replace')}"  # a Status, with a message
+def _refusal(status: int, what: str, answer: bytes) -> AgentLightningError:
+    what += f": {answer[:2000].decode(errors='replace')}"  # a Status, with a message
     if status in (408, 409, 410, 429) or status >= 500 or "exceeded quota" in what:
         return UnavailableError(what)
     if status in (401, 403):
@@ -334,8 +333,8 @@ def _refusal(status: int, what: str, said: bytes) -> AgentLightningError:
 def _seen(job: Any) -> str:
     if job["metadata"].get("deletionTimestamp") is not None:
         return ENDED
-    for one in job.get("status", {}).get("conditions") or []:
-        if one["status"] == "True" and one["type"] in ("Complete", "Failed"):
-            failed = one["type"] == "Failed" and one.get("reason") != "DeadlineExceeded"
-            return f"{one.get('reason')}: {one.get('message')}" if failed else ENDED
+    for condition in job.get("status", {}).get("conditions") or []:
+        if condition["status"] == "True" and condition["type"] in ("Complete", "Failed"):
+            failed = condition["type"] == "Failed" and condition.get("reason") != "DeadlineExceeded"
+            return f"{condition.get('reason')}: {condition.get('message')}" if failed else ENDED
     return RUNNING

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -22,6 +23,7 @@ T = TypeVar("T")
 
 LEFT_SECONDS: Final = 2.0  # for tasks that still run when all work is done
 INTERRUPTED: Final = 130  # exit code
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _THREADS: Final = "asyncio.to_thread"
 _LEFT: Final = b"an agent in its process called os._exit; with --isolation process it ends only its own process\n"
 
@@ -52,14 +54,14 @@ async def _leave() -> None:
 
 def exit_with(code: int) -> NoReturn:
     """End the process, even if a thread of `asyncio.to_thread` goes on; after an interrupt, any thread."""
-    left = [one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]
+    left = [thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
     if code != INTERRUPTED:
-        left = [one for one in left if one.name.startswith(_THREADS)]
-        for one in left:  # they are told to end once they are idle
-            one.join(LEFT_SECONDS / len(left))
-        if any(one.is_alive() for one in left):
+        left = [thread for thread in left if thread.name.startswith(_THREADS)]
+        for thread in left:  # they are told to end once they are idle
+            thread.join(LEFT_SECONDS / len(left))
+        if any(thread.is_alive() for thread in left):
             atexit._run_exitfuncs()  # pyright: ignore
-    if any(one.is_alive() for one in left):
+    if any(thread.is_alive() for thread in left):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -112,15 +114,30 @@ def interrupted_at_once() -> Generator[None]:
 
 
 @contextlib.contextmanager
+def handling_signals(
+    received: Callable[[signal.Signals], object], at_once: Callable[[], object] | None = None
+) -> Generator[None]:
+    """Call `received` in the event loop at each SIGINT and SIGTERM, and `at_once` even while an agent blocks it."""
+    loop = asyncio.get_running_loop()
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, received, number)
+        if at_once is not None:
+            signal.signal(number, lambda number, frame: at_once())  # beside the loop, which hears of it by a descriptor
+    try:
+        yield
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
 def stopping_at_interrupt(stop: asyncio.Event) -> Generator[None]:
     """The first Ctrl-C (or SIGTERM) sets `stop`, so that the job saves; the second raises KeyboardInterrupt, even in an
     agent that blocks the event loop."""
-    loop = asyncio.get_running_loop()
-    received: list[int] = []
+    loop, times = asyncio.get_running_loop(), itertools.count(1)
 
-    def at_once(number: int, frame: object) -> None:  # beside the loop, which hears of it by a descriptor
-        received.append(number)
-        if len(received) > 1:
+    def at_once() -> None:
+        if next(times) > 1:
             for task in asyncio.all_tasks(loop):  # so that no agent that has not begun blocks the loop again
                 task.cancel()
             raise KeyboardInterrupt
@@ -129,17 +146,11 @@ def stopping_at_interrupt(stop: asyncio.Event) -> Generator[None]:
         stop.set()
         loop.remove_signal_handler(number)
 
-    installed: list[signal.Signals] = []
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, interrupted, number)
-            signal.signal(number, at_once)
-            installed.append(number)
-    try:
+    if threading.current_thread() is not threading.main_thread():
         yield
-    finally:
-        for number in installed:
-            loop.remove_signal_handler(number)
+        return
+    with handling_signals(interrupted, at_once):
+        yield
 
 
 @contextlib.contextmanager
@@ -150,25 +161,15 @@ def on_signal(
 ) -> Generator[None]:
     """Call `first` at the first SIGINT or SIGTERM, then `then` at the next, or the default. `at_once` is called before
     `first`, even while an agent blocks the event loop."""
-    loop = asyncio.get_running_loop()
-
-    signals = (signal.SIGINT, signal.SIGTERM)
     actions = iter((first,))
 
-    def received() -> None:
+    def received(number: signal.Signals) -> None:
         action = next(actions, then)  # the handler stays: the next signal may come at this very moment
         if then is None:
-            for each in signals:
-                loop.remove_signal_handler(each)
+            for each in _SIGNALS:
+                asyncio.get_running_loop().remove_signal_handler(each)
         if action is not None:
             action()
 
-    for each in signals:
-        loop.add_signal_handler(each, received)
-        if at_once is not None:
-            signal.signal(each, lambda number, frame: at_once())  # beside the loop, which hears of it by a descriptor
-    try:
+    with handling_signals(received, at_once):
         yield
-    finally:
-        for each in signals:
-            loop.remove_signal_handler(each)

@@ -152,7 +152,7 @@ def _left_running(before: set[threading.Thread]) -> bool:
     """Whether an attempt left a task, a thread or a process running."""
     if asyncio.all_tasks() - {asyncio.current_task()}:
         return True
-    if any(one.name != AGENT_THREAD and not _is_idle(one) for one in set(threading.enumerate()) - before):
+    if any(thread.name != AGENT_THREAD and not _is_idle(thread) for thread in set(threading.enumerate()) - before):
         return True
     for children in Path("/proc/self/task").glob("*/children"):  # Linux; elsewhere processes go unseen
         with contextlib.suppress(OSError):  # of a thread that has just ended

@@ -35,6 +35,7 @@ class UnauthenticatedError(ForbiddenError):
 
 _ATTEMPT_TOTAL: Final = 256 << 20  # bytes of spans from an attempt's key
 _COUNTED: Final = 100_000  # attempts, the latest
+_SPAN_BYTES: Final = 1024  # that a span counts for besides, as it takes no less to store and to read
 ATTEMPT_BYTES: Final = 16 << 20  # of spans in a request; one of many small parts takes a hundred times that to read
 
 
@@ -61,10 +62,10 @@ class Principal:
         elif kind.scope not in self.opens:
             raise ForbiddenError(f"{kind.method} needs a key with the scope {kind.scope!r}; {self.name} has not")
 
-    def body_limit(self, limit: int) -> int:
+    def body_limit(self, limit: int, least_trusted: int = ATTEMPT_BYTES) -> int:
         """Of the `limit` on a request's bytes, how much this caller may send: less from an agent, who is not trusted,
         and from who only reads."""
-        return limit if self.attempt is None and "grader" in self.opens else min(limit, ATTEMPT_BYTES)
+        return limit if self.attempt is None and "grader" in self.opens else min(limit, least_trusted)
 
     @property
     def is_admin(self) -> bool:
@@ -136,6 +137,10 @@ class Access:
             raise ForbiddenError(
                 f"attempt {attempt_id} has sent {sent:,} bytes of spans; {_ATTEMPT_TOTAL:,} are the most"
             )
+
+    def count_spans(self, scope: Principal, spans: Sequence[Span]) -> None:
+        """As above, of spans that have been sent."""
+        self.count_sent(scope, _SPAN_BYTES * len(spans))
 
     async def scope(self, headers: Mapping[str, str]) -> Principal:
         """UnauthenticatedError if a key is needed and the caller has none that is valid, ForbiddenError if none is and

@@ -99,7 +99,11 @@ class Inbox:
         loop = asyncio.get_running_loop()
         with listening:
             while True:
-                sender, _ = await loop.sock_accept(listening)
+                try:
+                    sender, _ = await loop.sock_accept(listening)
+                except OSError:  # too many files are open: the next is accepted once some are closed
+                    await asyncio.sleep(_PAUSE)
+                    continue
                 task = asyncio.create_task(self._receive(sender))
                 self._receiving.add(task)
                 task.add_done_callback(self._receiving.discard)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -44,11 +43,13 @@ def otlp_routes(store: LightningStore, access: Access, body_limit: int) -> list[
             limit = caller.body_limit(body_limit)
             body = await receive_body(request.receive, limit)
             encoding = request.headers.get("content-encoding", "")
+            url_ids = (ids["rollout_id"], ids["attempt_id"]) if ids else None
             # In a thread: a large batch takes long to decode, and LLM calls go on meanwhile.
             inflated = await asyncio.to_thread(inflate, body, encoding, limit)
             access.count_sent(caller, len(inflated))
-            spans = await asyncio.to_thread(decode_traces, inflated, content_type)
-            refused = await _take(store, caller, spans, (ids["rollout_id"], ids["attempt_id"]) if ids else None)
+            spans, refused = await asyncio.to_thread(_read, inflated, content_type, caller, url_ids)
+            access.count_spans(caller, spans)
+            await _store(store, caller, spans)
         except AgentLightningError as error:
             return _refusal(error, answer_type)
         return Response(encode_response(refused, answer_type), headers={"content-type": answer_type})
@@ -57,36 +58,40 @@ def otlp_routes(store: LightningStore, access: Access, body_limit: int) -> list[
     return [Route(path, export, methods=["POST"]) for path in paths]
 
 
-async def _take(
-    store: LightningStore, caller: Principal, spans: Sequence[Span], url_ids: tuple[str, str] | None
-) -> list[str]:
-    """Store spans under the attempts they belong to, all or none but for those whose content the caller may not add;
-    why not, of each of these. ForbiddenError where that is all of them.
+def _read(
+    body: bytes, content_type: str, caller: Principal, url_ids: tuple[str, str] | None
+) -> tuple[list[Span], list[str]]:
+    """The spans of an export under the attempts they belong to, but for those whose content the caller may not add; why
+    not, of each of these. ForbiddenError where that is all of them.
 
     An attempt's key decides: a span without ids is that attempt's, one that names another attempt is a ForbiddenError.
-    Otherwise a span belongs to whom it names; if the store knows nobody of that name, it is kept as unattributed, with
-    the names it gave as attributes."""
-
-    async def add(several: list[Span]) -> None:
-        caller.check_spans(several)
-        await store.store_spans(several)
-
+    Otherwise a span belongs to whom it names."""
     nobody = caller.attempt or (UNATTRIBUTED, UNATTRIBUTED)
-    verdicts = [(span, caller.refuses(span)) for span in spans]
-    refused = [reason for _, reason in verdicts if reason is not None]
-    assigned = [_assigned(span, resolve(span, url_ids) or nobody) for span, reason in verdicts if reason is None]
-    if not assigned:
-        if refused:
-            raise ForbiddenError(refused[0])
-        return []
+    spans: list[Span] = []
+    refused: list[str] = []
+    for span in decode_traces(body, content_type):
+        reason = caller.refuses(span)
+        if reason is None:
+            spans.append(_assigned(span, resolve(span, url_ids) or nobody))
+        else:
+            refused.append(reason)
+    if refused and not spans:
+        raise ForbiddenError(refused[0])
+    caller.check_spans(spans)
+    return spans, refused
+
+
+async def _store(store: LightningStore, caller: Principal, spans: list[Span]) -> None:
+    """Store spans, all or none. What names an attempt that the store does not know is kept as unattributed, with the
+    names it gave as attributes."""
     try:
-        await add(assigned)
+        if spans:
+            await store.store_spans(spans)
     except NotFoundError:
         if caller.attempt is not None:
             raise
-        known = await _known(store, {span.rollout_id for span in assigned})
-        await add([span if _ids(span) in known else _unattributed(span) for span in assigned])
-    return refused
+        known = await _known(store, {span.rollout_id for span in spans})
+        await store.store_spans([span if _ids(span) in known else _unattributed(span) for span in spans])
 
 
 async def _known(store: LightningStore, rollout_ids: set[str]) -> set[tuple[str, str]]:

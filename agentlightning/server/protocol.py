@@ -66,6 +66,7 @@ class ServerProtocol(HttpToolsProtocol):
     """A connection. Its first request, and each that follows, is an LLM call or one of the application's.
 
     A request whose head does not end is refused: it would be gathered in memory, and copied again with each part. A
+    connection on which no whole head comes is closed as one that is kept alive is. A
     request that another process is to answer (`place`) takes its connection there. One that comes before the answer to
     an earlier one cannot: the connection ends with that answer, and the client sends the request again. `received` is
     what another process has read of a connection that it passed on."""
@@ -83,6 +84,7 @@ class ServerProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
         if self.received:
             self.data_received(self.received)
 
@@ -107,7 +109,6 @@ class ServerProtocol(HttpToolsProtocol):
 
     def _parse(self, data: bytes) -> None:
         """Requests to upgrade to HTTP/2 or a websocket are answered as if they had not asked."""
-        self._unset_keepalive_if_required()
         parser, rest = cast(httptools.HttpRequestParser, self.parser), memoryview(data)
         try:
             while rest:
@@ -132,12 +133,14 @@ class ServerProtocol(HttpToolsProtocol):
         if self._ends or self._target is not None or parser.should_upgrade():
             return
         self._gathered = 0
+        self._unset_keepalive_if_required()
         method, path = parser.get_method().decode("ascii"), httptools.parse_url(self.url).path.decode("ascii")
         path = unquote(path) if "%" in path else path
         calls: LlmCalls | None = getattr(cast(Starlette, self.config.app).state, "calls", None)
         found = calls and calls.find(method, path)
         if self.place is not None and self._goes_elsewhere(self.place, found):
             return
+        headers, self.headers = self.headers, []  # of which trailers, that come after a body, are none
         if not (calls and found):
             super().on_headers_complete()
             return
@@ -145,7 +148,7 @@ class ServerProtocol(HttpToolsProtocol):
             self,
             method,
             path,
-            self.headers,
+            headers,
             ids=found.ids,
             rest=found.rest,
             keep_alive=parser.get_http_version() != "1.0" and parser.should_keep_alive(),

@@ -38,6 +38,7 @@ _JSON_HEADERS: Final = (  # browsers read these
     (b"cache-control", b"no-store"),
 )
 _LARGE: Final = 1 << 20  # bytes of a body that is decoded item by item: decoding holds up every other thread
+_ATTEMPT_BYTES: Final = 2 << 20  # of a body of the least trusted: an item that is all small parts is decoded at once
 _SECONDS_AT_ONCE: Final = 0.01
 _OF_A_MODEL: Final = ("hold", "release", "weights")
 _log: Final = logging.getLogger(__name__)
@@ -195,7 +196,7 @@ class Rest:
             encoding = headers.get("content-encoding", "identity")
             if encoding != "identity":
                 raise InvalidError(f"the body is in the Content-Encoding {encoding!r}; send it unencoded")
-            data = await receive_body(receive, caller.body_limit(self._body_limit))
+            data = await receive_body(receive, caller.body_limit(self._body_limit, _ATTEMPT_BYTES))
             self._access.count_sent(caller, len(data))
         try:
             in_msgpack = _MSGPACK in headers.get("content-type", "")
@@ -205,6 +206,7 @@ class Rest:
                 asked = endpoint.decode(fields, data, in_msgpack)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidError(f"{scope['method']} {scope['path']}: {error}") from None
+        self._access.count_spans(caller, getattr(asked, "spans", ()))
         caller.check(asked)
         call = _bounded(asked)
         if endpoint.waits:

@@ -28,6 +28,7 @@ from agentlightning.server.protocol import ServerProtocol
 T = TypeVar("T")
 
 _GRACE_SECONDS: Final = 5
+_IDLE_SECONDS: Final = 75
 
 
 class HttpServer:
@@ -75,6 +76,7 @@ class HttpServer:
 
     async def start(self) -> None:
         """Listen. ConfigError if the port is taken or the host is not one of this machine's."""
+        _allow_many_connections()
         listening = _listen(self._host, self._port, self._place)
         self._port = listening.getsockname()[1]
         config = uvicorn.Config(
@@ -85,7 +87,7 @@ class HttpServer:
             log_config=None,
             access_log=False,
             proxy_headers=False,
-            timeout_keep_alive=75,
+            timeout_keep_alive=_IDLE_SECONDS,
             timeout_graceful_shutdown=_GRACE_SECONDS,
             ssl_context_factory=None if self._tls is None else self._give_tls,
         )
@@ -202,6 +204,15 @@ def run_blocking(work: Coroutine[Any, Any, T]) -> T:
         work.close()
         raise ConfigError("an event loop is running here already; use `await trainer.fit_async(…)` or `dev_async`")
     return run_on_fastest_loop(work)
+
+
+def _allow_many_connections() -> None:
+    """Raise the soft limit on open files, often 1,024, to the hard one: each connection is one."""
+    with contextlib.suppress(ImportError, OSError, ValueError):  # Windows; macOS, whose kernel allows fewer
+        import resource
+
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _listen(host: str, port: int, place: Place | None) -> socket.socket:

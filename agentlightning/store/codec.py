@@ -199,6 +199,7 @@ def span_columns(
 
 LARGE: Final = 256_000
 """Characters and parts of spans, which take some milliseconds to search and to encode."""
+_LEAST: Final = 64  # of them take as long as a span without any
 
 
 def larger(spans: Sequence[Span], limit: int) -> bool:
@@ -206,7 +207,7 @@ def larger(spans: Sequence[Span], limit: int) -> bool:
     size = 0
     for span in spans:
         parts = (*span.events, *span.links)
-        size += len(span.name) + len(span.status.description or "") + len(parts)
+        size += _LEAST + len(span.name) + len(span.status.description or "") + len(parts)
         attributes = (span.attributes, span.resource, *(part.attributes for part in parts))
         for name, value in (item for several in attributes for item in several.items()):
             if isinstance(value, list | tuple):

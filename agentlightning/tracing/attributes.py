@@ -12,6 +12,7 @@ from agentlightning.errors import InvalidError
 from agentlightning.types import Attributes, AttributeValue
 
 MAX_DEPTH: Final = 16  # groups within groups
+_PLAIN: Final = frozenset({str, bool, int, float, type(None)})
 _LEVELS: Final = 100  # of values that are flattened; more are taken for a circle
 
 
@@ -21,9 +22,12 @@ def flatten(values: Mapping[str, Any]) -> Attributes:
 
     `{"a": {"b": 1}, "c": ["x", 2]}` → `{"a.b": 1, "c.0": "x", "c.1": 2}`. InvalidError for other objects and numbers
     that are not finite."""
-    flat = laid_out("", values, _scalar, _word, (Mapping, Sequence), levels=_LEVELS)
-    if flat is None:
-        raise InvalidError("the attributes hold themselves, or are nested too deeply; pass plain values")
+    flat: Attributes = {}
+    for name, value in values.items():
+        found = laid_out(_word(name), value, _scalar, _word, (Mapping, Sequence), levels=_LEVELS)
+        if found is None:
+            raise InvalidError("the attributes hold themselves, or are nested too deeply; pass plain values")
+        flat |= found
     return flat
 
 
@@ -39,6 +43,9 @@ def laid_out(
 ) -> Attributes | None:
     """A value as attributes below `name`, its items by what `word` makes of their keys, its `scalar`s by path and
     value. None if it has more than `most` items in all or so many `levels` of `groups`."""
+    if type(value) in _PLAIN:
+        found = scalar(name, value)
+        return {} if found is None else {name: found}
     attributes: Attributes = {}
     waiting: list[tuple[str, Any, int]] = [(name, value, 0)]
     held = 0
@@ -50,11 +57,11 @@ def laid_out(
             held += len(part)
             if held > most or level >= levels:
                 return None
-            found = None if isinstance(part, Mapping) else _of_one_type(path, part, scalar)
+            is_mapping = isinstance(part, Mapping)
+            found = None if is_mapping else _of_one_type(path, part, scalar)
             if found is None:
-                below = part.items() if isinstance(part, Mapping) else enumerate(part)
-                prefix = f"{path}." if path else ""
-                waiting += reversed([(f"{prefix}{word(key)}", item, level + 1) for key, item in below])
+                below = part.items() if is_mapping else enumerate(part)
+                waiting += reversed([(f"{path}.{word(key)}", item, level + 1) for key, item in below])
         if found is not None:
             attributes[path] = found
     return attributes
@@ -112,10 +119,11 @@ def to_json(what: str, value: Any) -> str:
 
 def _of_one_type(path: str, values: Sequence[Any], scalar: Callable[[str, Any], Any]) -> AttributeValue | None:
     """The values, if an attribute can hold them as one list."""
-    if not all(isinstance(value, str | int | float) for value in values):
-        return None
+    for value in values:
+        if not isinstance(value, (str, int, float)):
+            return None
     scalars = [scalar(path, value) for value in values]
-    return cast(AttributeValue, scalars) if len({type(item) for item in scalars}) == 1 else None
+    return cast(AttributeValue, scalars) if len(set(map(type, scalars))) == 1 else None
 
 
 def _word(key: Any) -> str:

@@ -100,7 +100,7 @@ def scope_of(span: Span) -> str | None:
 
 
 def names_agent(span: Span, kind: Kind) -> str | None:
-    """The agent that the contents of this span, of that kind, belong to, if the span says so.
+    """The agent that the contents of this span, of that kind, belong to, if the span names it.
 
     A call's own `gen_ai.agent.name` is ignored: some instrumentation writes one constant for all agents, and the
     gateway writes the harness's name, which a span around the call knows better."""

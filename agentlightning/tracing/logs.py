@@ -103,7 +103,7 @@ class AttemptLogs(logging.Handler):
             return
         try:
             excerpt.write(f"{self.format(record)}\n".encode(errors="replace"))
-        except Exception:  # noqa: BLE001 - as every handler: a record that cannot be formatted is said on stderr
+        except Exception:  # noqa: BLE001 - as every handler: a record that cannot be formatted goes to stderr
             self.handleError(record)
 
     def _is_alone(self, record: logging.LogRecord) -> bool:

@@ -1,4 +1,4 @@
-"""What was said in an LLM call and how many tokens it took, in whatever dialect its span says it.
+"""The messages of an LLM call and its token counts, in any dialect of its span.
 
 The one form that comes out is that of chat completions: `{"role": …, "content": …, "tool_calls": […]}`. This module
 knows attribute names. It does not know calls that were merged, attempts or rewards.
@@ -37,7 +37,7 @@ def output_messages(attributes: Attributes) -> list[dict[str, Any]]:
 
 
 def model_name(attributes: Attributes) -> str | None:
-    """The model that answered, or else the one that was asked for."""
+    """The model that answered, or else the requested one."""
     return next((name for key in MODEL_NAMES if isinstance(name := attributes.get(key), str) and name), None)
 
 
@@ -54,9 +54,8 @@ def finish_reasons(attributes: Attributes) -> list[str]:
     return [str(reason) for reason in value] if isinstance(value, Sequence) else []
 
 
-def text_of(message: dict[str, Any]) -> str:
-    """The text of a message, with the type of each part that has none (images)."""
-    content = message.get("content")
+def content_text(content: object) -> str:
+    """The text of a message's content, with the type of each part that has none (images); other values as JSON."""
     return " ".join(texts(content, others=True)) if isinstance(content, str | list) else _text(content)
 
 

@@ -137,7 +137,7 @@ class _Attributing(SpanProcessor):
             tracer.ended(span)
 
     def _tracer_of(self, parent: trace.SpanContext) -> OpenTelemetryTracer | None:
-        # The parent first: a thread or task that outlives an attempt may work for another, and says so by it.
+        # The parent first: a thread or task that outlives an attempt may work for another.
         found = self._by_open_span.get(parent.span_id) or self._by_trace.get(parent.trace_id)
         if found is not None:
             return found

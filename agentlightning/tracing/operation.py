@@ -78,7 +78,7 @@ class Operation:
             OPERATION,
             self._attributes,
             start_time=self._start_time,
-            # By a clock that nobody sets back.
+            # By a clock that is never set back.
             end_time=self._start_time + time.perf_counter() - self._started,
             status=status,
             span_id=self._span_id,

@@ -55,6 +55,7 @@ _NANOSECONDS: Final = 1_000_000_000
 _LARGEST_TIME: Final = 2**64 - 1
 _LARGEST_SEQUENCE_ID: Final = 2**53
 MOST_PARTS: Final = 1_000_000  # of a request: one of two bytes takes hundreds in memory
+_SPAN_PARTS: Final = 16  # that a span counts for
 _PART_BYTES: Final = 64  # of a resource or scope count as a part of each span
 
 
@@ -68,7 +69,8 @@ def decode_traces(body: bytes, content_type: str) -> list[Span]:
     Attributes become what a span can hold: bytes are base64 text; maps and nested lists are JSON text; NaN and the
     infinities are the words `NaN`, `Infinity`, `-Infinity`; an empty value is left out. Kind and scope become the
     attributes `otel.kind`, `otel.scope.name` and `otel.scope.version`. A body that is no export request, has a span
-    without usable ids, or more than MOST_PARTS spans, attributes, events, links and values in all, is an InvalidError.
+    without usable ids, or more than MOST_PARTS attributes, events, links and values in all, is an InvalidError; a span
+    counts as several of them.
     """
     read = _Reader()
     spans: list[Span] = []
@@ -76,7 +78,7 @@ def decode_traces(body: bytes, content_type: str) -> list[Span]:
         resource = read.attributes(resource_spans.resource.attributes)
         for scope_spans in read.counted(resource_spans.scope_spans):
             shared = resource_spans.resource.ByteSize() + scope_spans.scope.ByteSize()  # stored with each of its spans
-            read.counted(range(len(scope_spans.spans) * (1 + shared // _PART_BYTES)))
+            read.counted(range(len(scope_spans.spans) * (_SPAN_PARTS + shared // _PART_BYTES)))
             spans += [read.span(span, scope_spans.scope, resource) for span in scope_spans.spans]
     return spans
 
@@ -111,7 +113,7 @@ def parse_request(body: bytes, content_type: str) -> ExportTraceServiceRequest:
         if media_type == PROTOBUF:
             request.ParseFromString(body)
         else:
-            if body.count(b"{") + body.count(b"[") > 4 * MOST_PARTS:  # an attribute takes two, and texts may have some
+            if body.count(b"{") + body.count(b"[") > MOST_PARTS:  # decoding holds up every other thread
                 raise ValueError(f"it holds more than {MOST_PARTS:,} parts; export fewer spans at once")
             message = _ids_to_base64(msgspec.json.decode(body))
             if not isinstance(message, dict):
@@ -149,8 +151,8 @@ class _Reader:
         self._left -= len(parts)
         if self._left < 0:
             raise InvalidError(
-                f"the request holds more than {MOST_PARTS:,} spans, attributes, events, links and values; export fewer "
-                "spans at once"
+                f"the request holds more than {MOST_PARTS:,} attributes, events, links and values (a span counts as "
+                f"{_SPAN_PARTS}); export fewer spans at once"
             )
         return parts
 

@@ -84,21 +84,21 @@ class _Attempt:
         self.named = {span.span_id: dialects.names_agent(span, self.kinds[span.span_id]) for span in self.spans}
         self.calls = [span for span in self.spans if dialects.is_gateway_call(span)]
         self.requests = [request for call in self.calls for request in tool_requests(call)]
-        times_asked = Counter(request.id for request in self.requests)
-        # Some servers count the ids of tool calls from 0 in each answer: these tell nothing about the attempt.
-        self.reused = {call_id for call_id, times in times_asked.items() if times > 1 or not call_id}
+        times_requested = Counter(request.id for request in self.requests)
+        # Some servers count the ids of tool calls from 0 in each answer: these do not identify a call.
+        self.reused = {call_id for call_id, times in times_requested.items() if times > 1 or not call_id}
         tools = [span for span in self.spans if self.kinds[span.span_id] == "tool"]
-        self.call_ids = {span.span_id: _tool_call_id(span, times_asked) for span in tools}
+        self.call_ids = {span.span_id: _tool_call_id(span, times_requested) for span in tools}
         executed = [(call_id, span_id) for span_id, call_id in reversed(self.call_ids.items()) if call_id]
         self.first_of_id = {call_id: span_id for call_id, span_id in executed if call_id not in self.reused}
         self.agents = [span for span in self.spans if self.kinds[span.span_id] == "agent" and self.named[span.span_id]]
         self.before_shorter = self._before_shorter()
         self.reports: dict[str, dict[str, Span]] = {call.span_id: {} for call in self.calls}
         self.linked: set[str] = set()
-        self.guessed: set[str] = set()  # reports of one call or of another: these tell nothing about it
+        self.guessed: set[str] = set()  # reports of one call or another, which say nothing about either
         self._link()
         self.agent_of_call = {call.span_id: self._agent_of_call(call) for call in self.calls}
-        # By the clock of the agent, whose tools are compared with it, where a report tells: the gateway's may differ.
+        # By the agent's clock, which its tools use, if there is a report: the gateway's may differ.
         inner = {call.span_id: max(self._sources(call)[1:] or [call], key=_start) for call in self.calls}
         self.began = {span_id: span.start_time for span_id, span in inner.items()}
         self.ended = {span_id: span.end_time for span_id, span in inner.items()}
@@ -185,7 +185,7 @@ class _Attempt:
             if self.kinds[span.span_id] != "call" or span.span_id in self.reports:
                 continue
             named = [by_response[name] for name in _response_ids(span) if name in by_response]
-            requesting = [by_request[name] for name in _asked_ids(span) if name in by_request]
+            requesting = [by_request[name] for name in _requested_ids(span) if name in by_request]
             found = above.get(span.span_id) or named[:1] or requesting[:1]
             for call in found:
                 self._report(call, span)
@@ -348,7 +348,7 @@ def _response_ids(span: Span) -> list[str]:
     return [response_id] if response_id else _RESPONSE_ID.findall(dialects.result_of(span) or "")
 
 
-def _asked_ids(span: Span) -> list[str]:
+def _requested_ids(span: Span) -> list[str]:
     return [
         value
         for name, value in span.attributes.items()

@@ -29,7 +29,7 @@ class Gap(msgspec.Struct, frozen=True):
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     """In `gaps` no call, tool or other innermost step was going on. `stood` says how an attempt that did not succeed
-    ended, or how long one has been running, and what it did last, which is the span `last_span`."""
+    ended, or how long it has been running, and its last step, which is the span `last_span`."""
 
     start: float
     end: float

@@ -1,4 +1,4 @@
-"""What counts as a tool that failed, told by its span or by what it answered.
+"""Whether a tool failed, by its span or by its result.
 
 docs/tasks.md has the list. A user's own pattern replaces the words that an answer begins with.
 """

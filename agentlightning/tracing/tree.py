@@ -16,7 +16,7 @@ from rich.tree import Tree
 
 from agentlightning import semconv
 from agentlightning.tracing.dialects import items, mapping
-from agentlightning.tracing.messages import finish_reasons, model_name, output_messages, text_of, token_counts
+from agentlightning.tracing.messages import content_text, finish_reasons, model_name, output_messages, token_counts
 from agentlightning.tracing.rewards import find_final_reward, get_reward_value, get_rewards_from_span, is_final_reward
 from agentlightning.tracing.steps import DEPTH, Step, read_steps
 from agentlightning.types import Rollout, Span
@@ -56,7 +56,7 @@ def rollout_tree(rollout: Rollout, spans: Sequence[Span], *, limit: int = LINES)
         head.append(f"  {_seconds(rollout.end_time - rollout.start_time)}")
     tree = Tree(head, guide_style="dim")
     if rollout.input is not None:
-        tree.add(Text.assemble(("input  ", "dim"), one_line(text_of({"content": rollout.input}))))
+        tree.add(Text.assemble(("input  ", "dim"), one_line(content_text(rollout.input))))
     _grow(tree, steps, spans, limit)
     logged: Counter[str] = Counter()
     for log in (span.attributes for span in spans if span.name == semconv.LOG):
@@ -115,7 +115,7 @@ def arranged(steps: Sequence[Step], spans: Sequence[Span]) -> list[tuple[Step, i
                 around.pop()
             place = around[-1].span_id if around else None
         below = None if place is None else shown[place]
-        if step.kind == "other" and not step.failed and not _is_told(span):
+        if step.kind == "other" and not step.failed and not _has_a_line(span):
             if span.span_id in inner:
                 shown[span.span_id] = below  # a wrapper: what it holds says more
                 continue
@@ -133,7 +133,7 @@ def arranged(steps: Sequence[Step], spans: Sequence[Span]) -> list[tuple[Step, i
     return found
 
 
-def _is_told(span: Span) -> bool:
+def _has_a_line(span: Span) -> bool:
     """Whether a span that is no call, tool or agent is worth a line."""
     kind = span.attributes.get("openinference.span.kind", "CHAIN")
     return _is_ours(span) or kind not in ("CHAIN", "LLM") or get_reward_value(span) is not None
@@ -165,7 +165,7 @@ def _line(step: Step) -> Text:
     if step.kind == "tool":
         line.append("  ").append("failed" if step.failed else "ok", "red" if step.failed else "green")
     elif step.kind == "other" and _is_ours(span):
-        line.append(f"  {one_line(_said(span))}")
+        line.append(f"  {one_line(_attributes_line(span))}")
     if step.kind == "tool" or span.name == semconv.OPERATION:
         line.append(f"  {one_line(step.arguments or '')}").append(f" → {one_line(step.result)}" if step.result else "")
     return _with_failure(line, step)
@@ -180,7 +180,7 @@ def _call(step: Step) -> Text:
     named = [attributes[name] for name in (semconv.GEN_AI_AGENT_NAME, semconv.CALL_HOUSEKEEPING) if name in attributes]
     line.append(f"  {one_line(': '.join(map(str, named)))}" if named else "", "bold")
     for message in output_messages(attributes):
-        text = one_line(text_of(message))
+        text = one_line(content_text(message.get("content")))
         line.append(f"  “{text}”" if text else "")
         for call in items(message.get("tool_calls")):
             function = mapping(mapping(call).get("function"))
@@ -195,7 +195,7 @@ def _reporting(step: Step) -> Span:
     return step.call or step.span
 
 
-def _said(span: Span) -> str:
+def _attributes_line(span: Span) -> str:
     shown = {name: value for name, value in span.attributes.items() if not name.startswith(_PASSED)}
     return ", ".join(f"{name.rpartition('.')[2]}={value}" for name, value in shown.items())
 

@@ -1,32 +1,33 @@
-"""How the travel desk is trained: every number in one place."""
+"""How the travel desk is trained: the settings of run.yaml, and the policy that training starts from."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import yaml
+from demonstrations import TOOLS, demonstrations
+
 from agentlightning.algorithm import GRPO
 from agentlightning.learner.base import AdamW
-from agentlightning.learner.warm_start import WarmStart
+from agentlightning.learner.warm_start import Policy, WarmStart, make_policy
 
+SETTINGS = yaml.safe_load((Path(__file__).parent / "run.yaml").read_text(encoding="utf-8"))
+SIZES = {name: SETTINGS[name] for name in ("n_runners", "max_sequence_length")}
 DEMONSTRATIONS = 2000
 VOCABULARY_SIZE = 1024
 WARM_START = WarmStart()
-TRAIN_TASKS = 3000
-HELDOUT_TASKS = 180
-CONCURRENCY = 128
-MAX_SEQUENCE_LENGTH = 512
 
 
 def algorithm(steps: int | None = None) -> GRPO:
-    return GRPO(
-        steps=steps or 40,
-        tasks_per_step=18,
-        group_size=8,
-        minibatches=2,
-        clip_high=0.28,
-        max_tokens=40,
-        target_reward=0.97,
-        evaluate_every=0,
-    )
+    settings = {key: value for key, value in SETTINGS["algorithm"].items() if key != "name"}
+    return GRPO(**settings | ({"steps": steps} if steps else {}))
 
 
 def optimizer() -> AdamW:
-    return AdamW(learning_rate=1.5e-4, micro_batch_tokens=4096)
+    return AdamW(**SETTINGS["optimizer"])
+
+
+def starting_policy(seed: int) -> Policy:
+    """The tiny policy, warm-started on deliberately mediocre demonstrations. The same seed gives the same policy."""
+    shown = demonstrations(DEMONSTRATIONS, seed)
+    return make_policy(shown, tools=TOOLS, seed=seed, vocabulary_size=VOCABULARY_SIZE, options=WARM_START)

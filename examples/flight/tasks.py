@@ -18,26 +18,8 @@ KINDS = ("cancelled", "origin_given", "sum")
 RIGHT_FIRST_TOOL = {"cancelled": "memory", "origin_given": "search", "sum": "calculator"}
 HELDOUT_SHARE = 10  # one combination in ten is never trained on
 CITIES = [
-    "Athens",
-    "Bergen",
-    "Berlin",
-    "Dublin",
-    "Geneva",
-    "Lisbon",
-    "Lyon",
-    "Madrid",
-    "Milan",
-    "Munich",
-    "Naples",
-    "Oslo",
-    "Paris",
-    "Porto",
-    "Prague",
-    "Rome",
-    "Turin",
-    "Vienna",
-    "Warsaw",
-    "Zurich",
+    *("Athens", "Bergen", "Berlin", "Dublin", "Geneva", "Lisbon", "Lyon", "Madrid", "Milan", "Munich"),
+    *("Naples", "Oslo", "Paris", "Porto", "Prague", "Rome", "Turin", "Vienna", "Warsaw", "Zurich"),
 ]
 
 
@@ -84,12 +66,12 @@ def make_tasks(n: int, generator: random.Random, heldout: bool) -> list[dict]:
     return [make_task(kind, generator, heldout) for kind in order[:n]]
 
 
-def train_tasks(n: int, seed: int) -> list[dict]:
+def train_tasks(n: int = 3000, seed: int = 1) -> list[dict]:
     """`n` training tasks; the same seed gives the same list."""
     return make_tasks(n, random.Random(f"train/{seed}"), heldout=False)
 
 
-def heldout_tasks(n: int) -> list[dict]:
+def heldout_tasks(n: int = 180) -> list[dict]:
     """The first `n` held-out tasks, each different: none of their combinations is ever in `train_tasks`. ValueError for
     more than there are."""
     if n > len(KINDS) * _HELDOUT_SUMS:

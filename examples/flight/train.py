@@ -25,5 +25,5 @@ def main(model: str) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("usage: python train.py MODEL    (agl quickstart makes a model: runs/quickstart-…/start)")
+        sys.exit("usage: python train.py MODEL    (agl quickstart makes a model: runs/quickstart-…/checkpoints/best)")
     main(sys.argv[1])

@@ -1,19 +1,16 @@
-"""A tiny model for this example, so that nothing is downloaded. It begins with games that are played badly.
-
-Six guesses in ten are any of the numbers that are left; the others are any number at all.
-"""
+"""A tiny model for this example, so that nothing is downloaded. It has seen games whose guesses are any of the numbers
+that are left: it knows the rules, and no way to play well."""
 
 from __future__ import annotations
 
 import random
 
-from agent import HIGHEST, QUESTION, TRIES, narrowed
+from agent import HIGHEST, TRIES, Game
 
 from agentlightning.learner.warm_start import Policy, WarmStart, make_policy
 
-GAMES = 6000
-HEEDS = 0.6
-WARM_START = WarmStart(min_steps=240, max_steps=240)
+GAMES = 12_000
+WARM_START = WarmStart(min_steps=600, max_steps=600, check_every=600)
 
 
 def make(seed: int) -> Policy:
@@ -24,14 +21,9 @@ def make(seed: int) -> Policy:
 
 def play(generator: random.Random) -> dict:
     """One game, as a conversation."""
-    secret, low, high = generator.randint(1, HIGHEST), 1, HIGHEST
-    messages: list[dict] = [{"role": "user", "content": QUESTION}]
-    for _ in range(TRIES):
-        heeds = generator.random() < HEEDS
-        said = generator.randint(low, high) if heeds else generator.randint(1, HIGHEST)
-        messages.append({"role": "assistant", "content": str(said)})
-        if said == secret:
-            break
-        low, high = narrowed(low, high, said, secret)
-        messages.append({"role": "user", "content": f"{low} to {high}"})
-    return {"messages": messages if messages[-1]["role"] == "assistant" else messages[:-1]}
+    game = Game(generator.randint(1, HIGHEST))
+    said = 0
+    while said != game.secret and game.tried < TRIES:
+        said = generator.randint(game.low, game.high)
+        game.hear(said)
+    return {"messages": game.messages[:-1]}  # nothing is heard after the last guess

@@ -8,15 +8,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import agentlightning as agl
-from agentlightning.algorithm import NoProgress
-from agentlightning.quickstart import load_flight_example, make_starting_policy
 from agentlightning.types import EnqueueRolloutRequest
 
-FLIGHT = load_flight_example()  # the agent, its tasks and how it is trained: ../flight
+sys.path.insert(0, str(Path(__file__).parents[1] / "flight"))  # the agent, its tasks and how it is trained
+from agent import solve
+from recipe import SIZES, algorithm, optimizer, starting_policy
+from tasks import heldout_tasks, train_tasks
+
 SAMPLED = 90  # tasks, each of which is run eight times
 KEPT = {"best": 1, "threshold": 0.5}  # of the eight, and good in itself
 FINE_TUNING = {"steps": 40, "tasks_per_step": 18, "checkpoint_every": 40}  # one optimiser step for 18 tasks
 RATE = 5e-4  # its learning rate
+
+
+@agl.rollout
+async def flight(task: dict, llm: agl.LLM) -> float:
+    return await solve(task, client=agl.openai_client(llm), model=llm.model)
 
 
 @agl.algo
@@ -33,23 +40,19 @@ async def best_of_8(store, train_dataset, context):
     await store.wait_for_rollouts([rollout.rollout_id for rollout in rollouts])
 
 
-def trainer(model, algorithm, directory: Path, seed: int, learning_rate: float | None = None) -> agl.Trainer:
-    optimizer = FLIGHT.recipe.optimizer()
-    if learning_rate is not None:
-        optimizer = replace(optimizer, learning_rate=learning_rate)
-    settings = {"n_runners": FLIGHT.recipe.CONCURRENCY, "max_sequence_length": FLIGHT.recipe.MAX_SEQUENCE_LENGTH}
-    return agl.Trainer(model=model, algorithm=algorithm, optimizer=optimizer, run_dir=directory, seed=seed, **settings)
+def trainer(model, learning, directory: Path, seed: int, learning_rate: float | None = None) -> agl.Trainer:
+    chosen = optimizer() if learning_rate is None else replace(optimizer(), learning_rate=learning_rate)
+    return agl.Trainer(model=model, algorithm=learning, optimizer=chosen, run_dir=directory, seed=seed, **SIZES)
 
 
 def main(seed: int, directory: Path) -> None:
-    agent, heldout = FLIGHT.train.flight, FLIGHT.tasks.heldout_tasks(FLIGHT.recipe.HELDOUT_TASKS)
-    tasks = FLIGHT.tasks.train_tasks(FLIGHT.recipe.TRAIN_TASKS, seed)
-    start = make_starting_policy(FLIGHT, seed, NoProgress())
-    trainer(start, best_of_8, directory / "sampled", seed).fit(agent, tasks[:SAMPLED])
+    tasks, heldout = train_tasks(seed=seed), heldout_tasks()
+    start = starting_policy(seed)
+    trainer(start, best_of_8, directory / "sampled", seed).fit(flight, tasks[:SAMPLED])
     imitation = agl.SFT(traces=str(directory / "sampled"), **KEPT, **FINE_TUNING)
-    tuned = trainer(start, imitation, directory / "tuned", seed, RATE).fit(agent, val_dataset=heldout)
-    learning = FLIGHT.recipe.algorithm(steps=10)
-    learned = trainer(tuned.checkpoint, learning, directory / "learned", seed).fit(agent, tasks[SAMPLED:], heldout)
+    tuned = trainer(start, imitation, directory / "tuned", seed, RATE).fit(flight, val_dataset=heldout)
+    learning = algorithm(steps=10)
+    learned = trainer(tuned.checkpoint, learning, directory / "learned", seed).fit(flight, tasks[SAMPLED:], heldout)
     rewards = [evaluation.reward for evaluation in (*tuned.evaluations, learned.evaluations[-1])]
     print("held-out reward: " + " → ".join(f"{reward:.2f}" for reward in rewards) + f"; {learned.checkpoint}")
 

@@ -227,11 +227,3 @@ def test_rollouts_of_weights_that_the_run_does_not_descend_from_are_never_fresh(
     result = trainer(tmp_path, algorithm=algorithm(**flowing)).fit(agents.vowels, TASKS)
     assert sum(flow(result, "rollouts_dropped/stale")) >= 6
     assert all(count <= 9 for count in flow(result, "rollouts"))
-
-
-def test_a_step_without_any_rollout_of_its_weights_is_skipped_and_training_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Groups, "staleness", lambda self, traced, ticket: int(self.steps_left == 2))
-    result = trainer(tmp_path, time_limit=60.0).fit(agents.vowels, TASKS)
-    assert flow(result, "groups_dropped/stale") == [3, 0] and flow(result, "rollouts") == [0, 12]

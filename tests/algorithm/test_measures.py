@@ -48,12 +48,6 @@ def test_two_tasks_worked_by_hand() -> None:
     assert list(values(rollouts)) == ["reward", "pass@1", "pass@4"]  # without ks
 
 
-def test_a_task_counts_once_however_often_it_was_tried() -> None:
-    summary = summarise([*of("a", 0), *of("b", 1, 1, 1)], Measures())
-    assert summary.estimates["reward"].value == 0.5
-    assert summary.attempts == (1, 3)
-
-
 def test_failing_counts_nothing_and_passes_nothing_and_is_distinct() -> None:
     rollouts = [*of("a", None, 0.5), *of("b", None, ended="no reward")]
     summary = summarise(rollouts, Measures(threshold=-1.0))

@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from aiohttp import web
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 import agentlightning as agl
 from agentlightning.cli.fit import make_algorithm
@@ -23,6 +26,7 @@ from agentlightning.learner.policy import Policy
 from agentlightning.learner.teacher import open_teacher
 from agentlightning.learner.tiny import make_model, make_tokenizer
 from tests import agents
+from tests.gateway.world import serving
 from tests.test_trainer import TASKS, policy, trainer
 from tests.transitions import transition
 
@@ -103,46 +107,32 @@ class Scoring:
         self.url = ""
         self.keys: list[str | None] = []
 
-    def scored(self, ids: list[int]) -> list[tuple[float | None, int]]:
-        with torch.no_grad():
-            found = torch.log_softmax(self.teacher.model(input_ids=torch.tensor([ids])).logits[0].float(), -1)
-        return [(None, ids[0]), *((float(found[place, token]), token) for place, token in enumerate(ids[1:]))]
+    async def models(self, request: Request) -> JSONResponse:
+        return JSONResponse({"data": [{"id": "big"}]})
 
-    async def models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "big"}]})
-
-    async def tokenize(self, request: web.Request) -> web.Response:
+    async def tokenize(self, request: Request) -> JSONResponse:
         tokenizer: Any = self.teacher.tokenizer
-        told = tokenizer.backend_tokenizer.encode((await request.json())["prompt"], add_special_tokens=False)
-        return web.json_response({"tokens": told.ids})
+        tokens = tokenizer.backend_tokenizer.encode((await request.json())["prompt"], add_special_tokens=False)
+        return JSONResponse({"tokens": tokens.ids})
 
-    async def score(self, request: web.Request) -> web.Response:
+    async def score(self, request: Request) -> JSONResponse:
         self.keys.append(request.headers.get("authorization"))
-        asked = await request.json()
-        ids = asked["prompt"]
+        ids = (await request.json())["prompt"]
         if len(ids) > 100:
-            return web.json_response({"message": "at most 100 tokens"}, status=400)
-        rows = self.scored(ids)
-        entries = [{str(token): {"logprob": logprob}} for logprob, token in rows[1:]]
-        told = {"choices": [{"prompt_logprobs": [None, *entries]}]}
-        return web.json_response(told)
+            return JSONResponse({"message": "at most 100 tokens"}, 400)
+        with torch.no_grad():
+            logprobs = torch.log_softmax(self.teacher.model(input_ids=torch.tensor([ids])).logits[0].float(), -1)
+        entries = [{str(token): {"logprob": float(logprobs[place, token])}} for place, token in enumerate(ids[1:])]
+        return JSONResponse({"choices": [{"prompt_logprobs": [None, *entries]}]})
 
 
 @asynccontextmanager
 async def scoring(teacher: Policy) -> AsyncGenerator[Scoring]:
     server = Scoring(teacher)
-    app = web.Application()
-    app.router.add_get("/v1/models", server.models)
-    app.router.add_post("/tokenize", server.tokenize)
-    app.router.add_post("/v1/completions", server.score)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
+    routes = [Route("/v1/models", server.models), Route("/tokenize", server.tokenize, methods=["POST"])]
+    routes.append(Route("/v1/completions", server.score, methods=["POST"]))
+    async with serving(Starlette(routes=routes)) as server.url:
         yield server
-    finally:
-        await runner.cleanup()
 
 
 async def test_a_server_gives_the_same() -> None:
@@ -201,9 +191,3 @@ async def test_what_a_server_cannot_do_is_reported_before_the_run_or_ends_it() -
 def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         make_algorithm({"name": "opd", **settings})
-
-
-def test_a_teacher_with_other_tokens_is_refused() -> None:
-    tokenizer = make_tokenizer(["other words altogether"] * 3, 300)
-    with pytest.raises(ConfigError, match="same family"):
-        open_teacher(Policy(make_model(tokenizer, seed=0), tokenizer), policy().token_bytes)

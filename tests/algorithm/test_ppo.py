@@ -22,10 +22,8 @@ from agentlightning.data.transitions import trace_rollout
 from agentlightning.errors import ConfigError
 from agentlightning.learner.forward import CRITIC_FILE
 from scripts.replay import main as replay
-from scripts.replay import weights_digest
 from tests import agents
 from tests.algorithm.test_credit import flight
-from tests.algorithm.test_resume import Interrupting
 from tests.algorithm.test_tracking import unknown_names
 from tests.test_trainer import TASKS, policy, trainer
 
@@ -125,20 +123,6 @@ def test_it_trains_and_is_trained_again_bit_for_bit(tmp_path: Path, trunk: Any, 
     for steps in ("1-2", "2"):
         assert replay([str(result.directory), "--steps", steps, "--json"]) == 0
         assert json.loads(capsys.readouterr().out.splitlines()[-1])["equal"] is True
-
-
-@pytest.mark.slow
-def test_a_run_that_was_cut_short_goes_on_with_the_same_critic(tmp_path: Path) -> None:
-    def settings(name: str) -> dict[str, Any]:
-        chosen = ppo(steps=3, checkpoint_every=1, critic="separate")
-        return {"algorithm": chosen, "model": policy(), "run_dir": tmp_path / name, "deterministic": True}
-
-    whole = trainer(tmp_path, **settings("whole")).fit(agents.vowels, TASKS)
-    trainer(tmp_path, **settings("cut")).fit(Interrupting("train", 20), TASKS)
-    resumed = trainer(tmp_path, **settings("cut")).fit(agents.vowels, TASKS, resume=True)
-    assert whole.checkpoint is not None and resumed.checkpoint is not None
-    assert (whole.checkpoint / CRITIC_FILE).read_bytes() == (resumed.checkpoint / CRITIC_FILE).read_bytes()
-    assert weights_digest(whole.checkpoint) == weights_digest(resumed.checkpoint)
 
 
 def test_during_its_warm_up_the_critic_alone_is_trained(tmp_path: Path) -> None:

@@ -308,22 +308,6 @@ def test_an_error_in_the_middle_of_a_step_saves_no_half_step(tmp_path: Path, mon
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
 
 
-def test_every_step_makes_as_many_optimiser_steps_as_it_was_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step = TorchLearner.step
-    sizes: list[int] = []
-
-    def counting_step(self: Any, batch: Any, *rest: Any) -> Any:
-        sizes.append(len(batch))
-        return step(self, batch, *rest)
-
-    monkeypatch.setattr(TorchLearner, "step", counting_step)
-    trainer(tmp_path, algorithm=algorithm(steps=1, minibatches=7)).fit(agents.vowels, TASKS)
-    assert len(sizes) == 7
-    assert max(sizes) - min(sizes) <= 1
-
-
 def test_a_run_that_reached_its_target_trains_no_further_when_resumed(tmp_path: Path) -> None:
     easy = algorithm(steps=9, target_reward=0.0)
     first = trainer(tmp_path, algorithm=easy).fit(agents.vowels, TASKS)

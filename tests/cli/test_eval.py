@@ -14,7 +14,6 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from agentlightning.cli.main import run
-from tests.cli.world import HOSTILE
 from tests.gateway.world import serving
 from tests.test_trainer import TASKS, policy
 
@@ -81,18 +80,6 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> 
     return json.loads(capsys.readouterr().out)
 
 
-def test_what_agents_and_tasks_say_does_nothing_to_the_terminal(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    agent = "import agentlightning as agl\n@agl.rollout\ndef agent(task, llm): raise LookupError(task['tags'])\n"
-    Path("hostile_agent.py").write_text(agent)
-    Path("hostile.jsonl").write_text(json.dumps({"tags": HOSTILE}))
-    assert run(["eval", "hostile_agent.py:agent", "hostile.jsonl", *ENDPOINT, "--model", "m"]) == 1
-    shown = capsys.readouterr()
-    assert shown.out.count("<script>alert(1)</script>") == 2 and shown.out.count("[bold]") == 2
-    assert not {"\x1b", "\x07", "\u202e"} & set(shown.out + shown.err)
-
-
 def test_an_agent_is_measured_at_an_endpoint(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = told(capsys, *OBEDIENT, *ENDPOINT, "--model", "apple", "--samples", "2", "-k", "1,2", "--out", "one")
     assert found["ended"] == {"rewarded": 6, "failed": 2}
@@ -154,7 +141,7 @@ def test_an_interrupted_evaluation_goes_on(
         (("run.yaml", "--compare", "promt=never.txt", "prompt=never.txt"), 1, "no prompt 'promt' to replace; did you"),
         ((*HOPELESS, "--compare", "prompt=never.txt", "prompt=always.txt"), 1, "the agent takes no prompt"),
         (("run.yaml", "--compare", "a", "b", "--resume"), 2, "--resume needs --run-dir"),
-        (("--rollouts", "nowhere"), 1, "there are no runs here"),
+        (("--rollouts", "nowhere"), 1, "and no run in"),
     ],
 )
 def test_what_cannot_be_measured_says_why(

@@ -81,12 +81,8 @@ def test_pairs_and_what_was_left_out_are_told(capsys: pytest.CaptureFixture[str]
     (line,) = export("--format", "dpo", "--json")
     assert line["preferred_output"] == [says("assistant", "b")] and line["input"] == {"messages": [USER]}
     told = json.loads(capsys.readouterr().out)
-    assert told == {
-        "file": "out.jsonl",
-        "pairs": 1,
-        "rollouts": 3,
-        "left_out": {"pairs of equal reward": 1, "pairs of less difference than another of their prompt": 1},
-    }
+    assert (told["file"], told["pairs"], told["rollouts"]) == ("out.jsonl", 1, 3)
+    assert list(told["left_out"].values()) == [1, 1]
     assert len(export("--format", "dpo", "--pairs", "all")) == 2
 
 
@@ -102,10 +98,7 @@ def test_rows_of_every_rollout_that_has_ended() -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (
-            ["--format", "sft", "--min-reward", "2"],
-            "nothing was written: 3 rollouts give no conversations",
-        ),
+        (["--format", "sft", "--min-reward", "2"], "nothing was written: 3 rollouts give no conversations"),
         (["--format", "sft", "--run", "nobody's"], "there is no run"),
         (["--format", "sft", "--agents", "("], "agents is '('"),
         (["--store", "agentlightning.sqlite", "--format", "sft", "--server", "http://127.0.0.1:1"], "choose the store"),
@@ -119,9 +112,6 @@ def test_where_nothing_can_be_written_there_is_no_file(
     assert run(["export", "out.jsonl", *options]) != 0
     assert told in capsys.readouterr().err
     assert not list(Path().glob("out*"))
-
-
-def test_a_file_is_not_overwritten_unasked(capsys: pytest.CaptureFixture[str]) -> None:
     Path("out.jsonl").write_text("mine")
     assert run(["export", "out.jsonl", "--format", "sft"]) == 1
     assert "--force" in capsys.readouterr().err and Path("out.jsonl").read_text() == "mine"

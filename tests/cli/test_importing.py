@@ -68,17 +68,12 @@ def write(name: str, *documents: Any) -> str:
 def stored() -> list[Record]:
     async def work() -> list[Record]:
         store = await SqlStore.open("agentlightning.sqlite")
-        try:
-            return [
-                Record(
-                    rollout=rollout,
-                    attempts=await store.query_attempts(rollout.rollout_id),
-                    spans=await store.query_spans(rollout.rollout_id),
-                )
-                for rollout in await store.query_rollouts()
-            ]
-        finally:
-            await store.close()
+        found = [
+            Record(rollout=rollout, attempts=await store.query_attempts(one), spans=await store.query_spans(one))
+            for one, rollout in [(each.rollout_id, each) for each in await store.query_rollouts()]
+        ]
+        await store.close()
+        return found
 
     return asyncio.run(work())
 
@@ -104,9 +99,7 @@ def test_importing_twice_changes_nothing(capsys: pytest.CaptureFixture[str]) -> 
     before = stored()
     assert run(["import", file, "--mode", "val"]) == 0
     assert stored() == before
-    assert (
-        capsys.readouterr().out == "stored 1 rollout with 2 spans\nstored nothing; 1 stored already, left as they are\n"
-    )
+    assert "stored nothing; 1 stored already" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("form", ["whole", "list", "lines", "snake", "indented"])
@@ -177,49 +170,38 @@ def test_the_reward_is_a_score_of_the_trace(more: Any, options: list[str], rewar
     assert find_final_reward(stored()[0].spans) == reward
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--reward", "skore"], "no span has a number as 'skore'; did you mean 'score'?"),
-        (["--reward", "feedback"], "no span has a number as 'feedback'"),
-        (["--by", "sesion.id"], "no span has the attribute 'sesion.id'; did you mean 'session.id'?"),
-    ],
-)
-def test_a_name_that_no_span_has_stores_nothing(options: list[str], said: str, capsys: Any) -> None:
-    attributes = {"score": 0.5, "feedback": "good", "session.id": "s"}
-    assert run(["import", write("a.json", request(span(1, attributes=attributes))), *options]) == 1
-    assert said in capsys.readouterr().err
-    assert not Path("agentlightning.sqlite").exists()
-
-
-# --- what cannot be read -----------------------------------------------------------------------------------------
-
 BROKEN = request(span(1), span(2, traceId="zz"), span(3, startTimeUnixNano="soon"), {"name": "no ids"})
-
-
-def test_what_is_broken_is_named_and_nothing_stored(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["import", write("a.jsonl", WHOLE, BROKEN)]) == 1
-    told = capsys.readouterr().err
-    assert "a.jsonl, line 2: " in told and "traceId" in told and "nothing was stored" in told
-    assert not Path("agentlightning.sqlite").exists()
+SCORED = request(span(1, attributes={"score": 0.5, "feedback": "good", "session.id": "s"}))
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "options", "said"),
     [
-        ("hello", "a.json, line 1: JSON is malformed"),
-        (json.dumps(WHOLE, indent=2)[:-200], "Input data was truncated"),
-        ('{\n"resourceSpans": [\n{oops}]}', "a.json, line 3: "),
-        ('{"spans": []}', "it has no field resourceSpans"),
-        ("[1, 2]", "a.json, entry 1: it has no field resourceSpans"),
-        ('{"resourceSpans": 5}', "a.json: "),
-        ('{"resourceSpans": [5, {"scopeSpans": "x"}]}', "a.json: "),
-        ("", "a.json, line 1"),
-        ("\x00\udcff", "a.json, line 1"),
+        (SCORED, ["--reward", "skore"], "no span has a number as 'skore'; did you mean 'score'?"),
+        (SCORED, ["--reward", "feedback"], "no span has a number as 'feedback'"),
+        (SCORED, ["--by", "sesion.id"], "no span has the attribute 'sesion.id'; did you mean 'session.id'?"),
+        (BROKEN, [], "a.json, line 2: "),
+        ("hello", [], "a.json, line 1: JSON is malformed"),
+        (json.dumps(WHOLE, indent=2)[:-200], [], "Input data was truncated"),
+        ('{\n"resourceSpans": [\n{oops}]}', [], "a.json, line 3: "),
+        ('{"spans": []}', [], "it has no field resourceSpans"),
+        ("[1, 2]", [], "a.json, entry 1: it has no field resourceSpans"),
+        ('{"resourceSpans": 5}', [], "a.json: "),
+        ('{"resourceSpans": [5, {"scopeSpans": "x"}]}', [], "a.json: "),
+        ("", [], "a.json, line 1"),
+        ("\x00\udcff", [], "a.json, line 1"),
     ],
 )
-def test_a_file_of_something_else_says_where_and_why(text: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("a.json").write_bytes(text.encode(errors="surrogateescape"))
-    assert run(["import", "a.json"]) == 1
+def test_what_cannot_be_read_is_named_and_nothing_is_stored(
+    text: Any, options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if text is BROKEN:
+        write("a.json", WHOLE, BROKEN)
+    elif text is SCORED:
+        write("a.json", SCORED)
+    else:
+        Path("a.json").write_bytes(text.encode(errors="surrogateescape"))
+    assert run(["import", "a.json", *options]) == 1
     told = capsys.readouterr().err
-    assert said in told and "nothing was stored" in told and "Traceback" not in told
+    assert said in told and "Traceback" not in told
+    assert not Path("agentlightning.sqlite").exists()

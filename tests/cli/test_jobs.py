@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -20,8 +19,6 @@ from openai import AuthenticationError, OpenAI
 
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.tiny import chat_text, make_model, make_tokenizer
-from agentlightning.store.client import LightningStoreClient
-from agentlightning.types import LLM
 
 AGENT = """
 import asyncio
@@ -177,25 +174,13 @@ def test_serve_answers_openai_and_anthropic_clients_that_have_the_key(project: P
         assert json.loads(process.stdout.readline()) == {"url": url, "model": "mine"}
         with OpenAI(base_url=f"{url}/v1", api_key="secret-key", max_retries=0) as client:
             assert [model.id for model in client.models.list()] == ["mine"]
-            answer = client.chat.completions.create(
-                model="mine", messages=[{"role": "user", "content": "one"}], max_tokens=4
-            )
-            assert answer.usage is not None
-            assert 0 < answer.usage.completion_tokens <= 4
             response = client.responses.create(model="mine", input="one", max_output_tokens=4)
             assert response.usage is not None and 0 < response.usage.output_tokens <= 4
-            completion = client.completions.create(model="mine", prompt="one", max_tokens=4)
-            assert completion.usage is not None and 0 < completion.usage.completion_tokens <= 4
         with anthropic.Anthropic(base_url=url, api_key="secret-key", max_retries=0) as claude:
             message = claude.messages.create(model="mine", messages=[{"role": "user", "content": "one"}], max_tokens=4)
             assert 0 < message.usage.output_tokens <= 4
-        elsewhere = {"host": "models.example", "x-forwarded-for": "203.0.113.7"}
-        with OpenAI(base_url=f"{url}/v1", api_key="secret-key", default_headers=elsewhere, max_retries=0) as client:
-            assert [model.id for model in client.models.list()] == ["mine"]
         with OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0) as client, pytest.raises(AuthenticationError):
             client.models.list()
-        with anthropic.Anthropic(base_url=url, api_key="wrong") as claude, pytest.raises(anthropic.AuthenticationError):
-            claude.models.list()
 
 
 @pytest.mark.slow
@@ -227,29 +212,3 @@ def test_server_runner_and_trainer_as_three_processes(project: Path) -> None:
         runner.send_signal(signal.SIGTERM)
         told = json.loads(finish(runner)[0])
         assert (told["agent"], told["server"], told["concurrency"]) == ("agent.py:agent", url, 8)
-
-
-@pytest.mark.slow
-def test_a_runner_told_twice_to_stop_hands_its_rollouts_back(project: Path) -> None:
-    with staying_up(project, "server", "--port", "0", "--store", "twice.sqlite") as (_, url):
-        runner = start(project, "runner", "agent.py:hanging", "--server", url)
-        assert runner.stdout is not None
-        asyncio.run(enqueue_one(url))
-        assert runner.stdout.readline() == "begun\n"
-        runner.send_signal(signal.SIGTERM)
-        with pytest.raises(subprocess.TimeoutExpired):
-            runner.wait(1)
-        runner.send_signal(signal.SIGTERM)
-        finish(runner, code=130)
-        assert asyncio.run(enqueue_one(url))["rollouts_failed"] == 1
-
-
-async def enqueue_one(url: str) -> dict[str, int]:
-    """Enqueue a rollout; the server's statistics then."""
-    store = LightningStoreClient(url)
-    try:
-        await store.add_resources({"llm": LLM(endpoint=f"{url}/v1", model="policy", gateway=True)})
-        await store.enqueue_rollout("task")
-        return await store.statistics()
-    finally:
-        await store.close()

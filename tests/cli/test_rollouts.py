@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,30 +51,39 @@ def fill(path: str = "agentlightning.sqlite") -> list[str]:
     return asyncio.run(work())
 
 
-def test_rollouts_are_listed_newest_first_with_what_they_took(capsys: pytest.CaptureFixture[str]) -> None:
-    good, bad = fill()
+def failed(given: str, fills: Callable[[AttemptTracer, float], None]) -> str:
+    """A rollout that failed, with the spans that `fills` records; its id."""
+
+    async def work() -> str:
+        store = await SqlStore.open("agentlightning.sqlite")
+        leased = await store.start_rollout(given)
+        ids = leased.rollout_id, leased.attempt.attempt_id
+        fills(tracer := AttemptTracer(*ids), leased.attempt.start_time)
+        await store.add_many_spans(tracer.drain())
+        await store.update_attempt(*ids, status="failed")
+        await store.close()
+        return leased.rollout_id
+
+    return asyncio.run(work())
+
+
+def test_rollouts_are_listed_newest_first_and_narrowed(capsys: pytest.CaptureFixture[str]) -> None:
+    ids = fill()
     assert run(["rollouts", "list"]) == 0
     told = capsys.readouterr()
     rows = [line.split() for line in told.out.splitlines() if "ro-" in line]
-    assert [row[0] for row in rows] == [bad, good]
+    assert [row[0] for row in rows] == ids[::-1]
     assert "0.5" in rows[1] and told.err == "agentlightning.sqlite\n"
-
-
-@pytest.mark.parametrize(
-    ("options", "which"),
-    [
+    for options, which in (
         (["--status", "failed"], [1]),
         (["--status", "failed", "--status", "succeeded"], [1, 0]),
         (["--mode", "train"], [0]),
         (["--run", "nobody's"], []),
         (["--limit", "1"], [1]),
-    ],
-)
-def test_a_list_is_narrowed(options: list[str], which: list[int], capsys: pytest.CaptureFixture[str]) -> None:
-    ids = fill()
-    assert run(["rollouts", "list", "--json", *options]) == 0
-    listed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [one["rollout"]["rollout_id"] for one in listed] == [ids[index] for index in which]
+    ):
+        assert run(["rollouts", "list", "--json", *options]) == 0
+        listed = [json.loads(line)["rollout"]["rollout_id"] for line in capsys.readouterr().out.splitlines()]
+        assert listed == [ids[index] for index in which], options
 
 
 def test_a_rollout_is_shown_with_the_last_lines_it_wrote(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,25 +97,17 @@ def test_a_rollout_is_shown_with_the_last_lines_it_wrote(capsys: pytest.CaptureF
 
 
 def test_what_an_agent_calls_things_reaches_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    """Names of tools, models, agents and streams are an agent's own words, as texts are."""
     wild = "\x1b]0;owned\x07\u202e\n[/]"
 
-    async def work() -> str:
-        store = await SqlStore.open("agentlightning.sqlite")
-        leased = await store.start_rollout(wild)
-        tracer = AttemptTracer(leased.rollout_id, leased.attempt.attempt_id)
+    def fills(tracer: AttemptTracer, at: float) -> None:
         record_log(tracer, wild, wild)
         names = ("gen_ai.tool.name", "gen_ai.agent.name", "gen_ai.request.model", "agentlightning.reward.0.name")
         for name in (*names, "exception.type"):
             kind = {"gen_ai.tool.name": "execute_tool", "gen_ai.agent.name": "invoke_agent"}.get(name, "chat")
             value = {"agentlightning.reward.0.value": 1.0} if "reward" in name else {"gen_ai.operation.name": kind}
             tracer.record(EXCEPTION if name == "exception.type" else wild, {name: wild, **value})
-        await store.add_many_spans(tracer.drain())
-        await store.close()
-        return leased.rollout_id
 
-    rollout_id = asyncio.run(work())
-    assert run(["rollouts", "show", rollout_id]) == 0
+    assert run(["rollouts", "show", failed(wild, fills)]) == 0
     shown = capsys.readouterr().out
     assert not {"\x1b", "\x07", "\u202e"} & set(shown)
     assert all(f"{word} " in shown for word in ("tool", "agent", "call", "reward", "──"))
@@ -127,23 +129,15 @@ def test_a_failed_rollout_is_shown_with_its_traceback_and_where_it_stood(capsys:
             raise ValueError("no seat [/] left")
         fall(depth - 1)
 
-    async def work() -> str:
-        store = await SqlStore.open("agentlightning.sqlite")
-        leased = await store.start_rollout("Fly me")
-        tracer = AttemptTracer(leased.rollout_id, leased.attempt.attempt_id)
-        at = leased.attempt.start_time
+    def fills(tracer: AttemptTracer, at: float) -> None:
         tool = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "book"}
         tracer.record("book", tool, start_time=at, end_time=at + 1)
         with bind(tracer), pytest.raises(ValueError) as raised:
             fall(8)
         with bind(tracer):
             emit_exception(raised.value)
-        await store.add_many_spans(tracer.drain())
-        await store.update_attempt(leased.rollout_id, leased.attempt.attempt_id, status="failed")
-        await store.close()
-        return leased.rollout_id
 
-    rollout_id = asyncio.run(work())
+    rollout_id = failed("Fly me", fills)
     assert run(["rollouts", "show", rollout_id]) == 0
     shown = capsys.readouterr().out
     assert "── traceback (" in shown and "ValueError: no seat [/] left" in shown and "Traceback (most" not in shown
@@ -157,6 +151,8 @@ def test_a_failed_rollout_is_shown_with_its_traceback_and_where_it_stood(capsys:
 
 
 def test_the_store_is_the_newest_unless_one_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["rollouts", "list"]) == 1
+    assert "name a --store" in capsys.readouterr().err
     fill()
     Path("runs/one").mkdir(parents=True)
     fill("runs/one/store.sqlite")
@@ -165,14 +161,6 @@ def test_the_store_is_the_newest_unless_one_is_named(capsys: pytest.CaptureFixtu
     assert run(["rollouts", "list"]) == 0
     assert run(["rollouts", "list", "--store", "agentlightning.sqlite"]) == 0
     assert capsys.readouterr().err == "runs/one/store.sqlite\nagentlightning.sqlite\n"
-
-
-def test_without_a_store_or_the_rollout_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["rollouts", "list"]) == 1
-    assert "name a --store" in capsys.readouterr().err
-    fill()
-    assert run(["rollouts", "show", "nope"]) == 1
-    assert "see `agl rollouts ls`" in capsys.readouterr().err
 
 
 def test_a_rollout_is_annotated_where_it_is_found_and_exported_by_its_label(capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,6 +174,6 @@ def test_a_rollout_is_annotated_where_it_is_found_and_exported_by_its_label(caps
     assert run(["rollouts", "show", good]) == 0
     told = capsys.readouterr()
     assert "label: good" in told.out and "\x1b[31m" not in told.out and "in runs/first" in told.err
-    for wrong, message in (([good], "give --label"), (["nobody", "--label", "x"], "in any of 2 stores here")):
+    for wrong, message in (([good], "give --label"), (["nobody", "--label", "x"], "in any of 2 stores here; see")):
         assert run(["rollouts", "annotate", *wrong]) != 0
         assert message in capsys.readouterr().err

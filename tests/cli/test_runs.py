@@ -37,19 +37,6 @@ def test_runs_are_listed_with_what_they_reached(words: tuple[str, ...], capsys: 
     assert any(line.strip().startswith("two") for line in lines)
 
 
-def test_the_run_of_a_job_that_still_goes_on_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    async def work() -> None:
-        store = await SqlStore.open("runs/mine/store.sqlite")
-        await add_run(store, "mine")
-        assert await asyncio.to_thread(run, ["runs", "ls", "--json"]) == 0
-        await store.close()
-
-    asyncio.run(work())
-    listed = json.loads(capsys.readouterr().out)
-    assert (listed["run"]["run_id"], listed["steps"], listed["metrics"]["reward"]) == ("mine", 10, 0.7)
-    assert listed["run"]["status"] == "running"
-
-
 def test_a_run_whose_process_died_is_shown_with_how_to_resume_it(capsys: pytest.CaptureFixture[str]) -> None:
     make_runs("one")
     assert "resume it with: " in (said := told(capsys, "runs", "show", "one")) and "resume=True" in said
@@ -84,31 +71,21 @@ def test_a_run_is_shown_with_its_settings_rollouts_and_metrics(capsys: pytest.Ca
     assert whole["rollouts"] == {"succeeded": 1} and len(whole["metrics"]) == 11
 
 
-@pytest.mark.parametrize("name", ["grpo-1", "grpo-1b", "runs/grpo-1b-dir"])
-def test_a_run_is_named_by_id_its_beginning_or_its_directory(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_named_by_id_its_beginning_or_its_directory(capsys: pytest.CaptureFixture[str]) -> None:
     make_runs("grpo-1b", "grpo-2")
-    assert "grpo-1b" in told(capsys, "runs", "show", name)
 
-
-def test_a_directory_is_the_run_that_it_was_made_for(capsys: pytest.CaptureFixture[str]) -> None:
-    async def work() -> None:
-        store = await SqlStore.open("runs/mine/store.sqlite")
-        for name in ("mine", "an-evaluation-of-it"):
-            await add_run(store, name)
+    async def beside() -> None:
+        store = await SqlStore.open("runs/grpo-1b-dir/store.sqlite")
+        await add_run(store, "an-evaluation-of-it")
         await store.close()
 
-    asyncio.run(work())
-    Path("runs/mine/run.json").write_text('{"run_id": "mine", "kind": "grpo"}')
-    assert json.loads(told(capsys, "runs", "show", "runs/mine", "--json"))["run"]["run_id"] == "mine"
-
-
-@pytest.mark.parametrize(
-    ("name", "says"), [("grp", "more than one run called 'grp'"), ("other", "no run called 'other'")]
-)
-def test_a_name_of_no_run_or_of_several_is_refused(name: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    make_runs("grpo-1", "grpo-2")
-    said = told(capsys, "runs", "show", name, code=1)
-    assert says in said and "grpo-1, grpo-2" in said
+    asyncio.run(beside())
+    Path("runs/grpo-1b-dir/run.json").write_text('{"run_id": "grpo-1b", "kind": "grpo"}')
+    for name in ("grpo-1", "grpo-1b", "runs/grpo-1b-dir"):
+        assert json.loads(told(capsys, "runs", "show", name, "--json"))["run"]["run_id"] == "grpo-1b"
+    for name, says in (("grp", "more than one run called 'grp'"), ("other", "no run called 'other'")):
+        said = told(capsys, "runs", "show", name, code=1)
+        assert says in said and "grpo-1b, grpo-2" in said
 
 
 def test_what_others_wrote_does_nothing_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

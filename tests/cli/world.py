@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from agentlightning import semconv
-from agentlightning.gateway.chat.template import ChatTemplate
-from agentlightning.learner.tiny import make_tokenizer
 from agentlightning.store.base import LightningStore
 from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.context import AttemptTracer, bind
 from agentlightning.tracing.emit import emit_reward
-from agentlightning.types import EnqueueRolloutRequest, Metrics, SampledChoice, Span, TokenCapture
+from agentlightning.types import EnqueueRolloutRequest, Metrics
 
 HOSTILE = "\x1b]0;owned\x07\x1b[31m[bold]\u202e<script>alert(1)</script>"
 
@@ -66,39 +61,3 @@ def shown_by(
         return code, shown.out, shown.err
 
     return command
-
-
-# --- calls with token ids ----------------------------------------------------------------------------------------
-
-TOKENIZER = make_tokenizer(["there", "hello", "and then?"] * 4, 300)
-CHAT = ChatTemplate.from_pretrained(TOKENIZER)
-
-
-def letters(text: str) -> tuple[int, ...]:
-    return tuple(token_id for letter in text for token_id in CHAT.encode(letter))
-
-
-def sampled_call(
-    ids: dict[str, str], index: int, messages: list[dict[str, Any]], sampled: tuple[int, ...], said: str, **more: Any
-) -> Span:
-    """A call as the gateway records it, whose answer was sampled as these ids; `more` are attributes."""
-    size = len(sampled)
-    choice = SampledChoice(token_ids=sampled, logprobs=(-0.1,) * size, finish_reason="stop", versions=((3, size),))
-    attributes = {
-        semconv.CALL_INDEX: index,
-        semconv.GEN_AI_RESPONSE_MODEL: "policy",
-        semconv.GEN_AI_INPUT_MESSAGES: json.dumps(messages),
-        semconv.GEN_AI_OUTPUT_MESSAGES: json.dumps([{"role": "assistant", "content": said}]),
-    }
-    return Span(
-        rollout_id=ids["rollout_id"],
-        attempt_id=ids["attempt_id"],
-        sequence_id=index + 1,
-        trace_id="0" * 32,
-        span_id=f"{index:016x}",
-        name="chat policy",
-        start_time=float(index),
-        end_time=index + 0.5,
-        attributes=attributes | more,
-        tokens=TokenCapture(prompt_token_ids=CHAT.encode(CHAT.render(messages)), choices=(choice,)),
-    )

@@ -15,13 +15,8 @@ import numpy as np
 import pytest
 
 from agentlightning.datasets.annotations import annotation_of
-from agentlightning.engine.engine import Engine
-from agentlightning.engine.service import EngineService
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.chat.template import ChatTemplate
-from agentlightning.gateway.chat.token_backend import TokenBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
-from agentlightning.learner.tiny import make_tokenizer
 from agentlightning.server import dashboard
 from agentlightning.server.app import create_app
 from agentlightning.server.dashboard import POLICY
@@ -29,7 +24,7 @@ from agentlightning.server.serve import HttpServer
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import EnqueueRolloutRequest, Metrics, Rollout
 from tests.data.recordings import SYSTEM, asks_for, call, reward, says, tool_says
-from tests.models import tiny_model
+from tests.gateway.world import talking
 
 pytestmark = pytest.mark.anyio
 KEY = "the admin's key"
@@ -278,22 +273,11 @@ async def test_tokens_are_those_that_were_sampled(place):
     await place.get(f"/rollouts/{one.rollout_id}/tokens?call=none", status=404)
 
 
-@pytest.fixture
-async def service(place) -> AsyncIterator[EngineService]:
-    """The policy of the recorded calls, served beside the store: version 4."""
-    tokenizer = make_tokenizer(["a few words"], 300)
-    model = tiny_model(vocab_size=len(tokenizer))
-    service = EngineService(Engine(model, eos_token_ids=[1], max_sequence_length=8, slots=1))
-    service.start()
-    await service.update_weights(4)
-    backend = TokenBackend(ChatTemplate.from_pretrained(tokenizer), service, name="embedded")
-    place.models.put(ModelEntry("policy", backend))
-    yield service
-    service.close()
-
-
-async def test_a_model_of_this_process_says_which_weights_it_answers_with(place, service):
-    [model] = await place.ask("GET", "/api/v1/models")
+async def test_a_model_of_this_process_says_which_weights_it_answers_with(place):
+    async with talking() as (backend, service):
+        await service.update_weights(4)
+        place.models.put(ModelEntry("policy", backend))
+        [model] = await place.ask("GET", "/api/v1/models")
     assert (model["name"], model["policy_version"]) == ("policy", 4)
 
 
@@ -449,11 +433,8 @@ async def test_a_persons_score_becomes_the_reward(place):
     row = await browser.post(f"/rollouts/{one.rollout_id}/score", {"comment": "only said"})
     assert row["reward"] == 0.25
     await browser.post(f"/rollouts/{one.rollout_id}/score", {}, status=422)
-
-
-async def test_a_rollout_never_tried_cannot_be_scored(place):
-    waiting = await place.store.enqueue_rollout("task")
-    await place.post(f"/rollouts/{waiting.rollout_id}/score", {"reward": 1.0}, status=409)
+    waiting = await place.store.enqueue_rollout("task")  # never tried
+    await browser.post(f"/rollouts/{waiting.rollout_id}/score", {"reward": 1.0}, status=409)
 
 
 async def test_the_stores_own_actions_take_the_session(place):

@@ -26,10 +26,31 @@ def tool_says(call_id: str, text: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call_id, "content": text}
 
 
+def span(
+    name: str,
+    start: float,
+    end: float,
+    parent: str | None = None,
+    *,
+    tokens: TokenCapture | None = None,
+    attempt: str = "a",
+    **attributes: Any,
+) -> Span:
+    return Span(
+        rollout_id="r", attempt_id=attempt, sequence_id=int(start * 10), trace_id="0" * 32, span_id=name,
+        parent_id=parent, name=name, start_time=start, end_time=end, attributes=attributes, tokens=tokens,
+    )  # fmt: skip
+
+
+def sampled(*prompt: int, choices: int = 1, **changes: Any) -> TokenCapture:
+    """Two sampled tokens for each choice."""
+    fields = {"token_ids": (7, 8), "logprobs": (-0.5, -0.25), "finish_reason": "stop", "versions": ((3, 1), (4, 1))}
+    return TokenCapture(prompt_token_ids=prompt, choices=(SampledChoice(**fields | changes),) * choices)
+
+
 def call(index: int, messages: Any, answer: Any, *, tokens: bool = True, **attributes: Any) -> Span:
     """A call of the gateway's; `attributes` by their constant's name in `semconv`."""
-    choice = SampledChoice(token_ids=(7, 8), logprobs=(-0.5, -0.25), finish_reason="stop", versions=((3, 1), (4, 1)))
-    told = {
+    values = {
         "GEN_AI_RESPONSE_MODEL": "policy",
         "GEN_AI_FINISH_REASONS": ["stop"],
         "GEN_AI_INPUT_MESSAGES": json.dumps(messages),
@@ -37,20 +58,14 @@ def call(index: int, messages: Any, answer: Any, *, tokens: bool = True, **attri
         "CALL_INDEX": index,
         "CALL_ENDPOINT": "chat/completions",
     }
-    return Span(
-        rollout_id="r", attempt_id="a", sequence_id=index + 1, trace_id="0" * 32, span_id=f"call{index}",
-        name="chat policy", start_time=float(index), end_time=index + 0.5,
-        attributes={getattr(semconv, name): value for name, value in (told | attributes).items() if value is not None},
-        tokens=TokenCapture(prompt_token_ids=(1, 2, index), choices=(choice,)) if tokens else None,
-    )  # fmt: skip
+    named = {getattr(semconv, name): value for name, value in (values | attributes).items() if value is not None}
+    capture = sampled(1, 2, index) if tokens else None
+    return span(f"call{index}", float(index), index + 0.5, tokens=capture, **named)
 
 
-def reward(value: float) -> Span:
-    return Span(
-        rollout_id="r", attempt_id="a", sequence_id=99, trace_id="0" * 32, span_id="reward", name=semconv.ANNOTATION,
-        start_time=90.0, end_time=90.0,
-        attributes={semconv.reward_name(0): "primary", semconv.reward_value(0): value},
-    )  # fmt: skip
+def reward(value: float, at: float = 90.0, parent: str | None = None, *, final: bool = True, **more: Any) -> Span:
+    about = {semconv.reward_name(0): "primary", semconv.reward_value(0): value}
+    return span(f"reward{at}", at, at, parent, **about, **({} if final else {semconv.REWARD_FINAL: False}), **more)
 
 
 def recorded(*spans: Span, index: int = 0, group: str | None = "g", status: Any = "succeeded") -> Recorded:

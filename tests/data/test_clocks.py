@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from agentlightning.data.transitions import trace_rollout
 from agentlightning.tracing.dialects import is_gateway_call, kind_of
 from agentlightning.types import Span
 from agentlightning.v03.emitters import make_link_attributes
+from tests.data.recordings import asks_for, tool_says
 from tests.data.test_rewards import SUCCEEDED, call, reward, rewards, span
 from tests.tracing.recorded import NO_IDS, WITH_AGENTS, recorded
 
@@ -30,16 +32,16 @@ def agents_clock(spans: Sequence[Span], ahead: float) -> list[Span]:
     ]
 
 
+def with_attributes(made: Span, attributes: Mapping[str, Any]) -> Span:
+    return msgspec.structs.replace(made, attributes={**made.attributes, **attributes})
+
+
 def asks(made: Span, tool_call_id: str) -> Span:
-    said = [{"role": "assistant", "tool_calls": [{"id": tool_call_id, "function": {"name": "add", "arguments": "{}"}}]}]
-    answer = {semconv.GEN_AI_OUTPUT_MESSAGES: msgspec.json.encode(said).decode()}
-    return msgspec.structs.replace(made, attributes={**made.attributes, **answer})
+    return with_attributes(made, {semconv.GEN_AI_OUTPUT_MESSAGES: json.dumps([asks_for(tool_call_id)])})
 
 
-def is_told(made: Span, tool_call_id: str) -> Span:
-    said = [{"role": "tool", "tool_call_id": tool_call_id, "content": "3"}]
-    request = {semconv.GEN_AI_INPUT_MESSAGES: msgspec.json.encode(said).decode()}
-    return msgspec.structs.replace(made, attributes={**made.attributes, **request})
+def answered(made: Span, tool_call_id: str) -> Span:
+    return with_attributes(made, {semconv.GEN_AI_INPUT_MESSAGES: json.dumps([tool_says(tool_call_id, "3")])})
 
 
 def tool(start: float, end: float, tool_call_id: str, parent: str | None = None) -> Span:
@@ -51,12 +53,13 @@ CONVERSATION = [
     asks(call(0, 1.0), "t0"),
     tool(1.6, 1.9, "t0"),
     reward(0.1, 1.95),
-    asks(is_told(call(1, 2.0), "t0"), "t1"),
+    asks(answered(call(1, 2.0), "t0"), "t1"),
     reward(0.25, 2.55),  # before the tool begins
     tool(2.6, 2.9, "t1"),
-    is_told(call(2, 3.0), "t1"),
+    answered(call(2, 3.0), "t1"),
     reward(0.5, 3.6),
 ]
+UNREWARDED = [made for made in CONVERSATION if not made.span_id.startswith("reward")]
 
 
 @pytest.mark.parametrize("ahead", [0.0, *SKEWS])
@@ -104,29 +107,18 @@ def test_one_machine_of_several_moves_nothing() -> None:
     assert align_clocks(spans) == (spans, None)
 
 
-def test_where_nothing_shows_it_times_are_plain() -> None:
-    spans = [call(0, 1), reward(0.2, 2), call(1, 3)]
-    aligned, skew = align_clocks(spans)
-    assert (aligned, skew) == (spans, None)
-    assert rewards(trace_rollout(SUCCEEDED, spans)) == [0.2, None]
-
-
 @pytest.mark.parametrize("ahead", SKEWS)
 def test_a_posted_reward_has_the_servers_clock(ahead: float) -> None:
-    posted = reward(0.25, 2.55)
-    posted = msgspec.structs.replace(posted, attributes={**posted.attributes, semconv.REWARD_POSTED: True})
-    others = [one for one in CONVERSATION if not one.span_id.startswith("reward")]
-    assert rewards(trace_rollout(SUCCEEDED, [*agents_clock(others, ahead), posted])) == [None, 0.25, None]
+    posted = with_attributes(reward(0.25, 2.55), {semconv.REWARD_POSTED: True})
+    assert rewards(trace_rollout(SUCCEEDED, [*agents_clock(UNREWARDED, ahead), posted])) == [None, 0.25, None]
 
 
 @pytest.mark.parametrize("attributes", [
     {"tool_call_id": "t0"}, {"gen_ai.tool.call.id": "t0"}, make_link_attributes({"gen_ai.tool.call.id": "t0"}),
 ])  # fmt: skip
 def test_a_reward_that_names_a_tool_call_belongs_to_the_call_that_asked_for_it(attributes: Any) -> None:
-    late = reward(0.25, 3.6)
-    late = msgspec.structs.replace(late, attributes={**late.attributes, **attributes})
-    others = [one for one in CONVERSATION if not one.span_id.startswith("reward")]
-    assert rewards(trace_rollout(SUCCEEDED, [*others, late])) == [0.25, None, None]
+    late = with_attributes(reward(0.25, 3.6), attributes)
+    assert rewards(trace_rollout(SUCCEEDED, [*UNREWARDED, late])) == [0.25, None, None]
 
 
 def test_a_reward_inside_a_tool_belongs_to_the_call_that_asked_for_it() -> None:

@@ -160,10 +160,6 @@ def test_examples_in_the_prompt_are_not_answers_of_the_agent() -> None:
     assert attempt.read() == Continuity((None, None), (0, 1), ())
 
 
-def test_an_attempt_without_calls_says_nothing() -> None:
-    assert Attempt().read() == Continuity((), (), ())
-
-
 # --- what breaks ---------------------------------------------------------------------------------------------------
 
 
@@ -214,29 +210,23 @@ def test_texts_that_are_glued_are_reported() -> None:
     assert attempt.kind() == "retokenised"
 
 
-def test_an_edited_answer_is_reported() -> None:
-    attempt = Attempt()
-    history = attempt.call([SYSTEM, user("hello")], "there is no")
-    attempt.call([*history[:-1], assistant("there"), user("and then?")], "yes")
-    assert attempt.kind() == "edited history"
-
-
-def test_an_earlier_message_that_was_edited_is_reported() -> None:
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda history: [*history[:-1], assistant("there"), user("no?")],
+        lambda history: [*history[:3], user("and?"), history[4], user("no?")],
+        lambda history: [SYSTEM, *history[-2:], user("no?")],
+        lambda history: [SYSTEM, user("hello, there and friend"), *history[-2:], user("no?")],
+    ],
+    ids=["answer", "earlier message", "old messages left out", "old messages summarised"],
+)
+def test_a_history_that_was_edited_is_reported(edit: Any) -> None:
     attempt = Attempt()
     history = attempt.call([SYSTEM, user("hello")], "there")
-    history = attempt.call([*history, user("and then?")], "yes")
-    attempt.call([*history[:3], user("and?"), history[4], user("no?")], "no")
+    history = attempt.call([*history, user("and then?")], "there is no")
+    attempt.call(edit(history), "no")
     found = attempt.break_()
-    assert (found.kind, found.earlier, found.inside) == ("edited history", 1, "prompt")
-
-
-@pytest.mark.parametrize("instead", [[], [user("hello, there and friend")]])
-def test_old_messages_that_are_left_out_are_reported(instead: list[dict[str, Any]]) -> None:
-    attempt = Attempt()
-    history = attempt.call([SYSTEM, user("hello")], "there")
-    history = attempt.call([*history, user("and then?")], "yes")
-    attempt.call([SYSTEM, *instead, *history[-2:], user("no?")], "no")
-    assert attempt.kind() == "edited history"
+    assert (found.kind, found.earlier) == ("edited history", 1)
 
 
 def test_tools_that_changed_are_reported() -> None:
@@ -266,18 +256,14 @@ def test_ids_alone_show_a_break_and_not_its_reason() -> None:
     assert attempt.kind() == "unknown"
 
 
-def test_ids_that_share_less_than_a_first_prompt_begin_a_conversation() -> None:
+@pytest.mark.parametrize(
+    ("prompt", "agent", "conversations"), [((1, 2, 4, 5), "writer", (0, 1)), ((1, 2, 3, 7, 9), "critic", (0, 1))]
+)
+def test_ids_of_another_prompt_or_agent_begin_a_conversation(prompt: Any, agent: str, conversations: Any) -> None:
     attempt = Attempt()
     attempt.ids((1, 2, 3), (7, 8))
-    attempt.ids((1, 2, 4, 5), (9,))
-    assert attempt.read() == Continuity((None, None), (0, 1), ())
-
-
-def test_another_agents_ids_are_not_missed() -> None:
-    attempt = Attempt()
-    attempt.ids((1, 2, 3), (7, 8))
-    attempt.ids((1, 2, 3, 7, 9), (9,), agent="critic")
-    assert attempt.read().breaks == ()
+    attempt.ids(prompt, (9,), agent=agent)
+    assert attempt.read() == Continuity((None, None), conversations, ())
 
 
 def test_every_kind_has_a_suggestion() -> None:

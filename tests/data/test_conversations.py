@@ -49,12 +49,6 @@ def test_calls_that_were_sent_all_that_came_before_are_one_conversation() -> Non
     assert last_messages(conversations(calls))[0] == [*more, HI]
 
 
-def test_of_two_calls_that_continue_one_each_begins_or_ends_its_own_conversation() -> None:
-    both = [[USER, HI, says("user", text)] for text in ("left", "right")]
-    calls, _ = read_calls([call(0, [USER], HI), call(1, both[0], HI), call(2, both[1], HI)])
-    assert [len(chain) for chain in conversations(calls)] == [2, 1]
-
-
 @pytest.mark.parametrize(
     "history",
     [[USER, says("assistant", "hi!"), USER], [says("user", "shortened"), HI, USER]],

@@ -31,31 +31,12 @@ def forests(level: Level, calls: list[tuple[list[int], list[int]]], max_tokens: 
     return list(micro_batches(sequences, aggregation_weights(sequences, "token-mean"), max_tokens))
 
 
-def test_turns_of_one_conversation_make_one_trunk() -> None:
-    forest, (first, second) = planted([1, 2, 3], [1, 2, 3, 4, 5])
-    assert forest.token_ids.tolist() == [1, 2, 3, 4, 5]
-    assert [(branch.start, branch.stop) for branch in forest.branches] == [(0, 5)]
-    assert first == second[:3] == [0, 1, 2]
-
-
 def test_best_of_three_is_three_answers_under_one_prompt() -> None:
     (micro,) = forests("tree", [([1, 2, 3], [4, 4]), ([1, 2, 3], [5, 5]), ([1, 2, 3], [6, 6])])
     assert micro.forest is not None
     assert micro.tokens == 3 + 3 * 2
     assert [branch.before.tolist() for branch in micro.forest.branches] == [[], [0, 1, 2], [0, 1, 2]]
     assert len(set(micro.predictors[[0, 2, 4]].tolist())) == 1  # the prompt's last token predicts all three
-
-
-def test_interleaved_agents_each_keep_their_branch() -> None:
-    a1, a2, a3 = ([1], [2]), ([1, 2, 3], [4]), ([1, 2, 3, 4, 5], [6])
-    s1, s2 = ([9], [8]), ([9, 8, 7], [6])
-    (micro,) = forests("tree", [a1, s1, a2, s2, a3])
-    assert micro.forest is not None
-    assert [micro.forest.token_ids[b.start : b.stop].tolist() for b in micro.forest.branches] == [
-        [9, 8, 7, 6],
-        [1, 2, 3, 4, 5, 6],
-    ]
-    assert len(micro.logprobs) == 5
 
 
 def test_the_same_answer_sampled_twice_shares_its_place_but_not_its_row() -> None:
@@ -109,16 +90,6 @@ def path_to(micro: MicroBatch, position: int) -> list[int]:
     while (before := int(micro.forest.previous[path[0]])) >= 0:
         path.insert(0, before)
     return path
-
-
-def test_a_batch_is_cut_where_the_least_is_computed_anew() -> None:
-    lengths = np.array([1000, 1000, 1000, 1000])
-    shared = np.array([0, 900, 100, 900])  # two pairs that share 900 tokens, and 100 between them
-    sampled = np.full(4, 50)
-    assert cut(lengths, shared, sampled, 10_000, 10_000) == [(0, 4)]
-    assert cut(lengths, shared, sampled, 2000, 10_000) == [(0, 2), (2, 4)]
-    assert cut(lengths, shared, sampled, 10_000, 100) == [(0, 2), (2, 4)]
-    assert cut(lengths, shared, sampled, 500, 10_000) == [(0, 1), (1, 2), (2, 3), (3, 4)]
 
 
 @given(

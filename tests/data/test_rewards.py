@@ -13,37 +13,21 @@ from agentlightning.data.rewards import RewardSpec, ancestors
 from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.errors import ConfigError
 from agentlightning.tracing.steps import DEPTH
-from agentlightning.types import Rollout, SampledChoice, Span, TokenCapture
+from agentlightning.types import Rollout, Span
+from tests.data import recordings
+from tests.data.recordings import sampled, span
 
 SUCCEEDED = Rollout(rollout_id="r", input="task", start_time=0.0, status="succeeded")
 
 
-def span(name: str, start: float, end: float, parent: str | None = None, **attributes: Any) -> Span:
-    return Span(
-        rollout_id="r",
-        attempt_id="a",
-        sequence_id=int(start * 10),
-        trace_id="0" * 32,
-        span_id=name,
-        parent_id=parent,
-        name=name,
-        start_time=start,
-        end_time=end,
-        attributes=attributes,
-    )
-
-
-def call(index: int, start: float, parent: str | None = None, *, end: float | None = None, said: str = "") -> Span:
-    answer = msgspec.json.encode([{"role": "assistant", "content": said}]).decode()
+def call(index: int, start: float, parent: str | None = None, *, end: float | None = None, text: str = "") -> Span:
+    answer = msgspec.json.encode([{"role": "assistant", "content": text}]).decode()
     about = {semconv.CALL_INDEX: index, semconv.GEN_AI_OUTPUT_MESSAGES: answer}
-    made = span(f"call{index}", start, start + 0.5 if end is None else end, parent, **about)
-    choice = SampledChoice(token_ids=(7, 8), logprobs=(-0.1, -0.2), finish_reason="stop", versions=((0, 2),))
-    return msgspec.structs.replace(made, tokens=TokenCapture(prompt_token_ids=(1, index), choices=(choice,)))
+    return span(f"call{index}", start, start + 0.5 if end is None else end, parent, tokens=sampled(1, index), **about)
 
 
 def reward(value: float, at: float, parent: str | None = None, *, final: bool = False) -> Span:
-    about = {semconv.reward_name(0): "primary", semconv.reward_value(0): value}
-    return span(f"reward{at}", at, at, parent, **(about if final else about | {semconv.REWARD_FINAL: False}))
+    return recordings.reward(value, at, parent, final=final)
 
 
 def agent(name: str, start: float, end: float, parent: str | None = None) -> Span:
@@ -55,25 +39,26 @@ def rewards(traced: TracedRollout) -> list[float | None]:
     return [transition.reward for transition in traced.transitions]
 
 
-def test_an_intermediate_reward_belongs_to_the_call_before_it_and_leaves_the_final_one() -> None:
-    """A1 S1 A2: the 0.2 after the sub-agent is the sub-agent's, the 1.0 at the end the rollout's."""
-    spans = [call(0, 1), call(1, 2), reward(0.2, 2.6), call(2, 3), reward(1.0, 4, final=True)]
-    traced = trace_rollout(SUCCEEDED, spans)
-    assert rewards(traced) == [None, 0.2, None]
-    assert traced.reward == 1.0
-
-
-def test_a_reward_inside_an_agents_span_belongs_to_a_call_of_that_span() -> None:
-    spans = [
-        agent("lead", 0, 9),
-        agent("helper", 1.8, 4, "agent-lead"),
-        call(0, 1, "agent-lead"),
-        call(1, 2, "agent-helper"),
-        call(2, 2.6, "agent-lead"),  # the lead goes on beside its helper
-        reward(0.2, 3.5, "agent-helper"),
-        reward(0.1, 3.6, "agent-lead"),
-    ]
-    assert rewards(trace_rollout(SUCCEEDED, spans)) == [None, 0.2, 0.1]
+@pytest.mark.parametrize(
+    ("spans", "given"),
+    [
+        ([call(0, 1), call(1, 2), reward(0.2, 2.6), call(2, 3)], [None, 0.2, None]),
+        ([call(0, 1), call(1, 2, end=5.0), reward(0.2, 3)], [0.2, None]),  # a call that has not ended did not earn it
+        ([reward(0.25, 1.7), call(0, 1), reward(0.5, 1.8)], [0.75]),  # several add up, in any order of the spans
+        (
+            [
+                agent("lead", 0, 9), agent("helper", 1.8, 4, "agent-lead"), call(0, 1, "agent-lead"),
+                call(1, 2, "agent-helper"), call(2, 2.6, "agent-lead"), reward(0.2, 3.5, "agent-helper"),
+                reward(0.1, 3.6, "agent-lead"),
+            ],
+            [None, 0.2, 0.1],
+        ),
+    ],
+    ids=["the call before it", "ended calls", "sums", "the agent's span"],
+)  # fmt: skip
+def test_an_intermediate_reward_belongs_to_a_call(spans: list[Span], given: list[float | None]) -> None:
+    traced = trace_rollout(SUCCEEDED, [*spans, reward(1.0, 8, final=True)])
+    assert (rewards(traced), traced.reward) == (given, 1.0)
 
 
 def test_spans_within_spans_within_spans_take_no_time_of_their_own() -> None:
@@ -85,37 +70,20 @@ def test_spans_within_spans_within_spans_take_no_time_of_their_own() -> None:
     assert sum(filter(None, rewards(trace_rollout(SUCCEEDED, spans)))) == 0.5
 
 
-def test_a_call_that_has_not_ended_did_not_earn_it() -> None:
-    spans = [call(0, 1), call(1, 2, end=5.0), reward(0.2, 3)]
-    assert rewards(trace_rollout(SUCCEEDED, spans)) == [0.2, None]
-
-
-def test_several_rewards_of_a_call_are_added_up_in_whatever_order_spans_come() -> None:
-    spans = [reward(0.25, 1.7), call(0, 1), reward(0.5, 1.8)]
-    assert rewards(trace_rollout(SUCCEEDED, spans)) == [0.75]
-
-
 def test_rewards_that_reach_no_transition_are_counted_by_reason() -> None:
-    frozen = msgspec.structs.replace(
-        call(1, 2), attributes=dict(call(1, 2).attributes) | {semconv.CALL_TRAINABLE: False}
-    )
+    frozen = msgspec.structs.replace(call(1, 2), attributes={semconv.CALL_INDEX: 1, semconv.CALL_TRAINABLE: False})
     spans = [reward(0.1, 0.5), call(0, 1), frozen, reward(0.2, 2.7), reward(math.nan, 3)]
-    traced = trace_rollout(SUCCEEDED, spans)
-    assert rewards(traced) == [None]
+    traced = trace_rollout(SUCCEEDED, [*spans, reward(math.inf, 4, final=True)])
+    assert (rewards(traced), traced.reward) == ([None], None)
     assert traced.rewards_lost == {
-        "given before any call had ended": 1, "of a call that does not train": 1, "not a finite number": 1,
+        "given before any call had ended": 1, "of a call that does not train": 1, "not a finite number": 2,
     }  # fmt: skip
 
 
-def test_a_final_reward_that_is_no_number_is_no_reward() -> None:
-    traced = trace_rollout(SUCCEEDED, [call(0, 1), reward(math.inf, 2, final=True)])
-    assert (traced.reward, traced.rewards_lost) == (None, {"not a finite number": 1})
-
-
 def test_r_is_the_final_reward_or_the_sum() -> None:
-    spans = [call(0, 1), reward(0.2, 2), reward(1.0, 3, final=True)]
-    assert trace_rollout(SUCCEEDED, spans, reward=RewardSpec(base="sum")).reward == pytest.approx(1.2)
-    assert trace_rollout(SUCCEEDED, spans[:2], reward=RewardSpec(base="sum")).reward == 0.2
+    spans, total = [call(0, 1), reward(0.2, 2), reward(1.0, 3, final=True)], RewardSpec(base="sum")
+    assert trace_rollout(SUCCEEDED, spans, reward=total).reward == pytest.approx(1.2)
+    assert trace_rollout(SUCCEEDED, spans[:2], reward=total).reward == 0.2
     assert trace_rollout(SUCCEEDED, spans[:2]).reward is None
 
 
@@ -124,7 +92,7 @@ def test_terms_compose_and_are_named() -> None:
         format_bonus=0.5, answer_format=r"Answer: .+", length_penalty=10.0, overlong_penalty=1.0, overlong_length=4,
         overlong_buffer=4,
     )  # fmt: skip
-    spans = [call(0, 1, said="let me see"), call(1, 2, said="Answer: 3\nOslo"), reward(1.0, 3, final=True)]
+    spans = [call(0, 1, text="let me see"), call(1, 2, text="Answer: 3\nOslo"), reward(1.0, 3, final=True)]
     traced = trace_rollout(SUCCEEDED, spans, reward=spec)
     assert traced.reward_terms == {"final": 1.0, "format_bonus": 0.5, "length_penalty": -0.04, "overlong_penalty": -0.5}
     assert traced.reward == pytest.approx(0.96)
@@ -133,12 +101,8 @@ def test_terms_compose_and_are_named() -> None:
 
 def test_each_term_by_itself() -> None:
     overlong = RewardSpec(overlong_penalty=2.0, overlong_length=10, overlong_buffer=4)
-    assert [overlong.terms([], [length], "")["overlong_penalty"] for length in (6, 8, 10, 99)] == [
-        0.0,
-        -1.0,
-        -2.0,
-        -2.0,
-    ]
+    found = [overlong.terms([], [length], "")["overlong_penalty"] for length in (6, 8, 10, 99)]
+    assert found == [0.0, -1.0, -2.0, -2.0]
     tools = RewardSpec(tool_success=0.4)
     assert tools.terms([1, 1, -1, 1], [], "") == {"tool_success": pytest.approx(0.2)}
     assert tools.terms([], [], "") == {"tool_success": 0.0}
@@ -152,17 +116,20 @@ def test_a_format_is_not_judged_by_text_that_was_not_recorded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "match"),
     [
         ({"base": "last"}, "final.*sum"),
         ({"format_bonus": 0.1}, "answer_format"),
         ({"answer_format": ".*"}, "format_bonus"),
         ({"format_bonus": 0.1, "answer_format": "("}, "not a pattern"),
+        ({"failed_tool": "("}, "not a pattern"),
         ({"length_penalty": -1.0}, "positive"),
         ({"overlong_penalty": 1.0, "overlong_length": 10}, "overlong_buffer"),
         ({"overlong_penalty": 1.0, "overlong_length": 10, "overlong_buffer": 11}, "from 1 to"),
+        ({"weights": {"right": 1.0}, "base": "sum"}, "leave base: sum out"),
+        ({"relative_length": -0.1}, "relative_length"),
     ],
 )
-def test_a_spec_that_cannot_be_meant_is_refused(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_spec_that_cannot_be_meant_is_refused(wrong: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
         RewardSpec(**wrong)

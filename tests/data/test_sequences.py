@@ -35,21 +35,10 @@ def test_a_prompt_that_extends_the_last_call_exactly_is_appended_to_it() -> None
     assert sequence.advantages.tolist() == [0.5, 0.5, -0.5]
 
 
-def test_interleaved_conversations_each_keep_their_own_row() -> None:
-    a1, a2, a3 = credited([1], [2]), credited([1, 2, 3], [4]), credited([1, 2, 3, 4, 5], [6])
-    s1, s2 = credited([9], [8]), credited([9, 8, 7], [6])
-    sequences = build_sequences([a1, s1, a2, s2, a3], "trajectory")
-    assert [sequence.token_ids.tolist() for sequence in sequences] == [[1, 2, 3, 4, 5, 6], [9, 8, 7, 6]]
-
-
 def test_a_changed_history_starts_a_new_row_and_level_transition_never_merges() -> None:
     calls = [credited([1, 2], [3]), credited([1, 9, 3, 4], [5])]
     assert len(build_sequences(calls, "trajectory")) == 2
     assert len(build_sequences([calls[0], credited([1, 2, 3, 4], [5])], "transition")) == 2
-
-
-def test_two_answers_to_the_same_prompt_are_two_rows() -> None:
-    assert len(build_sequences([credited([1], [2]), credited([1], [2])], "trajectory")) == 2
 
 
 tokens = st.lists(st.integers(0, 3), min_size=1, max_size=4)
@@ -111,12 +100,6 @@ def test_micro_batches_respect_the_token_budget_and_keep_a_long_row_alone() -> N
     sequences = build_sequences([credited([1] * size, [2]) for size in (1, 3, 3, 50)], "transition")
     shapes = [m.token_ids.shape for m in micro_batches(sequences, aggregation_weights(sequences, "token-mean"), 8)]
     assert shapes == [(1, 51), (2, 4), (1, 2)]
-
-
-def test_one_giant_sequence_does_not_pad_the_small_ones() -> None:
-    sequences = build_sequences([credited([1] * size, [2]) for size in (2000, 19, 19, 15, 10, 9)], "transition")
-    shapes = [m.token_ids.shape for m in micro_batches(sequences, aggregation_weights(sequences, "token-mean"), 8192)]
-    assert shapes == [(1, 2001), (5, 20)]
 
 
 @pytest.mark.parametrize("level", ["transition", "trajectory", "tree"])

@@ -57,8 +57,6 @@ def test_a_weight_of_a_reward_that_was_not_given_is_an_error() -> None:
         trace_rollout(
             SUCCEEDED, [call(0, 1), reward(1.0, 2, final=True)], reward=RewardSpec(weights={"primary": 1, "short": 1})
         )
-    with pytest.raises(ConfigError, match="leave base: sum out"):
-        RewardSpec(weights=WEIGHTS, base="sum")
 
 
 @THOROUGH
@@ -137,8 +135,6 @@ def test_a_group_is_compared_by_length_turns_and_tool_calls() -> None:
 def test_costs_of_one_rollout_are_compared_with_nothing() -> None:
     with pytest.raises(ConfigError, match="relative_turns compares"):
         agl.REINFORCEPlusPlus(reward=RewardSpec(relative_turns=0.1))
-    with pytest.raises(ConfigError, match="relative_length is how much is lost"):
-        RewardSpec(relative_length=-0.1)
 
 
 # --- states ---

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-import msgspec
 import pytest
 
 from agentlightning import semconv
-from agentlightning.data.rewards import RewardSpec
 from agentlightning.data.tool_calls import ToolStatus, tool_statuses
-from agentlightning.data.transitions import trace_rollout
-from agentlightning.errors import ConfigError
 from agentlightning.tracing.dialects import is_gateway_call
 from agentlightning.tracing.steps import read_steps
-from agentlightning.types import Rollout, Span
+from agentlightning.types import Span
+from tests.data.recordings import says, span, tool_says
 from tests.tracing.recorded import WITH_AGENTS, recorded
 
 
@@ -28,22 +26,16 @@ def statuses(spans: list[Span]) -> list[list[ToolStatus]]:
 def call(index: int, asked: list[tuple[str, str]], messages: Any) -> Span:
     """A call that ended in these tool calls, (id, name)."""
     tool_calls = [{"id": id, "function": {"name": name, "arguments": "{}"}} for id, name in asked]
-    answer = [{"role": "assistant", "content": None, "tool_calls": tool_calls}]
-    return Span(
-        rollout_id="r",
-        attempt_id="a",
-        sequence_id=index + 1,
-        trace_id="0" * 32,
-        span_id=f"call{index}",
-        name="chat policy",
-        start_time=float(index),
-        end_time=index + 0.5,
-        attributes={
-            semconv.CALL_ENDPOINT: "chat/completions",
-            semconv.GEN_AI_INPUT_MESSAGES: msgspec.json.encode(messages).decode(),
-            semconv.GEN_AI_OUTPUT_MESSAGES: msgspec.json.encode(answer).decode(),
-        },
-    )
+    about = {
+        semconv.CALL_ENDPOINT: "chat/completions",
+        semconv.GEN_AI_INPUT_MESSAGES: json.dumps(messages),
+        semconv.GEN_AI_OUTPUT_MESSAGES: json.dumps([says("assistant", None, tool_calls=tool_calls)]),
+    }
+    return span(f"call{index}", float(index), index + 0.5, **about)
+
+
+def tool_span(name: str, start: float, end: float) -> Span:
+    return span("tool", start, end, **{"tool.name": name})
 
 
 @pytest.mark.parametrize("framework", WITH_AGENTS)
@@ -53,14 +45,6 @@ def test_each_framework_tells_which_call_asked_for_a_tool_and_how_it_went(framew
     assert [(one.tool, one.status) for one in second] == [("boom", -1)]
     assert {one.tool for other in others for one in other} <= {"finish", "final_answer"}  # DSPy's and smolagents'
     assert all(one.duration is not None and one.duration > 0 for one in (*first, *second))
-
-
-def test_a_transition_has_the_tools_it_asked_for() -> None:
-    rollout = Rollout(rollout_id="r", input="task", start_time=0.0, status="succeeded")
-    traced = trace_rollout(rollout, recorded("autogen"))
-    assert [[(one.tool, one.status) for one in transition.tools] for transition in traced.transitions] == [
-        [("add", 1)], [("boom", -1)], [], []
-    ]  # fmt: skip
 
 
 def chat(content: Any) -> list[Any]:
@@ -87,6 +71,9 @@ def responses(output: Any) -> list[Any]:
         (chat("null"), -1),
         (chat('{"status": 404, "body": "not found"}'), -1),
         (chat('{"status_code": 500}'), -1),
+        (chat('{"status": 500, "data": {"message": "no"}}'), -1),
+        (chat('{"is_error": true, "output": {"x": 1}}'), -1),
+        (chat('{"status": 200, "data": {"job": 7, "status": "error"}}'), 1),  # what it reports on failed
         (chat('{"isError": true}'), -1),
         (chat("Error: it exploded"), -1),
         (chat("error"), -1),
@@ -134,11 +121,9 @@ def test_without_tool_spans_the_next_request_tells(messages: list[Any], status: 
 
 def test_a_pattern_of_your_own_says_which_answers_are_failures() -> None:
     spans = [call(0, [("t", "look")], []), call(1, [], chat("Kein Treffer")), call(2, [("u", "look")], [])]
-    spans.append(call(3, [], [{"role": "tool", "tool_call_id": "u", "content": "Error: 0.3"}]))
+    spans.append(call(3, [], [tool_says("u", "Error: 0.3")]))
     steps = read_steps(spans, "^Kein")
-    assert [one.status for call in tool_statuses(steps, "^Kein").values() for one in call] == [-1, 1]
-    with pytest.raises(ConfigError, match="not a pattern"):
-        RewardSpec(failed_tool="(")
+    assert [found.status for of in tool_statuses(steps, "^Kein").values() for found in of] == [-1, 1]
 
 
 def test_parallel_calls_are_distinguished_by_their_ids() -> None:
@@ -147,18 +132,11 @@ def test_parallel_calls_are_distinguished_by_their_ids() -> None:
     assert read[0] == [ToolStatus("one", 1, None), ToolStatus("two", -1, None)]
 
 
-def test_a_history_that_repeats_ids_is_read_at_its_end() -> None:
-    first = [{"role": "tool", "tool_call_id": "call_0", "content": None}]
-    second = [*first, {"role": "tool", "tool_call_id": "call_0", "content": "3"}]
-    read = statuses([call(0, [("call_0", "x")], []), call(1, [("call_0", "x")], first), call(2, [], second)])
-    assert [one[0].status for one in read[:2]] == [-1, 1]
-
-
-def test_a_result_from_before_a_request_does_not_answer_it() -> None:
-    first = [{"role": "tool", "tool_call_id": "call_0", "content": None}]
-    later = [*first, {"role": "user", "content": "go on"}]
-    read = statuses([call(0, [("call_0", "x")], []), call(1, [("call_0", "x")], first), call(2, [], later)])
-    assert read == [[ToolStatus("x", -1, None)], [], []]
+@pytest.mark.parametrize(("then", "second"), [(tool_says("call_0", "3"), [1]), (says("user", "go on"), [])])
+def test_an_id_that_repeats_is_answered_by_what_follows_its_request(then: Any, second: list[int]) -> None:
+    first: list[Any] = [{"role": "tool", "tool_call_id": "call_0", "content": None}]
+    calls = [call(0, [("call_0", "x")], []), call(1, [("call_0", "x")], first), call(2, [], [*first, then])]
+    assert [[found.status for found in of] for of in statuses(calls)] == [[-1], second, []]
 
 
 def test_ids_that_a_server_uses_again_are_distinguished_by_their_conversations() -> None:
@@ -175,28 +153,13 @@ def test_ids_that_a_server_uses_again_are_distinguished_by_their_conversations()
     assert [one[0].status for one in read[:2]] == [1, -1]
 
 
-@pytest.mark.parametrize(
-    "result",
-    ['{"status": 500, "data": {"message": "no"}}', '{"is_error": true, "output": {"x": 1}}'],
-)
-def test_a_failure_is_one_whatever_comes_with_it(result: str) -> None:
-    assert statuses([call(0, [("t", "look")], []), call(1, [], chat(result))])[0][0].status == -1
-
-
-def test_what_a_working_tool_reports_on_is_not_its_own_failure() -> None:
-    result = '{"status": 200, "data": {"job": 7, "status": "error"}}'
-    assert statuses([call(0, [("t", "look")], []), call(1, [], chat(result))])[0][0].status == 1
-
-
 def test_one_tool_span_and_the_messages_are_not_asked() -> None:
-    about = {"tool.name": "look"}
-    tool = msgspec.structs.replace(call(0, [], []), span_id="tool", start_time=0.6, end_time=0.9, attributes=about)
-    read = statuses([call(0, [("t", "look"), ("u", "other")], []), tool, call(1, [], chat("3"))])
+    calls = [call(0, [("t", "look"), ("u", "other")], []), call(1, [], chat("3"))]
+    read = statuses([*calls, tool_span("look", 0.6, 0.9)])
     assert read[0] == [ToolStatus("look", 1, pytest.approx(0.3))]  # type: ignore[arg-type]
 
 
 def test_a_tool_that_no_answer_names_belongs_to_the_call_before_it() -> None:
     """An agent may read tool calls out of the text."""
-    about = {"tool.name": "x"}
-    tool = msgspec.structs.replace(call(1, [], []), span_id="tool", start_time=1.6, end_time=1.8, attributes=about)
-    assert [len(one) for one in statuses([call(0, [], []), call(1, [], []), tool, call(2, [], [])])] == [0, 1, 0]
+    spans = [call(0, [], []), call(1, [], []), tool_span("x", 1.6, 1.8), call(2, [], [])]
+    assert [len(found) for found in statuses(spans)] == [0, 1, 0]

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pandas
 import pytest
@@ -35,15 +36,11 @@ def write(path: Path, text: str) -> Path:
 
 @pytest.mark.parametrize(
     "source",
-    [TASKS, tuple(TASKS), (task for task in TASKS), pandas.DataFrame(TASKS)],
-    ids=["list", "tuple", "generator", "frame"],
+    [TASKS, tuple(TASKS), (task for task in TASKS), pandas.DataFrame(TASKS), HuggingFaceLike()],
+    ids=["list", "tuple", "generator", "frame", "Hugging Face"],
 )
 def test_objects_in_memory_become_tasks(source: object) -> None:
     assert load_dataset(source) == TASKS
-
-
-def test_rows_of_a_hugging_face_dataset_become_tasks() -> None:
-    assert load_dataset(HuggingFaceLike()) == TASKS
 
 
 def test_a_dataset_of_several_splits_asks_for_one_of_them() -> None:
@@ -51,18 +48,18 @@ def test_a_dataset_of_several_splits_asks_for_one_of_them() -> None:
         load_dataset({"train": HuggingFaceLike(), "test": HuggingFaceLike()})
 
 
-def test_jsonl_skips_blank_lines(tmp_path: Path) -> None:
-    path = write(tmp_path / "tasks.jsonl", "\n\n".join(json.dumps(task) for task in TASKS) + "\n")
-    assert load_dataset(str(path)) == load_dataset(path) == TASKS
-
-
-def test_json_is_an_array_of_tasks(tmp_path: Path) -> None:
-    assert load_dataset(write(tmp_path / "tasks.json", json.dumps(TASKS))) == TASKS
-
-
-def test_csv_rows_become_dicts_of_strings(tmp_path: Path) -> None:
-    path = write(tmp_path / "tasks.csv", '\ufeffquestion,answer\n"1,1",2\n')
-    assert load_dataset(path) == [{"question": "1,1", "answer": "2"}]
+@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "with a byte order mark"])
+@pytest.mark.parametrize(
+    ("name", "text", "tasks"),
+    [
+        ("tasks.jsonl", "\n\n".join(json.dumps(task) for task in TASKS) + "\n", TASKS),
+        ("tasks.json", json.dumps(TASKS), TASKS),
+        ("tasks.csv", 'question,answer\n"1,1",2\n', [{"question": "1,1", "answer": "2"}]),
+    ],
+)
+def test_a_file_becomes_tasks(tmp_path: Path, mark: str, name: str, text: str, tasks: list[Any]) -> None:
+    path = write(tmp_path / name, mark + text)
+    assert load_dataset(str(path)) == load_dataset(path) == tasks
 
 
 def test_parquet_keeps_types(tmp_path: Path) -> None:
@@ -95,12 +92,6 @@ def test_a_file_that_cannot_be_used_is_named_with_the_reason(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load_dataset(write(tmp_path / name, text))
-
-
-@pytest.mark.parametrize(("name", "text"), [("t.jsonl", '"é"\n'), ("t.json", '["é"]'), ("t.csv", "a\né\n")])
-def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path, name: str, text: str) -> None:
-    (tmp_path / name).write_text(text, encoding="utf-8-sig")
-    assert load_dataset(tmp_path / name) in (["é"], [{"a": "é"}])
 
 
 def test_a_missing_file_and_a_file_of_another_encoding_are_named(tmp_path: Path) -> None:

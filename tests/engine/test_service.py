@@ -51,22 +51,16 @@ async def test_many_requests_stream_at_once_and_each_gets_its_own_tokens(service
         ]
 
 
-async def test_closing_the_iterator_cancels_the_generation(service: EngineService) -> None:
+async def test_closing_the_iterator_or_cancelling_the_task_cancels_the_generation(service: EngineService) -> None:
     async with aclosing(service.generate(request(max_tokens=250))) as tokens:
         await anext(tokens)
-    await service.complete(request(1, max_tokens=1))  # commands run in order: the cancellation is done
-    async with service.exclusive() as engine:
-        assert (engine.running, engine.waiting) == (0, 0)
-
-
-async def test_cancelling_the_task_cancels_the_generation(service: EngineService) -> None:
     async with service.exclusive():
         task = asyncio.create_task(service.complete(request(max_tokens=250)))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    await service.complete(request(1, max_tokens=1))
+    await service.complete(request(1, max_tokens=1))  # commands run in order: both cancellations are done
     async with service.exclusive() as engine:
         assert (engine.running, engine.waiting) == (0, 0)
 

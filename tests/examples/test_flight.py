@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import Counter
-from pathlib import Path
 
 import agent
 import pytest
@@ -13,70 +11,25 @@ from demonstrations import demonstrations
 from openai import AsyncOpenAI
 from tasks import KINDS, RIGHT_FIRST_TOOL, heldout_tasks, train_tasks
 
-FLIGHT = Path(agent.__file__).parent
+from tests.examples.endpoint import calling, scripted
+
 CANCELLED = next(task for task in train_tasks(30, seed=1) if task["kind"] == "cancelled")
 SUM = next(task for task in train_tasks(30, seed=1) if task["kind"] == "sum")
-
-
-class ScriptedEndpoint:
-    """A chat-completions server on loopback that answers with the given messages, one after another."""
-
-    def __init__(self, answers: list[dict]) -> None:
-        self.answers = list(answers)
-        self.requests: list[dict] = []
-
-    async def __aenter__(self) -> AsyncOpenAI:
-        self.server = await asyncio.start_server(self.answer, "127.0.0.1", 0)
-        port = self.server.sockets[0].getsockname()[1]
-        self.client = AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="any", max_retries=0)
-        return self.client
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.client.close()
-        self.server.close()
-
-    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-        length = int(head.split("content-length: ")[1].split("\r\n")[0])
-        self.requests.append(json.loads(await reader.readexactly(length)))
-        message = {"role": "assistant", "content": None, **self.answers.pop(0)}
-        choice = {"index": 0, "finish_reason": "stop", "message": message}
-        body = {"id": "c", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
-        payload = json.dumps(body).encode()
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n")
-        writer.write(f"Content-Length: {len(payload)}\r\n\r\n".encode() + payload)
-        await writer.drain()
-        writer.close()
-
-
-def calling(name: str, arguments: str) -> dict:
-    return {"tool_calls": [{"id": "call_1", "type": "function", "function": {"name": name, "arguments": arguments}}]}
 
 
 @pytest.mark.anyio
 async def test_an_episode_of_memory_search_and_answer_earns_the_full_reward() -> None:
     destination = CANCELLED["question"].split(" to ")[1].split(" ")[0]
-    search = json.dumps({"from": CANCELLED["home"], "to": destination, "max": CANCELLED["budget"]})
-    endpoint = ScriptedEndpoint(
-        [
-            calling("memory", '{"query": "home"}'),
-            calling("search", search),
-            {"content": f"You fly {CANCELLED['answer']}."},
-        ]
-    )
-    async with endpoint as client:
-        episode = await agent.run(CANCELLED, client=client)
+    search = {"from": CANCELLED["home"], "to": destination, "max": CANCELLED["budget"]}
+    script = calling("memory", {"query": "home"}), calling("search", search)
+    with scripted(*script, {"content": f"You fly {CANCELLED['answer']}."}) as (url, requests):
+        async with AsyncOpenAI(base_url=url, api_key="any", max_retries=0) as client:
+            episode = await agent.run(CANCELLED, client=client)
     assert episode.reward == 1.0
     assert episode.calls == ["memory", "search"]
-    assert [message["role"] for message in episode.messages[2:]] == [
-        "assistant",
-        "tool",
-        "assistant",
-        "tool",
-        "assistant",
-    ]
-    assert endpoint.requests[1]["messages"][-1]["tool_call_id"] == "call_1"
-    assert {tool["function"]["name"] for tool in endpoint.requests[0]["tools"]} == {"memory", "search", "calculator"}
+    assert [message["role"] for message in episode.messages[2:]] == [*["assistant", "tool"] * 2, "assistant"]
+    assert requests[1]["messages"][-1]["tool_call_id"] == "call_1"
+    assert {tool["function"]["name"] for tool in requests[0]["tools"]} == {"memory", "search", "calculator"}
 
 
 @pytest.mark.anyio
@@ -88,8 +41,9 @@ async def test_nonsense_from_the_model_becomes_error_results_and_ends_after_five
         calling("calculator", '{"expression": "__import__(\'os\')"}'),
         calling("memory", '{"query": "1+1"}'),
     ]
-    async with ScriptedEndpoint(nonsense) as client:
-        episode = await agent.run(SUM, client=client)
+    with scripted(*nonsense) as (url, _):
+        async with AsyncOpenAI(base_url=url, api_key="any", max_retries=0) as client:
+            episode = await agent.run(SUM, client=client)
     assert episode.reward == 0.0
     assert [message["content"] for message in episode.messages if message["role"] == "tool"] == ["error"] * 5
 

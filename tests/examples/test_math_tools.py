@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentlightning.learner.tiny import chat_text
+from tests.examples.endpoint import calling, scripted
 from tests.examples.loading import EXAMPLES, load_example
 from tests.examples.training import save_llama, steps_of, train
 from tests.frameworks.world import bin_of
@@ -35,21 +36,14 @@ def test_the_calculator_remembers_what_it_solved() -> None:
     ("tool", "arguments", "error"),
     [
         ("calculate", ("x", "+", "1"), "Error: x is unknown"),
-        ("calculate", ("1", "plus", "1"), "Error: operator plus is none of + - * /"),
         ("calculate", ("1", "/", "0"), "Error: division by 0"),
-        ("calculate", ("?", "+", "1"), "Error: cannot read ?"),
         ("solve", ("3*x+5",), "Error: an equation has one ="),
         ("solve", ("x*x=4",), "Error: the equation is not linear"),
-        ("solve", ("x+y=2",), "Error: 2 unknowns instead of one"),
-        ("solve", ("2=2",), "Error: 0 unknowns instead of one"),
-        ("expand", ("4*(x+3",), "Error: cannot read 4*(x+3"),
         ("expand", ("__import__('os').getcwd()",), "Error: cannot read"),
         ("expand", ("9^9^9",), "Error: exponent"),
-        ("expand", ("(((9^8)^8)^8)^8",), "Error: too large"),
         ("expand", ("(a+b+c+d)^8*(e+f+g+h)^8",), "Error: too large"),
         ("expand", ("(" * 99,), "Error: cannot read"),
         ("expand", ("x" * 200,), "Error: more than 100 characters"),
-        ("expand", ("\0",), "Error: cannot read"),
         ("expand", ("\ud800",), "Error: cannot read"),
     ],
 )
@@ -66,14 +60,11 @@ def test_what_it_cannot_do_is_said_at_once(tool: str, arguments: tuple, error: s
     ("answer", "reward"),
     [
         ("result: 40", 1.0),
-        ("40.0001", 1.0),  # within the tolerance
-        ("40.1", 0.0),
-        ("first 12, so 40", 1.0),
+        ("40.1", 0.0),  # beyond the tolerance
         (" ".join(map(str, range(100))), 0.0),  # naming many
         ("40 or 41", 0.0),
         ("8*5", 0.0),  # not worked out
         ("33 7/1", 0.0),  # 33 + 7 as a mixed number
-        ("", 0.0),
     ],
 )
 def test_the_last_number_is_the_answer(answer: str, reward: float) -> None:
@@ -88,9 +79,7 @@ def test_the_last_number_is_the_answer(answer: str, reward: float) -> None:
         ("4*(x+3)", 0.0),  # the question itself
         ("4*x+6+6", 0.0),  # not collected
         ("4*3+4*x", 0.0),  # 4*(3+x) without its brackets
-        ("4*x+12: 4*x+13", 0.0),
         ("4*x+13, 4*x+12, 4*x+11", 0.0),  # naming many
-        ("__import__('os')", 0.0),
         ("", 0.0),
     ],
 )
@@ -168,71 +157,31 @@ def test_calc_x_is_read_as_it_is_published(tmp_path: Path, ending: str) -> None:
 
 # --- the agent ---
 
-SCRIPTED = """
+PROGRAM = """
 import asyncio, json, sys
 from agent import answer_of, run
 from openai import AsyncOpenAI
 
 async def main():
-    script = json.load(sys.stdin)
-    requests = []
-
-    async def handle(reader, writer):
-        head = (await reader.readuntil(b"\\r\\n\\r\\n")).decode().lower()
-        length = int(head.split("content-length: ")[1].split("\\r\\n")[0])
-        requests.append(json.loads(await reader.readexactly(length)))
-        message = {"role": "assistant", "content": None, **script[len(requests) - 1]}
-        finish = "tool_calls" if "tool_calls" in message else "stop"
-        choice = {"index": 0, "finish_reason": finish, "message": message}
-        body = {"id": "c", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
-        payload = json.dumps(body).encode()
-        writer.write(b"HTTP/1.1 200 OK\\r\\nContent-Type: application/json\\r\\nConnection: close\\r\\n")
-        writer.write(f"Content-Length: {len(payload)}\\r\\n\\r\\n".encode() + payload)
-        await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(handle, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
-    async with AsyncOpenAI(base_url=url, api_key="any", max_retries=0) as client:
-        result = await run("3*x+5=20, x*7?", client=client)
-    told = [one["content"] for one in requests[-1]["messages"] if one["role"] == "tool"]
-    print(json.dumps({"answer": answer_of(result), "told": told, "calls": len(requests)}))
-    print("agentlightning" in sys.modules)
+    async with AsyncOpenAI(base_url=sys.argv[1], api_key="any", max_retries=0) as client:
+        print(answer_of(await run("3*x+5=20, x*7?", client=client)), "agentlightning" in sys.modules)
 
 asyncio.run(main())
 """
 
 
-def calling(name: str, arguments: object, number: int = 1) -> dict:
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-    return {"tool_calls": [{"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": text}}]}
-
-
-def converse(*script: dict) -> dict:
-    """What became of a conversation with an endpoint that answers by `script`, in AutoGen's environment."""
-    done = subprocess.run(
-        [bin_of("experiments") / "python", "-c", SCRIPTED],
-        cwd=MATH,
-        input=json.dumps(script),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    outcome, imported = done.stdout.splitlines()
-    assert imported == "False"  # the agent knows nothing of training
-    return json.loads(outcome)
-
-
 @pytest.mark.slow
 def test_the_agent_solves_then_calculates_then_answers() -> None:
-    outcome = converse(
+    calls = (
         calling("solve", {"equation": "3*x+5=20"}),
         calling("calculate", {"left": "x", "operator": "*", "right": 7}, 2),
-        {"content": "result: 35"},
     )
-    assert outcome == {"answer": "result: 35", "told": ["x: 5", "result: 35"], "calls": 3}
+    with scripted(*calls, {"content": "result: 35"}) as (url, requests):
+        command = [bin_of("experiments") / "python", "-c", PROGRAM, url]  # where AutoGen is
+        done = subprocess.run(command, cwd=MATH, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "result: 35 False\n", done.stderr  # the agent knows nothing of training
+    told = [message["content"] for message in requests[-1]["messages"] if message["role"] == "tool"]
+    assert (told, len(requests)) == (["x: 5", "result: 35"], 3)
 
 
 # --- training ---

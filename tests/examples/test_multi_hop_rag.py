@@ -46,21 +46,17 @@ def test_numbers_of_hops_take_turns_and_no_heldout_question_begins_with_a_traine
 # --- MuSiQue ---
 
 
+QUESTION = "Where does the maker of Steel Rain live?"
+
+
 def musique_line(**changes: object) -> str:
     paragraphs = [
         {"idx": 0, "title": "Steel Rain", "paragraph_text": "It was made by Ana Wirth.", "is_supporting": True},
         {"idx": 1, "title": "Ana Wirth", "paragraph_text": "She lives in Graz.", "is_supporting": True},
         {"idx": 2, "title": "Graz", "paragraph_text": "A town.", "is_supporting": False},
     ]
-    entry = {
-        "id": "2hop__1_2",
-        "paragraphs": paragraphs,
-        "question": "Where does the maker of Steel Rain live?",
-        "question_decomposition": [],
-        "answer": "Graz",
-        "answer_aliases": ["City of Graz"],
-        "answerable": True,
-    }
+    entry = {"id": "2hop__1_2", "paragraphs": paragraphs, "question_decomposition": [], "answerable": True}
+    entry |= {"question": QUESTION, "answer": "Graz", "answer_aliases": ["City of Graz"]}
     return json.dumps({**entry, **changes}) + "\n"
 
 
@@ -68,12 +64,8 @@ def test_musique_is_read_as_it_ships(tmp_path: Path) -> None:
     lines = musique_line() + musique_line(id="2hop__3_4") + musique_line(id="unanswerable", answerable=False)
     (tmp_path / "musique_ans_v1.0_dev.jsonl").write_text(lines)
     tasks, passages = hop.tasks.load_musique(tmp_path, "dev")
-    assert tasks[0] == {
-        "id": "2hop__1_2",
-        "kind": "2 hops",
-        "question": "Where does the maker of Steel Rain live?",
-        "answers": ["Graz", "City of Graz"],
-    }
+    answers = ["Graz", "City of Graz"]
+    assert tasks[0] == {"id": "2hop__1_2", "kind": "2 hops", "question": QUESTION, "answers": answers}
     assert [task["id"] for task in tasks] == ["2hop__1_2", "2hop__3_4"]
     assert passages == ["Steel Rain: It was made by Ana Wirth.", "Ana Wirth: She lives in Graz.", "Graz: A town."]
 
@@ -86,12 +78,9 @@ def test_musique_is_read_as_it_ships(tmp_path: Path) -> None:
     [
         ("answer: Graz", ["Graz"], 1.0),
         ("Answer: the GRAZ!", ["Graz"], 1.0),
-        ("answer (town): Graz", ["Graz"], 1.0),
         ("answer: Linz", ["Graz"], 0.1),
         ("answer (Graz): Linz", ["Graz"], 0.1),  # what it is does not count
-        ("answer: City of Graz", ["Graz", "City of Graz"], 1.0),  # the best of several
         ("answer: York", ["New York"], 0.9 * 2 / 3 + 0.1),  # precision 1, recall 1/2: F1 2/3
-        ("answer: York City", ["New York City"], 0.9 * 0.8 + 0.1),  # precision 1, recall 2/3
         ("answer: New York City", ["New York"], 0.9 * 2 / 3 + 0.1),  # longer than right: precision, not F1
     ],
 )
@@ -102,16 +91,12 @@ def test_answers_worked_by_hand(text: str, answers: list[str], reward: float) ->
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "Graz",
         "The answer: Graz",  # the line does not begin with the mark
         "answer:",
         "answer: ?!",
         "answer: Graz\nThat is all.",
-        "answer: Linz\nanswer: Graz",
         "answer: Linz answer (town): Graz",
         "answer: " + "Graz " * 31,
-        '<tool_call>{"name": "search", "arguments": {"query": "Graz"}}</tool_call>',
     ],
 )
 def test_without_the_form_nothing_is_earned(text: str) -> None:
@@ -173,21 +158,12 @@ def test_retriever_server_and_agent_hold_in_their_own_environment() -> None:
 
 @pytest.mark.slow
 def test_a_model_from_a_folder_is_trained_on_musique(tmp_path: Path) -> None:
-    done = train("multi_hop_rag", "--out", tmp_path, "--musique", musique(tmp_path), *llama(tmp_path))
+    for split in ("train", "dev"):
+        (tmp_path / f"musique_ans_v1.0_{split}.jsonl").write_text(musique_line() + musique_line(id="2hop__3_4"))
+    model = save_llama(tmp_path / "llama", [QUESTION, "answer (town): Graz"])
+    options = ("--musique", tmp_path, "--model", model, "--set", "dtype=float32")
+    done = train("multi_hop_rag", "--out", tmp_path, *options)
     assert done.returncode == 0, done.stderr
     (step,) = steps_of(tmp_path / "run")
     assert (step["rollouts"], step["unrewarded"]) == (4, 0)
     assert list((tmp_path / "run" / "checkpoints").glob("*/adapter_config.json"))
-
-
-def musique(folder: Path) -> Path:
-    """MuSiQue's two files in a folder, with two questions each."""
-    for split in ("train", "dev"):
-        (folder / f"musique_ans_v1.0_{split}.jsonl").write_text(musique_line() + musique_line(id="2hop__3_4"))
-    return folder
-
-
-def llama(folder: Path) -> tuple[str | Path, ...]:
-    """The options that name a small random model in a folder."""
-    model = save_llama(folder / "llama", ["Where does the maker of Steel Rain live?", "answer (town): Graz"])
-    return "--model", model, "--set", "dtype=float32"

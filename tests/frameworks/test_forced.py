@@ -9,18 +9,11 @@ from pathlib import Path
 import pytest
 
 from agentlightning import semconv
-from agentlightning.engine.engine import Engine
-from agentlightning.engine.service import EngineService
-from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.chat.template import ChatTemplate
-from agentlightning.gateway.chat.token_backend import TokenBackend
-from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.learner.policy import Policy
-from agentlightning.store.sql import SqlStore
 from agentlightning.types import Mode, Span
 from tests.frameworks.policy import make_policy
 from tests.frameworks.world import bin_of
-from tests.gateway.world import World, serving_gateway
+from tests.gateway.world import world
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 PROGRAM = Path(__file__).parent / "forced_agents.py"
@@ -41,30 +34,17 @@ def policy() -> Policy:
 
 async def ran(policy: Policy, directory: Path, name: str, mode: Mode) -> tuple[str, list[Span]]:
     """What the program printed, and the spans of its calls."""
-    end = policy.tokenizer.eos_token_id
-    service = EngineService(Engine(policy.model, eos_token_ids=[end], max_sequence_length=4096, slots=4))
-    service.start()
-    store = await SqlStore.open(directory / "store.sqlite", synchronous="NORMAL")
-    try:
-        chat = ChatTemplate.from_pretrained(policy.tokenizer)
-        backend = TokenBackend(chat, service, name="embedded", max_sequence_length=4096)
-        gateway = Gateway(ModelTable([ModelEntry("policy", backend)]), store)
-        async with serving_gateway(gateway) as url:
-            there = World(url, store, gateway, service)
-            attempted = await there.attempt(mode)
-            client = there.client(attempted)
-            process = await asyncio.create_subprocess_exec(
-                bin_of("frameworks") / "python", PROGRAM, name,
-                env={"PATH": os.environ["PATH"], "HOME": str(directory), "OPENAI_BASE_URL": str(client.base_url),
-                     "OPENAI_API_KEY": client.api_key, "NO_PROXY": "127.0.0.1"},
-                stdout=asyncio.subprocess.PIPE,
-            )  # fmt: skip
-            said, _ = await process.communicate()
-            await client.close()
-            return said.decode(), await there.spans(attempted)
-    finally:
-        await store.close()
-        service.close()
+    async with world(directory, policy=policy, length=4096) as there:
+        attempted = await there.attempt(mode)
+        client = there.client(attempted)
+        process = await asyncio.create_subprocess_exec(
+            bin_of("frameworks") / "python", PROGRAM, name,
+            env={"PATH": os.environ["PATH"], "HOME": str(directory), "OPENAI_BASE_URL": str(client.base_url),
+                 "OPENAI_API_KEY": client.api_key, "NO_PROXY": "127.0.0.1"},
+            stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        said, _ = await process.communicate()
+        return said.decode(), await there.spans(attempted)
 
 
 @pytest.mark.parametrize("name", WISHES)

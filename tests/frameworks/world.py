@@ -13,11 +13,7 @@ import pytest
 from agentlightning import semconv
 from agentlightning.data.call_filter import CallFilter
 from agentlightning.data.transitions import OTHER_AGENT, TracedRollout, trace_rollout
-from agentlightning.engine.engine import Engine
-from agentlightning.engine.service import EngineService
-from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.chat.template import ChatTemplate
-from agentlightning.gateway.chat.token_backend import TokenBackend
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.tiny import END
@@ -27,11 +23,11 @@ from agentlightning.tracing.steps import Step, read_steps
 from agentlightning.types import LLM, EnqueueRolloutRequest, Rollout, Span
 from scripts.drift import DriftCheck, recorded_call
 from tests.frameworks.policy import TASK
+from tests.gateway.world import GREEDY, talking
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "frameworks"
 KEY = "an admin's key"
-GREEDY = Sampling(temperature=0.0)
 NOWHERE = "http://127.0.0.1:9"  # where nobody listens
 
 
@@ -84,15 +80,10 @@ def play(policy: Policy, directory: Path, example: Path, programs: Path, *argume
 
 
 async def _play(policy: Policy, directory: Path, example: Path, programs: Path, arguments: Sequence[str]) -> Outcome:
-    end = policy.tokenizer.eos_token_id
-    service = EngineService(Engine(policy.model, eos_token_ids=[end], max_sequence_length=4096, slots=4))
     chat = ChatTemplate.from_pretrained(policy.tokenizer)
-    model = ModelEntry(
-        "policy", TokenBackend(chat, service, name="embedded"), train=GREEDY, aliases=("writer", "rewriter")
-    )
-    settings = ServerSettings(f"{directory}/store.sqlite", synchronous="NORMAL", key=KEY, models=(model,))
-    service.start()
-    try:
+    async with talking(policy, length=4096) as (backend, _):
+        model = ModelEntry("policy", backend, train=GREEDY, aliases=("writer", "rewriter"))
+        settings = ServerSettings(f"{directory}/store.sqlite", synchronous="NORMAL", key=KEY, models=(model,))
         async with running_server(settings) as running:
             store = LightningStoreClient(running.url, api_key=KEY)
             try:
@@ -102,8 +93,6 @@ async def _play(policy: Policy, directory: Path, example: Path, programs: Path, 
                 return Outcome(rollout, await store.query_spans(rollout.rollout_id), chat, said)
             finally:
                 await store.close()
-    finally:
-        service.close()
 
 
 async def _run(

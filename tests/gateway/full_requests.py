@@ -28,28 +28,21 @@ _ITEMS = [
     {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "yes", "annotations": []}]},
     {"role": "user", "content": "more"},
 ]
+_SAID = [
+    {"type": "thinking", "thinking": "t", "signature": ""},
+    {"type": "text", "text": "Let me"},
+    {"type": "tool_use", "id": "c1", "name": "search", "input": {"q": "sun"}},
+]
+_RESULT = {
+    "type": "tool_result",
+    "tool_use_id": "c1",
+    "content": [{"type": "text", "text": "sunny"}],
+    "is_error": False,
+}
 _TURNS = [
     {"role": "user", "content": "weather"},
-    {
-        "role": "assistant",
-        "content": [
-            {"type": "thinking", "thinking": "t", "signature": ""},
-            {"type": "text", "text": "Let me"},
-            {"type": "tool_use", "id": "c1", "name": "search", "input": {"q": "sun"}},
-        ],
-    },
-    {
-        "role": "user",
-        "content": [
-            {
-                "type": "tool_result",
-                "tool_use_id": "c1",
-                "content": [{"type": "text", "text": "sunny"}],
-                "is_error": False,
-            },
-            {"type": "text", "text": "ok"},
-        ],
-    },
+    {"role": "assistant", "content": _SAID},
+    {"role": "user", "content": [_RESULT, {"type": "text", "text": "ok"}]},
 ]
 _SAMPLING = {"temperature": 1.0, "top_p": 0.9, "top_k": 4, "seed": 1, "stream": False}
 _MESSAGES = {

@@ -64,22 +64,49 @@ async def ask(front: World, mode: Any = "train", **fields: Any) -> Any:
     return (await front.spans(attempted))[0]
 
 
-@pytest.mark.parametrize("mode", ["train", "test"])
-async def test_an_engine_in_training_is_sent_the_fields_of_a_list_and_no_others(mode: str) -> None:
-    async with served() as (front, upstream):
+STRICT = {"type": "function", "function": {**SEARCH_TOOL["function"], "strict": True}}
+VARIABLES = {"enable_thinking": False, "tokenize": True, "chat_template": "x"}
+FROZEN: dict[str, Any] = {"trainable": False, "train": None}
+CONSTRAINTS = {"allowed_token_ids", "ignore_eos", "min_tokens", "stop_token_ids", "thinking_token_budget"}
+
+
+@pytest.mark.parametrize(
+    ("entry", "mode", "names"),
+    [({}, "train", SENT | SAMPLING), ({}, "test", SENT), (FROZEN, "train", SENT | CONSTRAINTS)],
+)
+async def test_an_engine_is_sent_the_fields_of_a_list_and_nothing_that_reaches_its_insides(
+    entry: dict[str, Any], mode: str, names: set[str]
+) -> None:
+    async with served(**entry) as (front, upstream):
         span = await ask(front, mode, **HOSTILE)
-    assert upstream.asked[0].keys() == (SENT | SAMPLING if mode == "train" else SENT)
-    assert span.attributes[semconv.CALL_DROPPED] == sorted(HOSTILE)
-    assert semconv.CALL_FLAG not in span.attributes
+    assert upstream.asked[0].keys() == names
+    if not entry:
+        assert span.attributes[semconv.CALL_DROPPED] == sorted(HOSTILE)
+        assert semconv.CALL_FLAG not in span.attributes
 
 
-async def test_a_tool_that_asks_for_a_grammar_is_offered_without() -> None:
-    strict = {"type": "function", "function": {**SEARCH_TOOL["function"], "strict": True}}
+@pytest.mark.parametrize(
+    ("fields", "sent", "dropped"),
+    [
+        (
+            {"tools": [STRICT], "tool_choice": "auto", "parallel_tool_calls": False},
+            {"tools": [SEARCH_TOOL]},
+            ["tools.strict"],
+        ),
+        (
+            {"chat_template_kwargs": VARIABLES, "reasoning_effort": "low"},
+            {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low"},
+            ["chat_template_kwargs.chat_template", "chat_template_kwargs.tokenize"],
+        ),
+    ],
+)
+async def test_of_tools_and_template_variables_is_sent_what_changes_the_prompt_alone(
+    fields: dict[str, Any], sent: dict[str, Any], dropped: list[str]
+) -> None:
     async with served() as (front, upstream):
-        span = await ask(front, tools=[strict], tool_choice="auto", parallel_tool_calls=False)
-    assert upstream.asked[0]["tools"] == [SEARCH_TOOL] and "parallel_tool_calls" not in upstream.asked[0]
-    assert span.attributes[semconv.CALL_DROPPED] == ["tools.strict"]
-    assert semconv.CALL_FLAG not in span.attributes
+        span = await ask(front, **fields)
+    assert upstream.asked[0].items() >= sent.items() and "parallel_tool_calls" not in upstream.asked[0]
+    assert span.attributes[semconv.CALL_DROPPED] == dropped and semconv.CALL_FLAG not in span.attributes
 
 
 @pytest.mark.parametrize(
@@ -100,36 +127,21 @@ async def test_what_an_answer_must_be_is_sent_except_in_training(fields: dict[st
     assert forced.attributes[semconv.CALL_FLAG] == "constrained by a grammar"
 
 
-async def test_a_grammar_that_would_hold_up_the_engine_is_refused() -> None:
-    async with served() as (front, upstream):
-        with pytest.raises(openai.BadRequestError, match="structured_outputs may have 65,536 bytes"):
-            await ask(front, "val", structured_outputs={"choice": [f"choice {number}" for number in range(10_000)]})
-    assert upstream.asked == []
+LARGE = {"choice": [f"choice {number}" for number in range(10_000)]}
 
 
-@pytest.mark.parametrize("name", ["guided_json", "functions", "audio", "web_search_options"])
-async def test_what_cannot_be_had_and_would_be_missed_is_refused_by_name(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, {"type": "object"}) for name in ("guided_json", "functions", "audio", "web_search_options")),
+        ("structured_outputs", LARGE),  # it would hold up the engine
+    ],
+)
+async def test_what_cannot_be_had_and_would_be_missed_is_refused_by_name(name: str, value: Any) -> None:
     async with served() as (front, upstream):
         with pytest.raises(openai.BadRequestError, match=name):
-            await ask(front, **{name: {"type": "object"}})
+            await ask(front, "val", **{name: value})
     assert upstream.asked == []
-
-
-async def test_variables_of_a_template_are_those_that_change_the_prompt_alone() -> None:
-    async with served() as (front, upstream):
-        asked = {"enable_thinking": False, "tokenize": True, "chat_template": "x"}
-        span = await ask(front, chat_template_kwargs=asked, reasoning_effort="low")
-    assert upstream.asked[0]["chat_template_kwargs"] == {"enable_thinking": False}
-    assert upstream.asked[0]["reasoning_effort"] == "low"
-    dropped = ["chat_template_kwargs.chat_template", "chat_template_kwargs.tokenize"]
-    assert span.attributes[semconv.CALL_DROPPED] == dropped and semconv.CALL_FLAG not in span.attributes
-
-
-async def test_a_frozen_engine_is_sent_constraints_and_nothing_that_reaches_its_insides() -> None:
-    async with served(trainable=False, train=None) as (front, upstream):
-        await ask(front, **HOSTILE)
-    kept = {"allowed_token_ids", "ignore_eos", "min_tokens", "stop_token_ids", "thinking_token_budget"}
-    assert upstream.asked[0].keys() == SENT | kept
 
 
 async def test_where_the_agent_decides_penalties_are_sent_except_in_training() -> None:

@@ -102,9 +102,6 @@ async def test_calls_are_numbered_without_those_refused_and_a_new_gateway_goes_o
     assert [span.attributes.get(semconv.CALL_INDEX) for span in spans] == [None, 0, 1, 2]
 
 
-# --- keys of workers ----------------------------------------------------------------------------------------------
-
-
 async def leased(there: World, worker_id: str = "w/1", **config: object) -> AttemptedRollout:
     await there.store.enqueue_rollout("task", config=RolloutConfig(**config))  # type: ignore[arg-type]
     attempted = await there.store.dequeue_rollout(worker_id)

@@ -113,9 +113,6 @@ async def asking(built: World, attempted: AttemptedRollout, stream: bool) -> Asy
         writer.close()
 
 
-# --- answers that nobody received --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_whose_client_left_while_it_was_stored_is_not_trained(tmp_path: Path, stream: bool) -> None:
     async with told_world(tmp_path) as (built, store):
@@ -188,9 +185,6 @@ async def test_every_choice_is_kept_and_the_first_is_trained(gateway_world: Worl
     assert all(choice.token_ids and len(choice.token_ids) == len(choice.logprobs) for choice in span.tokens.choices)
     assert [(one.call_index, one.choice) for one in learned.transitions] == [(0, 0)]
     assert learned.excluded == Counter({"unused choice": 2})
-
-
-# --- calls that a queue records ----------------------------------------------------------------------------------
 
 
 async def test_a_call_that_no_attempt_made_is_recorded_behind_its_answer(tmp_path: Path) -> None:

@@ -51,9 +51,6 @@ async def attempt_of(world: World, attempted: AttemptedRollout) -> Attempt:
     return attempt
 
 
-# --- who holds ----------------------------------------------------------------------------------------------------
-
-
 async def test_held_calls_wait_and_are_answered_and_their_spans_say_for_how_long(gateway_world: World) -> None:
     attempted = await gateway_world.attempt()
     assert await answered(called(gateway_world, attempted))
@@ -123,9 +120,6 @@ async def test_a_hold_whose_holder_is_not_heard_of_ends_by_itself_and_says_so(
     assert await answered(call)
 
 
-# --- how long a call waits ----------------------------------------------------------------------------------------
-
-
 async def test_a_call_that_was_held_too_long_is_told_to_ask_again(tmp_path: Path) -> None:
     async with world(tmp_path, longest_hold=0.2) as built:
         built.gateway.hold()
@@ -163,9 +157,6 @@ async def test_nothing_is_left_of_a_client_that_left_while_it_was_held(gateway_w
         await until(lambda: not gateway_world.gateway.models.gate("policy").attempts)
     await asyncio.wait_for(gateway_world.gateway.idle(), 1)
     assert await gateway_world.spans(attempted) == []
-
-
-# --- clocks -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

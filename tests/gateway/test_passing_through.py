@@ -32,6 +32,7 @@ EMBEDDED = {
     "model": "upstream-embedder",
     "usage": {"prompt_tokens": 4, "total_tokens": 4},
 }
+SUNNY = {"type": "output_text", "text": "Sunny.", "annotations": []}
 SEARCHED = {
     "id": "resp_1",
     "object": "response",
@@ -40,13 +41,7 @@ SEARCHED = {
     "status": "completed",
     "output": [
         {"type": "web_search_call", "id": "ws_1", "status": "completed"},
-        {
-            "type": "message",
-            "id": "msg_1",
-            "role": "assistant",
-            "status": "completed",
-            "content": [{"type": "output_text", "text": "Sunny.", "annotations": []}],
-        },
+        {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [SUNNY]},
     ],
     "parallel_tool_calls": True,
     "tool_choice": "auto",
@@ -132,42 +127,37 @@ async def test_embeddings_reach_the_backend_under_its_own_name_and_key() -> None
     assert semconv.CALL_RESPONSE not in span.attributes
 
 
-async def test_what_is_passed_on_is_sampled_as_it_says_itself() -> None:
-    hosted = Hosted()
-    async with before(hosted, train=GREEDY) as front:
-        attempted = await front.attempt("train")
-        await front.client(attempted).responses.create(model="hosted", input="hello", temperature=0.7)
-        (span,) = await front.spans(attempted)
-    assert hosted.asked[0][1]["temperature"] == 0.7
-    assert semconv.GEN_AI_TEMPERATURE not in span.attributes and semconv.CALL_OVERRIDDEN not in span.attributes
-    assert json.loads(str(span.attributes[semconv.CALL_REQUEST]))["temperature"] == 0.7
-
-
-async def test_the_name_of_a_model_leads_to_no_other_route_of_the_backend() -> None:
+async def test_models_are_the_backends_and_lead_to_no_other_route_of_it() -> None:
     hosted = Hosted()
     async with before(hosted, name=ANY) as front, aiohttp.ClientSession() as session:
         for path in ("../files", "%2e%2e/files", "a/%2e%2e/../../files", "."):
             async with session.get(URL(f"{front.url}/v1/models/{path}", encoded=True)) as answer:
                 assert answer.status == 404
-    assert hosted.asked == []
+        assert hosted.asked == []
+        hosted.status = 401
+        for path in ("models", "models/hosted"):
+            async with session.get(f"{front.url}/v1/{path}") as answer:
+                assert (answer.status, "refused the gateway's key" in await answer.text()) == (502, True)
 
 
-async def test_what_only_the_hosted_api_knows_passes_through() -> None:
-    async with before(Hosted()) as front:
+async def test_what_only_the_hosted_api_knows_passes_through_and_is_sampled_as_it_says_itself() -> None:
+    hosted = Hosted()
+    async with before(hosted, train=GREEDY) as front:
         attempted = await front.attempt()
         client = front.client(attempted)
-        tools: Any = [{"type": "web_search"}]
-        answer = await client.responses.create(model="hosted", input="weather?", tools=tools)
-        stream = await client.responses.create(model="hosted", input="weather?", tools=tools, stream=True)
-        kinds = [event.type async for event in stream]
+        asked: Any = {"model": "hosted", "input": "weather?", "tools": [{"type": "web_search"}], "temperature": 0.7}
+        answer = await client.responses.create(**asked)
+        kinds = [event.type async for event in await client.responses.create(**asked, stream=True)]
         whole, streamed = await front.spans(attempted)
-    assert answer.output_text == "Sunny."
+    assert answer.output_text == "Sunny." and hosted.asked[0][1]["temperature"] == 0.7
     assert kinds == ["response.created", "response.completed"]
     for span in (whole, streamed):
         assert json.loads(str(span.attributes[semconv.GEN_AI_OUTPUT_MESSAGES]))[0]["content"] == "Sunny."
         assert json.loads(str(span.attributes[semconv.CALL_RESPONSE])) == SEARCHED
         assert span.attributes[semconv.CALL_FLAG] == "backend returns no token ids"
         assert span.attributes[semconv.GEN_AI_OUTPUT_TOKENS] == 2
+        assert semconv.GEN_AI_TEMPERATURE not in span.attributes and semconv.CALL_OVERRIDDEN not in span.attributes
+        assert json.loads(str(span.attributes[semconv.CALL_REQUEST]))["temperature"] == 0.7
 
 
 async def test_a_streamed_message_is_recorded_as_a_whole() -> None:
@@ -214,18 +204,6 @@ async def test_refusals_are_the_backends_own_but_its_key_is_not_the_agents_matte
         spans = await front.store.query_spans(UNATTRIBUTED)
     assert {span.attributes[semconv.CALL_FLAG] for span in spans} == {"call failed"}
     assert "the backend answered 422: {" in str([span.status.description for span in spans])
-
-
-@pytest.mark.parametrize("path", ["models", "models/hosted"])
-async def test_what_the_backend_says_of_its_key_is_not_told(path: str) -> None:
-    hosted = Hosted()
-    hosted.status = 401
-    async with (
-        before(hosted, name=ANY) as front,
-        aiohttp.ClientSession() as session,
-        session.get(f"{front.url}/v1/{path}") as answer,
-    ):
-        assert (answer.status, "refused the gateway's key" in await answer.text()) == (502, True)
 
 
 async def test_a_stream_that_breaks_off_ends_with_an_error_and_what_it_said_is_recorded() -> None:

@@ -58,9 +58,6 @@ async def answered_by(replicas: Replicas, asked: ModelCall) -> str:
     return events[0].replica
 
 
-# --- who answers --------------------------------------------------------------------------------------------------
-
-
 async def test_calls_go_to_whoever_runs_the_fewest() -> None:
     async with replicated(3) as (replicas, servers):
         for server in servers:
@@ -104,9 +101,6 @@ async def test_what_is_passed_through_and_what_is_counted_is_routed_too() -> Non
         servers[1].behaviour = "500"
         async with replicas.relay(asked) as answer:  # nobody else is left: what it says is passed on
             assert (answer.status, answer.replica) == (500, servers[1].url)
-
-
-# --- failures -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

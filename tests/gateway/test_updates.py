@@ -113,9 +113,6 @@ async def one(anyio_backend: str) -> AsyncIterator[One]:
         yield world, engine
 
 
-# --- one server ---------------------------------------------------------------------------------------------------
-
-
 async def test_vllm_loads_the_weights_then_forgets_what_it_computed_with_the_old_ones(one: One) -> None:
     world, engine = one
     attempted = await world.attempt()
@@ -186,9 +183,6 @@ async def test_calls_that_do_not_finish_in_time_keep_their_weights(one: One) -> 
     assert await early == "Hi!"
     assert await call(world, attempted) == "Hi!"
     assert engine.told == []
-
-
-# --- failures -----------------------------------------------------------------------------------------------------
 
 
 async def test_a_server_without_the_route_goes_on_as_it_was_and_the_flag_is_named() -> None:
@@ -283,9 +277,6 @@ async def test_a_server_that_is_registered_again_meanwhile_is_updated_all_the_sa
     await again.close()
 
 
-# --- several servers ----------------------------------------------------------------------------------------------
-
-
 async def test_a_replica_that_failed_gets_no_calls_and_the_others_answer_under_the_new_version() -> None:
     good, bad = engine_of(), engine_of()
     async with before(good, bad) as world:
@@ -311,9 +302,6 @@ async def test_a_replica_that_could_not_be_told_answers_on_under_its_old_version
         for attempted in attempts:
             await call(world, attempted)
         assert {await versions(world, attempted) for attempted in attempts} == {(7, 7), (0, 0)}
-
-
-# --- other kinds --------------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager

@@ -53,15 +53,15 @@ async def serving_gateway(gateway: Gateway) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def talking() -> AsyncIterator[tuple[TokenBackend, EngineService]]:
-    """The talker behind a running engine."""
-    talker = make_talker()
+async def talking(policy: Any = None, *, length: int = 512) -> AsyncIterator[tuple[TokenBackend, EngineService]]:
+    """A policy, or else the talker, behind a running engine."""
+    talker = policy or make_talker()
     end = talker.tokenizer.eos_token_id
-    service = EngineService(Engine(talker.model, eos_token_ids=[end], max_sequence_length=512, slots=16))
+    service = EngineService(Engine(talker.model, eos_token_ids=[end], max_sequence_length=length, slots=16))
     service.start()
     try:
         chat = ChatTemplate.from_pretrained(talker.tokenizer)
-        yield TokenBackend(chat, service, name="embedded", max_sequence_length=512), service
+        yield TokenBackend(chat, service, name="embedded", max_sequence_length=length), service
     finally:
         service.close()
 
@@ -112,10 +112,12 @@ async def fronting(*models: ModelEntry, store: SqlStore | None = None) -> AsyncI
 
 
 @asynccontextmanager
-async def world(directory: Path, *, store: bool = True, **gateway_options: Any) -> AsyncIterator[World]:
+async def world(
+    directory: Path, *, store: bool = True, policy: Any = None, length: int = 512, **gateway_options: Any
+) -> AsyncIterator[World]:
     sql = await SqlStore.open(directory / "store.sqlite", synchronous="NORMAL")
     try:
-        async with talking() as (backend, service):
+        async with talking(policy, length=length) as (backend, service):
             entry = ModelEntry("policy", backend, train=GREEDY, val=Sampling(temperature=0.0, max_tokens=4))
             gateway = Gateway(ModelTable([entry]), sql if store else None, **gateway_options)
             async with serving_gateway(gateway) as url:

@@ -15,10 +15,7 @@ from agentlightning.learner.losses import Loss
 from agentlightning.learner.memory import _kept, estimate_memory, left_of_container
 from agentlightning.learner.pairs import PairSettings
 from agentlightning.learner.policy import Policy, empty_model, open_policy
-from tests.learner.test_torch import tokenizer
 from tests.models import tiny_model
-
-__all__ = ["tokenizer"]
 
 
 def test_a_model_without_numbers_gives_the_same_estimate(tokenizer: Any, tmp_path: Path) -> None:

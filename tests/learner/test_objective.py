@@ -20,9 +20,7 @@ from agentlightning.errors import ConfigError
 from agentlightning.learner import losses
 from agentlightning.learner.losses import Loss
 from agentlightning.types import Rollout
-from tests.learner.test_torch import batch, conversation, gradient, learner, relative, tokenizer
-
-__all__ = ["tokenizer"]
+from tests.learner.test_torch import batch, conversation, gradient, learner, relative
 
 
 @losses.loss(tokens=True)
@@ -95,7 +93,7 @@ def test_options_of_a_function_are_given_beside_its_name() -> None:
         ({"aggregation": "token-meen"}, "did you mean 'token-mean'"),
         ({"aggregation": lambda tokens: [1.0]}, "must return a finite weight for each of 5 tokens"),
         ({"aggregation": lambda tokens: np.full(len(tokens), np.inf)}, "a finite weight for each of 5 tokens"),
-        ({"aggregation": lambda: 1.0}, "fails on five tokens: TypeError"),
+        ({"aggregation": lambda: 1.0}, "made to try it: TypeError"),
         ({"aggregation": {"name": per_rollout, "lenght": 1}}, "did you mean 'length'"),
         ({"loss": lambda a, b, c, d: (-a * c, {"mean": a.mean()})}, "for each of 5 tokens as its metric 'mean'"),
         ({"loss": {"name": "gspo", "lo": 1}}, "loss 'gspo' has no option 'lo'"),

@@ -19,9 +19,7 @@ from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError
 from agentlightning.learner.losses import Loss
 from agentlightning.learner.tinker import gradient as tinker_gradient
-from tests.learner.test_torch import conversation, gradient, learner, relative, tokenizer
-
-__all__ = ["tokenizer"]
+from tests.learner.test_torch import conversation, gradient, learner, mean_gradient, relative
 
 AGGREGATIONS = ("token-mean", "sequence-mean", "rollout-mean", "constant")
 
@@ -60,14 +58,7 @@ def plain_gradient(one: Any, aggregation: str) -> torch.Tensor:
             own = -torch.from_numpy(weights[at]) * logprobs[at - 1, ids[at]]
             if len(at):
                 calls.append((item.transition.rollout_id, own))
-    rollouts = [torch.cat([own for name, own in calls if name == of]) for of in dict(calls)]
-    total = {
-        "token-mean": lambda: torch.cat([own for _, own in calls]).mean(),
-        "sequence-mean": lambda: torch.stack([own.mean() for _, own in calls]).mean(),
-        "rollout-mean": lambda: torch.stack([own.mean() for own in rollouts]).mean(),
-        "constant": lambda: torch.stack([own.sum() / 7 for _, own in calls]).mean(),
-    }[aggregation]()
-    return torch.cat([part.flatten() for part in torch.autograd.grad(total, list(one.model.parameters()))])
+    return mean_gradient(one.model, calls, aggregation)
 
 
 def without(batch: Sequence[TrainingSequence]) -> list[TrainingSequence]:

@@ -75,11 +75,6 @@ async def varied(task: Any, llm: agl.LLM, rollout: agl.Rollout) -> float:
     return float((rollout.group_index or 0) % 2)
 
 
-async def test_a_server_that_is_not_there_is_named_before_training(tmp_path: Path, model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"http://127\.0\.0\.1:9/v1 does not list its models"):
-        await trainer(tmp_path, model=model, sampler={"vllm": "http://127.0.0.1:9"}).fit_async(agents.vowels, TASKS)
-
-
 def test_what_is_exported_is_what_a_server_loads(tmp_path: Path, model: Path) -> None:
     learner = TorchLearner(open_policy(model, seed=0, lora=LoRA(rank=4)))
     learner.export(tmp_path / "adapter", "adapter")

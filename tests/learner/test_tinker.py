@@ -229,24 +229,16 @@ def fit(directory: Path, model: Path, url: str, *, steps: int, resume: bool = Fa
 
 @on_a_server
 @pytest.mark.timeout(900)
-def test_six_steps_learn(tmp_path: Path, home: Path, model: Path, url: str) -> None:
-    result = fit(tmp_path, model, url, steps=6)
+def test_a_run_learns_and_is_resumed(tmp_path: Path, home: Path, model: Path, url: str) -> None:
+    first = fit(tmp_path, model, url, steps=2)
+    result = fit(tmp_path, model, url, steps=6, resume=True)
     mismatch = max(one.values.get("inference_mismatch", 0.0) for one in result.metrics)
     before, after = result.evaluations[0].reward, result.evaluations[-1].reward
     print(f"held-out {before:.3f} → {after:.3f} in {result.seconds:.0f} s, largest mismatch {mismatch:.1g}")
     assert 0 < mismatch < 1e-3
     assert after > before + 0.1
-    assert result.checkpoint is not None
+    assert first.checkpoint is not None and result.checkpoint is not None
+    assert read_handle(first.checkpoint).steps == 2 and read_handle(result.checkpoint).steps == 6
     run = read_handle(result.checkpoint).path.split("/")[2]
     kept = [file.name for file in (home / "checkpoints" / run / "sampler_weights").glob("*.gz")]
     assert len(kept) == 2  # publications that no call can ask for any more are deleted
-
-
-@on_a_server
-@pytest.mark.timeout(900)
-def test_a_run_is_resumed(tmp_path: Path, model: Path, url: str) -> None:
-    first = fit(tmp_path, model, url, steps=2)
-    resumed = fit(tmp_path, model, url, steps=3, resume=True)
-    assert first.checkpoint is not None and resumed.checkpoint is not None
-    assert read_handle(first.checkpoint).steps == 2 and read_handle(resumed.checkpoint).steps == 3
-    assert [one.step for one in resumed.metrics][-1] == 3

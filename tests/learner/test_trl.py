@@ -71,7 +71,6 @@ def unpacked(text: str, like: torch.Tensor) -> torch.Tensor:
 
 
 def make_learner(recorded: dict[str, Any], *, reference: bool) -> TorchLearner:
-    torch.set_num_threads(1)  # more only slow so small a model down
     model = Qwen3ForCausalLM(Qwen3Config(**recorded["model"]))
     with torch.no_grad():
         for name, parameter in model.named_parameters():

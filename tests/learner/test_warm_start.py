@@ -9,7 +9,6 @@ import torch
 from agentlightning.learner.tiny import chat_text, make_model, make_tokenizer
 from agentlightning.learner.warm_start import Progress, WarmStart, make_examples, warm_start
 
-torch.set_num_threads(1)
 NAMES = ["Anna", "Ben", "Carla", "Dov", "Elsa", "Finn", "Greta", "Hugo", "Ines", "Jon", "Kim", "Lars"]
 QUICK = WarmStart(batch_size=16, warm_up=5, cool_down=5, min_steps=5, max_steps=60, check_every=5, checked=30)
 

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from agentlightning import rewards, semconv
 from agentlightning.data.transitions import trace_rollout
@@ -18,51 +21,44 @@ from agentlightning.gateway.models import ModelEntry
 from agentlightning.rewards import chat
 from agentlightning.tracing.context import AttemptTracer, bind, recording
 from agentlightning.types import LLM, PromptTemplate
-from tests.gateway.world import World, world
+from tests.gateway.world import World, serving, world
 
 pytestmark = pytest.mark.anyio
 VALUES = {"question": "1+1?", "reference": "2", "answer": "{two}"}
 
 
 class JudgingServer:
-    """Says what it is told to, call by call, and remembers what it was asked."""
+    """Gives these answers, call by call: texts, or statuses."""
+
+    url = ""
 
     def __init__(self) -> None:
-        self.url = ""
-        self.answers: list[str | int] = ["Score: 7"]  # a text, or a status
+        self.answers: list[str | int] = ["Score: 7"]
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
 
-    async def answer(self, request: web.Request) -> web.Response:
+    async def answer(self, request: Request) -> JSONResponse:
         self.asked.append(await request.json())
         self.keys.append(request.headers.get("Authorization"))
-        said = self.answers[min(len(self.asked), len(self.answers)) - 1]
-        if isinstance(said, int):
-            return web.json_response({"error": {"message": "not now"}}, status=said)
-        return web.json_response(
-            {
-                "id": "chatcmpl-1",
-                "object": "chat.completion",
-                "created": 1,
-                "model": "judge-2026",
-                "choices": [{"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": "stop"}],
-                "usage": {"prompt_tokens": 30, "completion_tokens": 4, "total_tokens": 34},
-            }
-        )
+        text = self.answers[min(len(self.asked), len(self.answers)) - 1]
+        if isinstance(text, int):
+            return JSONResponse({"error": {"message": "not now"}}, text)
+        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        usage = {"prompt_tokens": 30, "completion_tokens": 4, "total_tokens": 34}
+        about = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "judge-2026"}
+        return JSONResponse(about | {"choices": [choice], "usage": usage})
+
+    def judge(self, **options: Any) -> rewards.LLMJudge:
+        return rewards.LLMJudge(LLM(endpoint=self.url, model="judge"), **options)
 
 
 @pytest.fixture
 async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[JudgingServer]:
     monkeypatch.setattr(chat, "WAITS", (0.01, 0.01))
     judging = JudgingServer()
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", judging.answer)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    judging.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    yield judging
-    await runner.cleanup()
+    async with serving(Starlette(routes=[Route("/v1/chat/completions", judging.answer, methods=["POST"])])) as url:
+        judging.url = f"{url}/v1"
+        yield judging
 
 
 @pytest.fixture
@@ -87,7 +83,7 @@ async def test_the_score_is_read_and_scaled(server: JudgingServer) -> None:
 async def test_the_template_and_the_scale_are_the_users(server: JudgingServer) -> None:
     server.answers = ["I would say score 1, no: **Score:** 4"]
     template = PromptTemplate(template="Is {{ x }} kind?", engine="jinja")
-    judge = rewards.LLMJudge(LLM(endpoint=server.url, model="judge"), template, worst=1, best=5)
+    judge = server.judge(template=template, worst=1, best=5)
     assert await judge.score(x="this") == 0.75
     assert server.asked[0]["messages"][1]["content"] == "Is this kind?"
     assert server.keys == [None]
@@ -99,11 +95,11 @@ async def test_the_template_and_the_scale_are_the_users(server: JudgingServer) -
 async def test_an_answer_without_a_score_is_the_judges_failure(server: JudgingServer, said: str) -> None:
     server.answers = [said]
     with pytest.raises(BackendError, match="gave no score from 0 to 10"):
-        await rewards.LLMJudge(LLM(endpoint=server.url, model="judge")).score(**VALUES)
+        await server.judge().score(**VALUES)
 
 
 async def test_a_judge_that_is_busy_is_asked_again_and_one_that_refuses_is_not(server: JudgingServer) -> None:
-    judge = rewards.LLMJudge(LLM(endpoint=server.url, model="judge"))
+    judge = server.judge()
     server.answers = [429, 503, "Score: 10"]
     assert await judge.score(**VALUES) == 1.0
     server.answers, server.asked = [401], []
@@ -119,7 +115,7 @@ async def test_a_judge_nobody_serves_is_named(server: JudgingServer) -> None:
 
 async def test_outside_the_gateway_the_judge_records_its_cost_itself(server: JudgingServer) -> None:
     with recording() as tracer:
-        await rewards.LLMJudge(LLM(endpoint=server.url, model="judge")).score(**VALUES)
+        await server.judge().score(**VALUES)
     (span,) = tracer.get_last_trace()
     assert span.name == "agentlightning.operation"
     assert span.attributes["agentlightning.operation.name"] == "judge"
@@ -130,7 +126,7 @@ async def test_outside_the_gateway_the_judge_records_its_cost_itself(server: Jud
 
 
 async def test_code_that_is_not_async_can_ask_too(server: JudgingServer) -> None:
-    judge = rewards.LLMJudge(LLM(endpoint=server.url, model="judge"))
+    judge = server.judge()
     with recording() as tracer:
         assert await asyncio.to_thread(judge.score_sync, **VALUES) == 0.7
     assert len(tracer.get_last_trace()) == 1
@@ -138,29 +134,24 @@ async def test_code_that_is_not_async_can_ask_too(server: JudgingServer) -> None
         judge.score_sync(**VALUES)
 
 
-async def test_a_judge_behind_the_gateway_is_counted_once_and_never_trained(
-    behind_gateway: World, server: JudgingServer
+async def test_a_judge_behind_the_gateway_is_counted_once_never_trained_and_not_replaced_by_the_policy(
+    behind_gateway: World,
 ) -> None:
     attempted = await behind_gateway.attempt()
-    url = f"{behind_gateway.url}/rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}/v1"
-    tracer = AttemptTracer(attempted.rollout_id, attempted.attempt.attempt_id)
+    ids = attempted.rollout_id, attempted.attempt.attempt_id
+    url = f"{behind_gateway.url}/rollout/{ids[0]}/attempt/{ids[1]}/v1"
+    tracer = AttemptTracer(*ids)
     with bind(tracer):
-        judge = rewards.LLMJudge(LLM(endpoint=url, model="judge", api_key=attempted.api_key))
-        assert await judge.score(**VALUES) == 0.7
+        assert (
+            await rewards.LLMJudge(LLM(endpoint=url, model="judge", api_key=attempted.api_key)).score(**VALUES) == 0.7
+        )
     (own,) = tracer.get_last_trace()
     assert semconv.GEN_AI_INPUT_TOKENS not in own.attributes
     (call,) = await behind_gateway.spans(attempted)
-    assert call.attributes[semconv.GEN_AI_INPUT_TOKENS] == 30
-    assert call.attributes[semconv.CALL_TRAINABLE] is False
-
-
-async def test_a_judge_that_nobody_registered_is_not_replaced_by_the_policy(behind_gateway: World) -> None:
-    attempted = await behind_gateway.attempt()
-    url = f"{behind_gateway.url}/rollout/{attempted.rollout_id}/attempt/{attempted.attempt.attempt_id}/v1"
-    with bind(AttemptTracer(attempted.rollout_id, attempted.attempt.attempt_id)):
-        judge = rewards.LLMJudge(LLM(endpoint=url, model="jugde", api_key=attempted.api_key))
-        with pytest.raises(BackendError, match=r"calls of 'policy' out of training"):
-            await judge.score(**VALUES)
+    assert (call.attributes[semconv.GEN_AI_INPUT_TOKENS], call.attributes[semconv.CALL_TRAINABLE]) == (30, False)
+    unknown = rewards.LLMJudge(LLM(endpoint=url, model="jugde", api_key=attempted.api_key))
+    with bind(tracer), pytest.raises(BackendError, match=r"calls of 'policy' out of training"):
+        await unknown.score(**VALUES)
 
 
 async def test_a_call_of_the_policy_that_a_grader_says_is_frozen_is_sampled_as_asked_and_not_trained(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import resource
@@ -14,34 +13,28 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 
 import agentlightning as agl
 from agentlightning.errors import AgentLightningError, ConfigError, InvalidError
 from agentlightning.runner.command import CommandAgent, CommandFailedError, CommandOutput, command
 from agentlightning.runner.runner import Runner
-from agentlightning.semconv import LOG, LOG_STREAM, LOG_TEXT
+from agentlightning.semconv import LOG
 from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import RolloutConfig, Span
-from tests.runner.world import Endpoint, running
+from tests.runner.world import Endpoint, alive, enqueue, log_of, reason_of, run_to_end, running, statuses, until
 
 pytestmark = pytest.mark.anyio
+on_linux = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="there is no /proc to look into")
 
 
-async def run(
-    store: agl.LightningStore, agent: CommandAgent, task: Any = "hi", llm: agl.LLM | None = None
-) -> list[Span]:
+async def run(store: agl.LightningStore, agent: CommandAgent, task: Any = "hi") -> list[Span]:
     """The spans of one rollout; raises what failed it."""
-    rollout = await Runner(store, agent).run_one(task, {} if llm is None else {"llm": llm})
+    rollout = await Runner(store, agent).run_one(task, {})
     return await store.query_spans(rollout.rollout_id)
-
-
-def log_of(spans: list[Span], stream: str = "stdout") -> str:
-    return "".join(str(s.attributes[LOG_TEXT]) for s in spans if s.attributes.get(LOG_STREAM) == stream)
 
 
 async def reward(store: agl.LightningStore, line: str, task: Any = "hi", **options: Any) -> float | None:
@@ -66,9 +59,14 @@ async def served(store: SqlStore) -> AsyncIterator[LightningStoreClient]:
 # --- the task ----------------------------------------------------------------------------------------------------
 
 
-async def test_the_task_is_json_on_stdin(store: SqlStore) -> None:
+async def test_the_task_is_json_on_stdin_and_a_field_that_it_lacks_is_named(store: SqlStore) -> None:
     assert log_of(await run(store, command("cat"), {"city": "Köln"})) == '{"city":"Köln"}\n'
     assert log_of(await run(store, command("cat /dev/stdin"), "hi")) == '"hi"\n'
+    with pytest.raises(ConfigError, match=r"\{task\.citty\}.*did you mean 'city'"):
+        await run(store, command("echo {task.citty}"), {"city": "Köln"})
+    for task in ("a\0b", "x" * 3_000_000):  # is no argument
+        with pytest.raises(ConfigError, match="cannot be started"):
+            await run(store, command("echo {task}"), task)
 
 
 @pytest.mark.parametrize(
@@ -88,17 +86,6 @@ async def test_a_place_in_the_command_is_one_argument_whatever_the_task_holds(
     line = script(tmp_path, "import sys, json; print(json.dumps(sys.argv[1:]))")
     spans = await run(store, command(f"{line} {place}"), {"q": 'it\'s; $(rm) "x"', "n": [1, {"deep": 2}]})
     assert json.loads(log_of(spans)) == [argument]
-
-
-async def test_a_field_that_the_task_lacks_is_named(store: SqlStore) -> None:
-    with pytest.raises(ConfigError, match=r"\{task\.citty\}.*did you mean 'city'"):
-        await run(store, command("echo {task.citty}"), {"city": "Köln"})
-
-
-@pytest.mark.parametrize("task", ["a\0b", "x" * 3_000_000])
-async def test_a_task_that_is_no_argument_fails_its_attempt_and_not_the_runner(store: SqlStore, task: str) -> None:
-    with pytest.raises(ConfigError, match="cannot be started"):
-        await run(store, command("echo {task}"), task)
 
 
 @pytest.mark.parametrize(
@@ -127,33 +114,25 @@ async def test_a_command_that_cannot_work_is_refused_before_anything_runs(
 
 
 @pytest.mark.parametrize(
-    ("output", "value"),
-    [("thinking\\n0.7\\n\\n", 0.7), ('{"a": 1, "b": 2, "primary_key": "b"}', 2.0), ("-1", -1.0)],
+    ("source", "output", "value"),
+    [
+        ("stdout", "thinking\\n0.7\\n\\n", 0.7),
+        ("stdout", '{"a": 1, "b": 2, "primary_key": "b"}', 2.0),
+        ("stdout", "-1", -1.0),
+        ("auto", '{"reward": 0.3}', 0.3),
+        ("auto", "42", None),  # an answer
+        ("auto", '{"answer": 42}', None),
+        ("auto", "", None),
+    ],
 )
-async def test_the_last_line_of_stdout(store: SqlStore, output: str, value: float) -> None:
-    assert await reward(store, f"printf '{output}'", reward="stdout") == value
+async def test_the_last_line_of_stdout(store: SqlStore, source: Any, output: str, value: float | None) -> None:
+    assert await reward(store, f"printf -- '{output}'", reward=source) == value
 
 
 @pytest.mark.parametrize("output", ["", "done", "NaN", "inf", '{"reward": null}', "\\355\\240\\275", "1.0."])
 async def test_what_is_no_reward_is_never_taken_for_one(store: SqlStore, output: str) -> None:
     with pytest.raises(InvalidError, match="the last line of the command's stdout"):
         await reward(store, f"printf '{output}'", reward="stdout")
-
-
-@pytest.mark.parametrize(
-    ("body", "value"),
-    [
-        ("echo '{\"reward\": 0.3}'", 0.3),
-        ("echo 42", None),  # an answer
-        ("echo '{\"answer\": 42}'", None),
-        ("true", None),
-    ],
-)
-async def test_by_default_only_what_says_that_it_is_a_reward_is_one(
-    store: SqlStore, tmp_path: Path, body: str, value: float | None
-) -> None:
-    (tmp_path / "agent.sh").write_text(body)
-    assert await reward(store, f"sh {tmp_path / 'agent.sh'}") == value
 
 
 async def test_a_grader_decides_alone(store: SqlStore, tmp_path: Path) -> None:
@@ -184,12 +163,7 @@ async def test_a_shell_script_that_posts_its_reward(served: LightningStoreClient
         await reward(store, f"sh -c '{post}'", reward="url")
 
 
-async def test_a_program_that_knows_openais_variables_calls_as_its_attempt(
-    store: SqlStore, endpoint: Endpoint, tmp_path: Path
-) -> None:
-    line = script(
-        tmp_path,
-        """
+CALLS = """
 import json, os, urllib.request
 request = urllib.request.Request(
     os.environ["OPENAI_BASE_URL"] + "/chat/completions",
@@ -197,49 +171,46 @@ request = urllib.request.Request(
     {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
 )
 answer = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+print(os.environ["AGL_KEY"] == "an admin's key", os.environ["OWN"], os.getcwd())
 print(float(answer == "hello"))
-""",
-    )
-    agent = command(line, reward="stdout", env={"no_proxy": "127.0.0.1"})
-    rollout = await Runner(store, agent).run_one(
-        "hi", {"llm": agl.LLM(endpoint=endpoint.url, model="policy", gateway=True)}
-    )
-    ((path, _),) = endpoint.calls
-    assert path.startswith(f"/rollout/{rollout.rollout_id}/attempt/")
-    assert agl.find_final_reward(await store.query_spans(rollout.rollout_id)) == 1.0
+"""
 
 
-async def test_the_key_of_the_server_is_not_handed_on(
-    store: SqlStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+async def test_a_program_that_knows_openais_variables_calls_as_its_attempt_without_the_servers_key(
+    store: SqlStore, endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AGL_KEY", "an admin's key")
-    agent = command("sh -c 'echo ${AGL_KEY-none} $OWN $PWD'", env={"OWN": "mine"}, cwd=tmp_path)
-    assert log_of(await run(store, agent)) == f"none mine {tmp_path}\n"
+    agent = command(
+        script(tmp_path, CALLS), reward="stdout", env={"no_proxy": "127.0.0.1", "OWN": "mine"}, cwd=tmp_path
+    )
+    llm = agl.LLM(endpoint=endpoint.url, model="policy", gateway=True)
+    rollout = await Runner(store, agent).run_one("hi", {"llm": llm})
+    ((path, _),) = endpoint.calls
+    assert path.startswith(f"/rollout/{rollout.rollout_id}/attempt/")
+    spans = await store.query_spans(rollout.rollout_id)
+    assert agl.find_final_reward(spans) == 1.0
+    assert log_of(spans) == f"False mine {tmp_path}\n1.0\n"
 
 
 # --- how it ends -------------------------------------------------------------------------------------------------
 
 
 async def test_a_status_other_than_0_fails_the_attempt_with_the_end_of_stderr(store: SqlStore) -> None:
-    rollout = await store.enqueue_rollout("hi")
-    async with running(Runner(store, command("sh -c 'echo 1; echo first >&2; echo no ticket >&2; exit 3'"))):
-        (ended,) = await store.wait_for_rollouts([rollout.rollout_id], timeout=60)
-    with pytest.raises(CommandFailedError, match="killed by signal 9"):
-        await run(store, command("sh -c 'kill -9 $$'"))
-    attempt = await store.get_latest_attempt(rollout.rollout_id)
-    assert attempt is not None
+    failing = command("sh -c 'echo 1; echo first >&2; echo no ticket >&2; exit 3'")
+    (ended,) = await run_to_end(store, failing, "hi")
     assert ended.status == "failed"
     expected = "CommandFailedError: the command exited with status 3: no ticket\nfirst\nno ticket"
-    assert attempt.metadata["reason"] == expected
-    spans = await store.query_spans(rollout.rollout_id)
+    assert await reason_of(store, ended.rollout_id) == expected
+    spans = await store.query_spans(ended.rollout_id)
     assert (log_of(spans), log_of(spans, "stderr")) == ("1\n", "first\nno ticket\n")
     assert agl.find_final_reward(spans) is None
+    with pytest.raises(CommandFailedError, match="killed by signal 9"):
+        await run(store, command("sh -c 'kill -9 $$'"))
 
 
 async def test_a_flood_is_bounded_and_does_not_block_its_program(store: SqlStore) -> None:
-    spans = await run(
-        store, command("sh -c 'head -c 200000000 /dev/zero | tr \"\\0\" x; echo; echo 1'", reward="stdout")
-    )
+    flooding = command("sh -c 'head -c 200000000 /dev/zero | tr \"\\0\" x; echo; echo 1'", reward="stdout")
+    spans = await run(store, flooding)
     assert agl.find_final_reward(spans) == 1.0
     assert 60_000 < len(log_of(spans)) < 70_000
     assert "… 199934467 bytes left out …" in log_of(spans)
@@ -267,89 +238,58 @@ def is_there(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process is there and is no zombie, as orphans may be that nobody waits for."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 async def pids_in(folder: Path) -> tuple[int, int]:
-    """The parent and the child of FORKING, once there are both. Another process announces nothing else."""
+    """The parent and the child of FORKING, once there are both."""
     file = folder / "pids"
-    with anyio.fail_after(20):
-        while not (file.exists() and " " in file.read_text()):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: file.exists() and " " in file.read_text(), 20)
     parent, child = file.read_text().split()
     return int(parent), int(child)
 
 
-async def until_dead(pid: int) -> None:
-    with anyio.fail_after(20):
-        while is_alive(pid):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="there is no /proc to look into")
-async def test_nothing_that_a_program_started_outlives_it(store: SqlStore, tmp_path: Path) -> None:
-    await run(store, command(f"{script(tmp_path, FORKING)} {tmp_path}"))
+@on_linux
+async def test_nothing_that_a_program_started_outlives_it_or_holds_it_up(store: SqlStore, tmp_path: Path) -> None:
+    forking = f"{script(tmp_path, FORKING)} {tmp_path}"
+    await run(store, command(forking))
     parent, child = await pids_in(tmp_path)
     assert not is_there(parent)  # nor is there a zombie
-    await until_dead(child)
+    await until(lambda: not alive(child), 20)
+    started = time.monotonic()
+    await run(store, command(f"{forking} escape"))
+    assert time.monotonic() - started < 10
+    os.kill((await pids_in(tmp_path))[1], signal.SIGKILL)  # which raises where there is none
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="there is no /proc to look into")
+@on_linux
 async def test_a_program_past_its_timeout_is_ended_with_all_its_kin_though_they_ignore_sigterm(
     store: SqlStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentlightning.runner.command.GRACE_SECONDS", 0.2)
-    rollout = await store.enqueue_rollout("hi", config=RolloutConfig(timeout_seconds=1.5))
+    (rollout_id,) = await enqueue(store, "hi", config=RolloutConfig(timeout_seconds=1.5))
     async with running(Runner(store, command(f"{script(tmp_path, FORKING)} {tmp_path} stay"))):
         parent, child = await pids_in(tmp_path)
-        (ended,) = await store.wait_for_rollouts([rollout.rollout_id], timeout=60)
-    attempt = await store.get_latest_attempt(rollout.rollout_id)
-    assert attempt is not None
-    assert (ended.status, attempt.status) == ("failed", "timeout")
+        await store.wait_for_rollouts([rollout_id], timeout=60)
+    assert await statuses(store, rollout_id) == [["timeout"]]
     assert not is_there(parent)
-    await until_dead(child)
+    await until(lambda: not alive(child), 20)
 
 
 async def test_a_program_that_stops_at_sigterm_may_still_say_goodbye(store: SqlStore) -> None:
-    rollout = await store.enqueue_rollout("hi", config=RolloutConfig(timeout_seconds=1.0))
-    async with running(Runner(store, command("sh -c 'trap \"echo bye; exit 0\" TERM; sleep 600 & wait'"))):
-        await store.wait_for_rollouts([rollout.rollout_id], timeout=60)
+    polite = command("sh -c 'trap \"echo bye; exit 0\" TERM; sleep 600 & wait'")
+    (rollout,) = await run_to_end(store, polite, "hi", config=RolloutConfig(timeout_seconds=1.0))
     spans = await store.query_spans(rollout.rollout_id)
     assert log_of(spans) == "bye\n"
     assert [span.name for span in spans] == [LOG]
 
 
-async def test_a_grandchild_that_escapes_does_not_hold_the_attempt_up(store: SqlStore, tmp_path: Path) -> None:
-    started = time.monotonic()
-    await run(store, command(f"{script(tmp_path, FORKING)} {tmp_path} escape"))
-    assert time.monotonic() - started < 10
-    _, child = await pids_in(tmp_path)
-    os.kill(child, signal.SIGKILL)  # which raises where there is none
-
-
-async def test_an_agent_that_is_no_runners_can_be_called_in_a_test(store: SqlStore) -> None:
-    rollout = await store.start_rollout("hi")
+@on_linux
+async def test_without_a_runner_it_can_be_called_and_leaves_no_descriptor_open_on_a_full_disk(store: SqlStore) -> None:
+    rollout, agent = await store.start_rollout("hi"), command("cat")
     answer = await command("echo 0.5", reward="stdout").rollout_async("hi", {}, rollout)
     assert answer == {"reward": 0.5, "primary_key": None, "final": True}
     with pytest.raises(AgentLightningError):
         await command("false").rollout_async("hi", {}, rollout)
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="descriptors are counted as Linux shows them")
-async def test_a_program_that_cannot_be_given_its_task_leaves_no_descriptor_open(store: SqlStore) -> None:
-    def descriptors() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    rollout = await store.start_rollout("hi")
-    agent = command("cat")
-    await agent.rollout_async("hi", {}, rollout)
-    before = descriptors()
+    before = len(os.listdir("/proc/self/fd"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024 * 1024, limits[1]))  # a file that cannot grow, as on a full disk
     try:
@@ -357,4 +297,4 @@ async def test_a_program_that_cannot_be_given_its_task_leaves_no_descriptor_open
             await agent.rollout_async("x" * 4 * 1024 * 1024, {}, rollout)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert descriptors() == before
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -15,16 +15,15 @@ import pytest
 from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.sql import SqlStore
-from agentlightning.types import Attempt, RolloutConfig
+from agentlightning.types import RolloutConfig
+from tests.runner.world import AGAIN, enqueue, statuses, until
 
 pytestmark = pytest.mark.anyio
 
 AGENT = """
-import asyncio
-import pathlib, time
+import asyncio, os, pathlib, time
 
 def agent(task):
-    print("begun", flush=True)
     pathlib.Path("begun").touch()
     time.sleep(task)
     return 1.0
@@ -50,14 +49,10 @@ async def threaded(task):
 
 
 async def leaves(task):
-    print("begun", flush=True)
-    import os
     os._exit(7)
 
 
 async def ends(task):
-    print("begun", flush=True)
-    import os
     os._exit(0)
 """
 
@@ -73,9 +68,7 @@ async def runner_of(store: SqlStore, folder: Path, agent: str, *options: str) ->
 
 
 async def begun(folder: Path) -> None:
-    async with asyncio.timeout(60):
-        while not (folder / "begun").exists():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await until((folder / "begun").exists)
 
 
 @pytest.mark.slow
@@ -92,8 +85,7 @@ async def begun(folder: Path) -> None:
 async def test_a_runner_told_to_stop_drains_for_so_long_and_hands_back_the_rest(
     store: SqlStore, tmp_path: Path, takes: float, drain: str, isolation: str, signals: int, code: int, status: str
 ) -> None:
-    config = RolloutConfig(max_attempts=2, retry_condition=("unresponsive",))
-    rollouts = [await store.enqueue_rollout(takes, config=config) for _ in range(2)]
+    rollouts = await enqueue(store, takes, takes, config=AGAIN)
     options = ("--concurrency", "1", "--isolation", isolation, "--drain", drain)
     async with runner_of(store, tmp_path, "agent", *options) as runner:
         await begun(tmp_path)
@@ -104,8 +96,7 @@ async def test_a_runner_told_to_stop_drains_for_so_long_and_hands_back_the_rest(
             assert b"no more leases" in await runner.stderr.readline() or signals > 1
         said = (await asyncio.wait_for(runner.communicate(), 60))[1]
     assert runner.returncode == code, said
-    attempts: list[Attempt] = [one for each in rollouts for one in await store.query_attempts(each.rollout_id)]
-    assert [attempt.status for attempt in attempts] == [status]
+    assert sorted(await statuses(store, *rollouts)) == [[], [status]]
 
 
 @pytest.mark.slow

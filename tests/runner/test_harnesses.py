@@ -27,15 +27,7 @@ LLM = agl.LLM(endpoint=ENDPOINT, model='my"model', api_key="attempt-key")
 @pytest.fixture
 def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The variables that a preset gives, and what it writes."""
-    for name in (
-        "ANTHROPIC_AUTH_TOKEN",
-        "GH_TOKEN",
-        "CODEX_HOME",
-        "XDG_CONFIG_HOME",
-        "OPENAI_ORG_ID",
-        "PGPASSFILE",
-        "my_api_key",
-    ):
+    for name in ("ANTHROPIC_AUTH_TOKEN", "GH_TOKEN", "CODEX_HOME", "XDG_CONFIG_HOME", "PGPASSFILE", "my_api_key"):
         monkeypatch.setenv(name, "the user's")
     monkeypatch.setenv("KEPT", "1")
 

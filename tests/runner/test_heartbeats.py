@@ -7,7 +7,6 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 from starlette.responses import Response
@@ -19,7 +18,7 @@ from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
-from tests.runner.world import LEASE_SECONDS, running
+from tests.runner.world import LEASE_SECONDS, enqueue, reason_of, running, statuses
 
 pytestmark = pytest.mark.anyio
 
@@ -65,15 +64,6 @@ async def client_behind(store: SqlStore, refuse: Refuse) -> AsyncIterator[Lightn
             await client.close()
 
 
-async def enqueue(store: SqlStore, *tasks: Any) -> list[str]:
-    return [(await store.enqueue_rollout(task)).rollout_id for task in tasks]
-
-
-async def statuses(store: SqlStore, rollout_ids: list[str]) -> list[list[str]]:
-    """Of each rollout's attempts."""
-    return [[attempt.status for attempt in await store.query_attempts(one)] for one in rollout_ids]
-
-
 @pytest.mark.slow
 async def test_a_call_that_a_proxy_refuses_for_long_costs_no_attempt_its_lease(brief_store: SqlStore) -> None:
     healed, release = asyncio.Event(), asyncio.Event()
@@ -90,11 +80,11 @@ async def test_a_call_that_a_proxy_refuses_for_long_costs_no_attempt_its_lease(b
     rollout_ids = await enqueue(brief_store, "large", "small", "small")
     async with client_behind(brief_store, refuse) as client, running(Runner(client, agent)):
         await asyncio.sleep(2.5 * LEASE_SECONDS)
-        assert await statuses(brief_store, rollout_ids) == [["preparing"], ["running"], ["running"]]
+        assert await statuses(brief_store, *rollout_ids) == [["preparing"], ["running"], ["running"]]
         healed.set()
         release.set()
         await brief_store.wait_for_rollouts(rollout_ids, timeout=60)
-    assert await statuses(brief_store, rollout_ids) == [["succeeded"]] * 3
+    assert await statuses(brief_store, *rollout_ids) == [["succeeded"]] * 3
 
 
 @pytest.mark.slow
@@ -116,7 +106,7 @@ async def test_a_server_that_fails_once_at_each_kind_of_call_ends_no_runner(
     rollout_ids = await enqueue(brief_store, *range(40))
     async with client_behind(brief_store, refuse) as client, running(Runner(client, agent)):
         await brief_store.wait_for_rollouts(rollout_ids, timeout=60)
-    assert await statuses(brief_store, rollout_ids) == [["succeeded"]] * 40
+    assert await statuses(brief_store, *rollout_ids) == [["succeeded"]] * 40
     kinds = Counter(kind.rpartition("/")[2] for kind in failed)
     assert kinds["heartbeat"] == 40 and {"lease", "workers", "spans", "PATCH"} <= set(kinds)
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -149,5 +139,4 @@ async def test_spans_at_which_the_server_always_fails_fail_their_own_attempt(
     if poison.rollout_id != rollout_ids[0]:
         poison, fine = fine, poison
     assert (poison.status, fine.status, tries) == ("failed", "succeeded", DEFECT_TRIES)
-    attempt = await brief_store.get_latest_attempt(poison.rollout_id)
-    assert attempt is not None and "its spans were refused: the server failed" in attempt.metadata["reason"]
+    assert "its spans were refused: the server failed" in await reason_of(brief_store, poison.rollout_id)

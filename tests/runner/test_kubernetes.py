@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from agentlightning.runner.fleet import POOL_LABEL, KubernetesJobs, Pool, job_of
 from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.sql import SqlStore
-from agentlightning.types import RolloutConfig
 from tests.runner.cluster import NAMESPACE, Cluster, fault, late, serving
+from tests.runner.world import AGAIN, enqueue, until
 
 pytestmark = pytest.mark.anyio
 
@@ -39,7 +39,6 @@ HOSTILE = [
     "$(AGL_KEY)",
     "$$(AGL_KEY)",
     "$",
-    "$$",
     "{{ x }}",
     "ünï\u202e",
     "--key=x",
@@ -66,29 +65,17 @@ def jobs_of(api: URL | None = None) -> KubernetesJobs:
     return KubernetesJobs(read_manifest(EXAMPLES / "job.yaml"), api, drain=20)
 
 
-def pool_of(
-    store: SqlStore, machines: KubernetesJobs, arguments: Sequence[str], size: tuple[int, int], said: list[str]
-) -> Pool:
-    return Pool(store, machines, arguments, *size, said.append)
-
-
 @asynccontextmanager
 async def running(store: SqlStore, size: tuple[int, int] = SIZE, *, told: bool = True) -> AsyncGenerator[list[str]]:
     """A pool for the length of the block, and what it says; whether it `told` its runners to drain."""
     said: list[str] = []
-    pool = pool_of(store, jobs_of(), ARGUMENTS, size, said)
+    pool = Pool(store, jobs_of(), ARGUMENTS, *size, said.append)
     task = asyncio.create_task(pool.run())
     try:
         yield said
     finally:
         pool.stop()
         assert await asyncio.wait_for(task, 30) is told
-
-
-async def until(true: Any, seconds: float = 20) -> None:
-    async with asyncio.timeout(seconds):
-        while not true():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 def test_a_job_is_the_manifest_with_a_few_leaves_more() -> None:
@@ -126,15 +113,12 @@ MANIFEST = yaml.safe_load((EXAMPLES / "job.yaml").read_text())
     [
         (("metadata", "name"), 'x"; rm -rf /', "metadata.name"),
         (("metadata", "name"), "x\n", "metadata.name"),
-        (("metadata", "name"), "Ünï", "metadata.name"),
         (("metadata", "name"), "a" * 33, "metadata.name"),
         (("metadata", "namespace"), "../../secrets", "metadata.namespace"),
-        (("kind",), "Deployment", "kind"),
         (("spec", "template", "spec", "containers"), [], "containers"),
         (("spec", "template", "spec", "containers", 0, "args"), ["sh"], "args"),
         (("spec", "template", "spec", "containers", 0, "env"), [{"name": "AGL_KEY", "value": "plain"}], "Secret"),
         (("spec", "template", "spec", "containers", 0, "env"), [], "Secret"),
-        (("spec", "template"), None, "template"),
     ],
 )
 def test_a_manifest_that_cannot_be_one_is_refused(tmp_path: Path, path: tuple[Any, ...], value: Any, says: str) -> None:
@@ -149,8 +133,7 @@ def test_a_manifest_that_cannot_be_one_is_refused(tmp_path: Path, path: tuple[An
 
 
 async def test_jobs_are_started_ended_and_replaced(store: SqlStore, cluster: Cluster) -> None:
-    for _ in range(5):
-        await store.enqueue_rollout(0)
+    await enqueue(store, *[0] * 5)
     async with running(store) as said:
         await until(lambda: len(cluster.jobs) == 3)
         first, second, _ = cluster.jobs
@@ -174,8 +157,7 @@ async def test_jobs_of_an_earlier_pool_are_taken_up_and_old_failures_do_not_coun
         await jobs.start(name, ARGUMENTS)
     cluster.end("my-agent-three", "BackoffLimitExceeded")
     await jobs.close()
-    for _ in range(4):
-        await store.enqueue_rollout(0)
+    await enqueue(store, *[0] * 4)
     async with running(store, (2, 2)) as said:
         await asyncio.sleep(0.5)
         assert len(cluster.jobs) == 3
@@ -187,14 +169,9 @@ async def test_what_passes_is_waited_out(store: SqlStore, cluster: Cluster, monk
     async with running(store) as said:
         await until(lambda: len(cluster.asked) > 1)
         quota = fault(403, "Forbidden", "exceeded quota: compute, requested: cpu=1, used: cpu=9, limited: cpu=9")
-        cluster.faults = [
-            late,
-            fault(410, "Expired"),
-            fault(500, "InternalError"),
-            fault(429, "TooManyRequests"),
-            quota,
-        ]
+        cluster.faults = [late, *(fault(code, "Reason") for code in (410, 500, 429)), quota]
         await until(lambda: not cluster.faults)
+        cluster.token.write_text("second\n")  # which is read again for each request
         await store.enqueue_rollout(0)
         await until(lambda: len(cluster.jobs) == 1)
     assert len([line for line in said if line.startswith("tried again")]) == 5
@@ -218,19 +195,9 @@ async def test_a_start_whose_answer_was_lost_is_not_made_twice(store: SqlStore, 
         assert len(cluster.jobs) == 1, said
 
 
-async def test_a_token_that_was_replaced_is_read_again(store: SqlStore, cluster: Cluster) -> None:
-    async with running(store) as said:
-        await until(lambda: len(cluster.asked) > 1)
-        cluster.token.write_text("second\n")
-        await store.enqueue_rollout(0)
-        await until(lambda: cluster.jobs)
-    assert not [line for line in said if "tried again" in line]
-
-
 @pytest.mark.parametrize(
     ("code", "kind", "says"),
     [
-        (401, ForbiddenError, "create, list and delete jobs"),
         (403, ForbiddenError, "create, list and delete jobs"),
         (500, UnavailableError, "500"),
         (302, ConfigError, "302"),
@@ -252,30 +219,27 @@ async def test_runners_that_never_come_up_end_the_pool(
     monkeypatch.setattr(fleet, "TURNS_TO_FAIL", 2)
     await store.enqueue_rollout(0)
     with pytest.raises(AgentLightningError, match=r"keep failing .*BackoffLimitExceeded.*their logs say why"):
-        async with running(store, (1, 1)):
-            async with asyncio.timeout(15):
-                while True:
-                    for name, job in cluster.jobs.items():
-                        if "conditions" not in job["status"]:
-                            cluster.end(name, "BackoffLimitExceeded")
-                    await asyncio.sleep(0.05)
-                    if len(cluster.jobs) == 2 and all("conditions" in job["status"] for job in cluster.jobs.values()):
-                        await asyncio.sleep(0.5)
-                        break
+        async with running(store, (1, 1)), asyncio.timeout(15):
+            while True:
+                for name, job in cluster.jobs.items():
+                    if "conditions" not in job["status"]:
+                        cluster.end(name, "BackoffLimitExceeded")
+                await asyncio.sleep(0.05 if len(cluster.jobs) < 2 else 0.5)
+                if len(cluster.jobs) == 2 and all("conditions" in job["status"] for job in cluster.jobs.values()):
+                    break
 
 
-async def test_clean_up_outlasts_an_api_that_fails(store: SqlStore, cluster: Cluster) -> None:
-    for _ in range(4):
-        await store.enqueue_rollout(0)
+async def test_clean_up_outlasts_an_api_that_fails_or_says_that_it_failed(
+    store: SqlStore, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = await enqueue(store, *[0] * 4)
     async with running(store):
         await until(lambda: len(cluster.jobs) == 2)
         cluster.faults = [fault(500, "InternalError") for _ in range(4)]
     assert not cluster.jobs
-
-
-async def test_a_pool_that_cannot_clean_up_says_so(
-    store: SqlStore, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    for rollout_id in ids:
+        await store.cancel_rollout(rollout_id)
+    cluster.asked = []
     monkeypatch.setattr(fleet, "CLEAN_UP_SECONDS", 0.5)
     for code in (403, 500):
         async with running(store, told=False) as said:
@@ -284,7 +248,7 @@ async def test_a_pool_that_cannot_clean_up_says_so(
             monkeypatch.setattr(fleet, "PERIOD_SECONDS", 5)
             await asyncio.sleep(0.1)
             cluster.faults = [fault(code, "Reason") for _ in range(99)]
-        assert "could not be told to drain" in said[-1] and str(code) in said[-1]
+        assert "could not be drained" in said[-1] and str(code) in said[-1]
         cluster.faults, cluster.asked = [], []
 
 
@@ -296,12 +260,11 @@ async def test_jobs_run_the_real_runner_to_the_last_rollout(brief_store: SqlStor
     cluster.secrets["agl", "AGL_KEY"] = key
     cluster.run = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(EXAMPLES.parents[1])!r}); "
                    "from agentlightning.cli.main import main; main()"]  # fmt: skip
-    config = RolloutConfig(max_attempts=2, retry_condition=("unresponsive",))
-    ids = [(await brief_store.enqueue_rollout(0, config=config)).rollout_id for _ in range(6)]
+    ids = await enqueue(brief_store, *[0] * 6, config=AGAIN)
     async with HttpServer(create_app(brief_store, admin_key=key), port=0) as server:
         arguments = [f"--server={server.url}", "--isolation=none", "--concurrency=2", "--idle=0.5s", "agent.py:agent"]
         said: list[str] = []
-        pool = pool_of(brief_store, jobs_of(), arguments, (2, 2), said)
+        pool = Pool(brief_store, jobs_of(), arguments, 2, 2, said.append)
         task = asyncio.create_task(pool.run())
         ended = await brief_store.wait_for_rollouts(ids, timeout=60)
         assert [one.status for one in ended] == ["succeeded"] * 6
@@ -311,10 +274,8 @@ async def test_jobs_run_the_real_runner_to_the_last_rollout(brief_store: SqlStor
     assert len(cluster.processes) == 2 and not any("failed" in line for line in said)
 
 
-@pytest.mark.parametrize("agent", ['"; rm -rf / #\n$(AGL_KEY)', "--key=x"])
-async def test_the_command_passes_its_options_on_and_cleans_up_at_ctrl_c(
-    store: SqlStore, cluster: Cluster, agent: str
-) -> None:
+async def test_the_command_passes_its_options_on_and_cleans_up_at_ctrl_c(store: SqlStore, cluster: Cluster) -> None:
+    agent = "--key=$(AGL_KEY)"
     await store.enqueue_rollout(0)
     async with HttpServer(create_app(store, admin_key="an admin's key"), port=0) as server:
         options = ["--server", server.url, "--drain", "7s", "--isolation", "process", "--max", "3"]

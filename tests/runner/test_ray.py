@@ -17,6 +17,7 @@ from agentlightning.server.serve import HttpServer
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import Rollout, RolloutConfig
 from tests.frameworks.world import bin_of
+from tests.runner.world import enqueue, until
 
 pytestmark = [
     pytest.mark.anyio,
@@ -47,11 +48,6 @@ class RunningPool:
             self.said += line.decode()
             print(line.decode(), end="", flush=True)
 
-    async def until_said(self, words: str) -> None:
-        async with asyncio.timeout(60):
-            while words not in self.said:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-
     def runners(self) -> list[int]:
         """The processes of its runners."""
         found: list[int] = []
@@ -63,9 +59,7 @@ class RunningPool:
         return found
 
     async def until_runners(self, number: int) -> list[int]:
-        async with asyncio.timeout(60):
-            while len(self.runners()) != number:  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
+        await until(lambda: len(self.runners()) == number)
         return self.runners()
 
     async def interrupted(self) -> int:
@@ -92,12 +86,7 @@ async def pool_of(
         process = await asyncio.create_subprocess_exec(
             *(programs / "agl", "runner", agent, "--server", server.url, "--isolation", "none", *options),
             cwd=folder,
-            env={
-                **os.environ,
-                "AGL_KEY": KEY,
-                "RAY_ADDRESS": "local",
-                "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
-            },
+            env={**os.environ, "AGL_KEY": KEY, "RAY_ADDRESS": "local", "PATH": f"{programs}:{os.environ['PATH']}"},
             stdout=PIPE,
             stderr=STDOUT,
             start_new_session=True,
@@ -112,15 +101,11 @@ async def pool_of(
             reading.cancel()  # Ray's own processes hold the pipe a little longer
 
 
-async def queued(store: SqlStore, number: int, seconds: float) -> list[str]:
-    rollouts = [await store.enqueue_rollout(seconds, config=AGAIN) for _ in range(number)]
-    return [rollout.rollout_id for rollout in rollouts]
-
-
 async def until_at_hand(store: SqlStore, number: int) -> None:
-    async with asyncio.timeout(60):
-        while len(await store.query_rollouts(status_in=["preparing", "running"])) < number:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    async def found() -> bool:
+        return len(await store.query_rollouts(status_in=["preparing", "running"])) >= number
+
+    await until(found)
 
 
 async def finished(store: SqlStore, ids: list[str]) -> list[Rollout]:
@@ -130,13 +115,13 @@ async def finished(store: SqlStore, ids: list[str]) -> list[Rollout]:
 
 
 async def test_it_grows_with_the_queue_and_shrinks_to_none(brief_store: SqlStore, tmp_path: Path) -> None:
-    ids = await queued(brief_store, 6, 0.5)
+    ids = await enqueue(brief_store, *[0.5] * 6, config=AGAIN)
     async with pool_of(brief_store, tmp_path, "--ray", "2", "--concurrency", "1", "--idle", "1s") as pool:
         await finished(brief_store, ids)
         attempts = [one for each in ids for one in await brief_store.query_attempts(each)]
         assert len(attempts) == 6 and len({one.worker_id for one in attempts}) == 2
         await pool.until_runners(0)
-        await finished(brief_store, await queued(brief_store, 1, 0.1))
+        await finished(brief_store, await enqueue(brief_store, *[0.1] * 1, config=AGAIN))
         assert await pool.interrupted() == 0
     assert "error" not in pool.said.lower()
 
@@ -145,14 +130,14 @@ async def test_it_grows_with_the_queue_and_shrinks_to_none(brief_store: SqlStore
 async def test_an_actor_that_is_killed_is_replaced_and_no_rollout_is_lost(
     brief_store: SqlStore, tmp_path: Path, whole_machine: bool
 ) -> None:
-    ids = await queued(brief_store, 4, 3.0)
+    ids = await enqueue(brief_store, *[3.0] * 4, config=AGAIN)
     async with pool_of(brief_store, tmp_path, "--ray", "2", "--concurrency", "1", "--idle", "1s") as pool:
         victim = (await pool.until_runners(2))[0]
         await until_at_hand(brief_store, 1)
         os.kill(parent_of(victim), signal.SIGKILL)  # its keeper
         if whole_machine:
             os.kill(victim, signal.SIGKILL)
-        await pool.until_said("failed: ")
+        await until(lambda: "failed: " in pool.said)
         await finished(brief_store, ids)
         await pool.until_runners(0)
         assert await pool.interrupted() == 0
@@ -161,7 +146,7 @@ async def test_an_actor_that_is_killed_is_replaced_and_no_rollout_is_lost(
 async def test_ctrl_c_lets_rollouts_at_hand_end_and_leaves_nothing_running(
     brief_store: SqlStore, tmp_path: Path
 ) -> None:
-    ids = await queued(brief_store, 3, 3.0)
+    ids = await enqueue(brief_store, *[3.0] * 3, config=AGAIN)
     async with pool_of(brief_store, tmp_path, "--ray", "2", "--concurrency", "1") as pool:
         await until_at_hand(brief_store, 2)
         assert await pool.interrupted() == 0
@@ -173,13 +158,15 @@ async def test_ctrl_c_lets_rollouts_at_hand_end_and_leaves_nothing_running(
 async def test_a_pool_that_is_killed_takes_its_runners_along_and_their_rollouts_are_queued_again(
     brief_store: SqlStore, tmp_path: Path
 ) -> None:
-    ids = await queued(brief_store, 1, 30.0)
+    ids = await enqueue(brief_store, *[30.0] * 1, config=AGAIN)
     async with pool_of(brief_store, tmp_path, "--ray", "2", "--concurrency", "1") as pool:
         (runner,) = await pool.until_runners(1)
-        assert "--server=" in command_of(runner) and KEY not in command_of(runner)
+        assert KEY not in command_of(runner)
         await until_at_hand(brief_store, 1)
         pool.process.kill()
         await pool.until_runners(0)
-        async with asyncio.timeout(60):  # once the lease has run out
-            while (await brief_store.query_rollouts(rollout_id_in=ids))[0].status != "requeuing":  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await until(lambda: requeued(brief_store, ids))  # once the lease has run out
+
+
+async def requeued(store: SqlStore, ids: list[str]) -> bool:
+    return (await store.query_rollouts(rollout_id_in=ids))[0].status == "requeuing"

@@ -7,6 +7,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,7 @@ import agentlightning as agl
 from agentlightning.errors import InvalidError
 from agentlightning.runner.runner import Runner
 from agentlightning.store.sql import SqlStore
+from agentlightning.tracing.context import require_binding
 from agentlightning.tracing.rewards import reward_attributes
 from agentlightning.types import Span
 
@@ -61,29 +63,22 @@ async def test_anything_else_fails_its_attempt_and_says_why(store: SqlStore, res
         await result_of(store, result)
 
 
-async def test_all_named_rewards_are_kept(store: SqlStore) -> None:
+async def test_all_named_rewards_and_returned_spans_are_kept(store: SqlStore) -> None:
     (span,) = await result_of(store, {"short": 0.2, "correct": 1, "primary_key": "correct"})
     assert reward_attributes({"correct": 1.0, "short": 0.2}, "correct").items() <= span.attributes.items()
+    foreign = msgspec.structs.replace(span, rollout_id="?", attempt_id="?", span_id="2" * 16, name="mine")
+    (span,) = await result_of(store, [foreign])
+    assert span.name == "mine" and span.rollout_id != "?"
 
 
-async def test_an_intermediate_reward_never_displaces_what_was_emitted_or_returned(store: SqlStore) -> None:
+async def test_a_returned_reward_is_the_last_word_and_an_intermediate_one_displaces_none(store: SqlStore) -> None:
     def emitting(task: float | None) -> float | None:
-        agl.emit_reward(0.5)
+        ahead = time.time() + 60  # a clock that is ahead
+        tracer = require_binding("the test").tracer
+        tracer.record("posted", reward_attributes(0.5), start_time=ahead, end_time=ahead)
         agl.emit_reward(0.9, final=False)
         return task
 
     for returned, value in ((None, 0.5), (0.25, 0.25)):
         rollout = await Runner(store, emitting).run_one(returned)
         assert agl.find_final_reward(await store.query_spans(rollout.rollout_id)) == value
-
-
-async def test_a_returned_reward_is_the_last_word_also_against_a_clock_that_is_ahead(store: SqlStore) -> None:
-    def agent(task: str, rollout: agl.AttemptedRollout) -> float:
-        from agentlightning.tracing.context import require_binding
-
-        ahead = time.time() + 60
-        require_binding("the test").tracer.record("posted", reward_attributes(0.5), start_time=ahead, end_time=ahead)
-        return 1.0
-
-    rollout = await Runner(store, agent).run_one("x")
-    assert agl.find_final_reward(await store.query_spans(rollout.rollout_id)) == 1.0

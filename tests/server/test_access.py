@@ -199,6 +199,9 @@ async def test_an_attempts_key_leaves_room_for_what_is_recorded_later(store, htt
         caller = Caller(roomy, place.attempt_key)
         assert (await caller(CALLS["store_spans"](spans=[large])))[0] == 413
         assert (await caller.request("POST", "/v1/traces", **otlp(large)))[0] == 413
+        some = span_of(place, 2, attributes={"text": "x" * (ATTEMPT_BYTES // 4)})
+        assert (await caller(CALLS["store_spans"](spans=[some])))[0] == 413
+        assert (await caller.request("POST", "/v1/traces", **otlp(some)))[0] == 200
         asked = {"where": {"op": "eq", "field": "rollout_id", "value": "x" * ATTEMPT_BYTES}}
         reader = Caller(roomy, await issue(store, "read"))
         assert (await reader.request("POST", "/api/v1/rollouts/query", json=asked))[0] == 413

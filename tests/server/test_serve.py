@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import resource
+import socket
 import ssl
 
 import aiohttp
@@ -10,6 +12,7 @@ import pytest
 import trustme
 
 from agentlightning.errors import ConfigError, ForbiddenError, UnavailableError
+from agentlightning.server import serve
 from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.client import LightningStoreClient
@@ -17,6 +20,7 @@ from agentlightning.store.client import LightningStoreClient
 pytestmark = pytest.mark.anyio
 
 ADMIN_KEY = "an admin's key"  # of the `server` fixture
+WHOLE = b"GET /health HTTP/1.1\r\nhost: here\r\n\r\n"
 # Of nothing in the world; its password is "secret".
 LOCKED_KEY = """-----BEGIN ENCRYPTED PRIVATE KEY-----
 MIGbMFcGCSqGSIb3DQEFDTBKMCkGCSqGSIb3DQEFDDAcBAj3ZBP+FFsQ1wICCAAw
@@ -100,6 +104,36 @@ async def test_a_head_that_does_not_end_is_refused(store, head):
             assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
             await reader.readexactly(len(b'{"status":"ok"}'))
         writer.close()
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nx: ", WHOLE + b"GET"])
+async def test_a_connection_without_a_whole_head_is_closed(store, monkeypatch, sent):
+    monkeypatch.setattr(serve, "_IDLE_SECONDS", 0.2)
+    async with HttpServer(create_app(store)) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(sent)
+        async with asyncio.timeout(60):
+            assert (await reader.read()).startswith(b"HTTP/1.1 200" if WHOLE in sent else b"")
+        writer.close()
+
+
+async def test_what_comes_after_a_body_is_no_header(store):
+    async with HttpServer(create_app(store, admin_key=ADMIN_KEY)) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"POST /api/v1/rollouts/query HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(b"2\r\n{}\r\n0\r\nauthorization: Bearer %b\r\n\r\n" % ADMIN_KEY.encode())
+        assert b" 401 " in await reader.readline()
+        writer.close()
+
+
+async def test_many_connections_are_allowed_as_far_as_the_system_does(store):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(500, hard), hard))
+    try:
+        async with HttpServer(create_app(store)):
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_a_stopping_server_does_not_wait_for_long_polls(store):

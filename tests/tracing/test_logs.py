@@ -36,9 +36,6 @@ def logs(tracer: AttemptTracer) -> list[str]:
     return [str(span.attributes[LOG_TEXT]) for span in tracer.get_last_trace() if span.name == LOG]
 
 
-# --- excerpts ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_of_a_flood_the_beginning_and_the_end_are_kept_and_the_rest_is_counted(size: int) -> None:
     written = b"".join(b"%09d\n" % number for number in range(1000))
@@ -53,9 +50,6 @@ def test_what_fits_is_kept_whole_also_where_its_middle_is_within_a_letter(writte
     excerpt = Excerpt(6)
     excerpt.write(written)
     assert (excerpt.text(), excerpt.left_out) == (text, 0)
-
-
-# --- logging -----------------------------------------------------------------------------------------------------
 
 
 def test_records_of_an_attempt_become_one_span_and_those_of_others_none() -> None:

@@ -53,9 +53,6 @@ def of_value(value: AnyValue):
     return decoded.attributes.get("it")
 
 
-# --- in ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_span_in_json_with_hex_ids_and_64_bit_numbers_as_text():
     span = from_json(
         parentSpanId="00F067AA0BA902B7",
@@ -178,15 +175,16 @@ def test_a_small_body_cannot_become_more_than_memory_or_store_hold(monkeypatch):
     shared.scope_spans[0].spans.extend([span] * 10)
     with pytest.raises(InvalidError, match="more than 1,000"):
         decode_traces(request.SerializeToString(), PROTOBUF)
+    shared.resource.Clear()
+    shared.scope_spans[0].spans.extend([span] * 90)
+    with pytest.raises(InvalidError, match="more than 1,000"):
+        decode_traces(request.SerializeToString(), PROTOBUF)
 
 
 def test_the_content_type_decides_and_may_carry_parameters():
     assert len(decode_traces(json_body(), "Application/JSON; charset=utf-8")) == 1
     with pytest.raises(UnsupportedMediaError, match="text/plain"):
         decode_traces(json_body(), "text/plain")
-
-
-# --- whom a span names -------------------------------------------------------------------------------------------
 
 
 def ids(rollout_id: str, attempt_id: str) -> dict:

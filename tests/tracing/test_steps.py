@@ -51,9 +51,6 @@ def tools(steps: list[Step]) -> list[tuple[str, bool]]:
     return [(step.name, step.failed) for step in steps if step.kind == "tool" and step.name not in ends]
 
 
-# --- of real packages ---
-
-
 @pytest.mark.parametrize("framework", ALL)
 def test_each_call_is_one_step_however_many_instrumentations_report_it(framework: str) -> None:
     spans = recorded(framework)
@@ -126,9 +123,6 @@ def test_the_order_of_the_spans_does_not_matter(framework: str) -> None:
     assert read_steps(spans[::-1]) == read_steps(spans)
 
 
-# --- of made-up spans: what the packages above do not show ---
-
-
 def test_no_status_is_success_and_an_exception_event_is_failure() -> None:
     quiet = span("quiet", 0, 1, tool__name="quiet")
     loud = msgspec.structs.replace(span("loud", 1, 2, tool__name="loud"), events=(SpanEvent(name="exception"),))
@@ -173,49 +167,52 @@ def test_a_tool_that_was_tried_again_for_one_request_is_one_step_that_failed() -
     assert tools(read_steps([gateway("call", 0, 0.5, "", "search"), *tries])) == [("search", True)]
 
 
-def test_ids_that_a_server_uses_again_in_each_answer_are_told_apart_by_time() -> None:
-    asked = [gateway("call", start, start + 1, "", "look") for start in (0, 4)]
-    calls = [msgspec.structs.replace(one, span_id=f"c{one.start_time:.0f}") for one in asked]
-    told = {"gen_ai__tool__name": "look", "gen_ai__tool__call__id": "call-look"}
-    spans = [*calls, span("t0", 2, 3, status="ERROR", **told), span("t4", 6, 7, **told)]
-    found = [step for step in read_steps(spans) if step.kind == "tool"]
-    assert [(step.failed, step.call and step.call.span_id) for step in found] == [(True, "c0"), (False, "c4")]
+AGENT = {"openinference__span__kind": "AGENT"}
+LOOK = {"gen_ai__tool__name": "look", "gen_ai__tool__call__id": "call-look"}
+SEARCHERS = [span(name, 0, 9, **AGENT, agent__name="searcher") for name in ("l", "r")]
+LOOKING = [gateway("one", 1, 2, "", "look", parent="l"), gateway("two", 1.1, 2.1, "", "look", parent="r")]
+REUSED = [msgspec.structs.replace(gateway("call", at, at + 1, "", "look"), span_id=f"c{at}") for at in (0, 4)]
 
 
-def test_tools_without_ids_answer_the_latest_call_that_asked_in_order() -> None:
-    spans = [gateway("a", 0, 1, "", "add"), gateway("b", 2, 3, "", "add", "add")]
-    spans += [span(f"t{start}", start, start + 0.5, tool__name="add") for start in (1.2, 3.2, 4.2)]
-    asked = [step.call.span_id for step in read_steps(spans) if step.kind == "tool" and step.call]
-    assert asked == ["a", "b", "b"]
+def tool(name: str, at: float, tool: str, parent: str | None = None, **told: Any) -> Span:
+    return span(name, at, at + 0.5, parent, tool__name=tool, **told)
 
 
-def test_agents_of_one_name_at_once_are_told_apart_by_the_spans_around_them() -> None:
-    agents = [span(name, 0, 9, openinference__span__kind="AGENT", agent__name="searcher") for name in ("l", "r")]
-    calls = [gateway("one", 1, 2, "", "look", parent="l"), gateway("two", 1.1, 2.1, "", "look", parent="r")]
-    executed = [span("tl", 2.2, 3, "l", "ERROR", tool__name="look"), span("tr", 2.3, 3, "r", tool__name="look")]
-    found = {step.span.span_id: step.call for step in read_steps([*agents, *calls, *executed]) if step.kind == "tool"}
-    assert found == {"tl": calls[0], "tr": calls[1]}
-    unasked = [span(one.span_id, 4, 5, one.parent_id, tool__name="read") for one in executed]
-    found = {step.span.span_id: step.call for step in read_steps([*agents, *calls, *unasked]) if step.kind == "tool"}
-    assert found == {"tl": calls[0], "tr": calls[1]}
-
-
-def test_a_tool_answers_a_call_that_has_ended_rather_than_one_that_goes_on() -> None:
-    calls = [gateway("a", 0, 1, "", "look"), gateway("b", 0.9, 3, "", "look")]
-    assert [step.call for step in read_steps([*calls, span("t", 1.5, 2, tool__name="look")])][2] is calls[0]
-
-
-def test_a_tool_that_nobody_asked_for_is_not_of_another_agents_call() -> None:
-    told = {"openinference__span__kind": "AGENT"}
-    spans = [span("writer", 0, 2, **told), gateway("call", 0, 1, parent="writer")]
-    spans += [span("loader", 3, 5, **told), span("load", 4, 5, "loader", tool__name="load")]
-    assert [step.call for step in read_steps(spans) if step.kind == "tool"] == [None]
-
-
-def test_ids_in_the_results_of_a_tool_are_not_those_of_tool_calls() -> None:
-    spans = [gateway("call", 0, 0.5, "", "dial")]
-    spans += [span(f"t{at}", at, at + 1, tool__name="dial", output__value='{"call_id": "7"}') for at in (1, 2)]
-    assert [step.tool_call_id for step in read_steps(spans) if step.kind == "tool"] == ["call-dial"] * 2
+@pytest.mark.parametrize(
+    ("spans", "asked"),
+    [
+        # Without ids they answer the latest call that asked, in order.
+        (
+            [gateway("a", 0, 1, "", "add"), gateway("b", 2, 3, "", "add", "add")]
+            + [tool(f"t{at}", at, "add") for at in (1.2, 3.2, 4.2)],
+            ["a", "b", "b"],
+        ),
+        # Ids that a server uses again in each answer are told apart by time.
+        ([*REUSED, span("t0", 2, 3, **LOOK), span("t4", 6, 7, **LOOK)], ["c0", "c4"]),
+        # Agents of one name at once are told apart by the spans around them, also where nobody asked for the tool.
+        ([*SEARCHERS, *LOOKING, tool("tl", 2.2, "look", "l"), tool("tr", 2.3, "look", "r")], ["one", "two"]),
+        ([*SEARCHERS, *LOOKING, tool("tl", 4, "read", "l"), tool("tr", 4.1, "read", "r")], ["one", "two"]),
+        # A call that has ended comes before one that goes on.
+        ([gateway("a", 0, 1, "", "look"), gateway("b", 0.9, 3, "", "look"), tool("t", 1.5, "look")], ["a"]),
+        # A tool that nobody asked for is not of another agent's call.
+        (
+            [
+                *(span("writer", 0, 2, **AGENT), gateway("call", 0, 1, parent="writer")),
+                *(span("loader", 3, 5, **AGENT), tool("load", 4, "load", "loader")),
+            ],
+            [None],
+        ),
+        # Ids in the results of a tool are not those of tool calls.
+        (
+            [gateway("call", 0, 0.5, "", "dial")]
+            + [tool(f"t{at}", at, "dial", output__value='{"call_id": "7"}') for at in (1, 2)],
+            ["call", "call"],
+        ),
+    ],
+)
+def test_tools_are_of_the_calls_that_asked_for_them(spans: list[Span], asked: list[str | None]) -> None:
+    steps = [step for step in read_steps(spans) if step.kind == "tool"]
+    assert [step.call and step.call.span_id for step in steps] == asked
 
 
 def test_a_call_without_parents_is_of_the_agent_at_work_unless_several_are() -> None:

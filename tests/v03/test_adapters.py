@@ -14,10 +14,8 @@ import pytest
 import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.errors import ConfigError, InvalidError
-from agentlightning.tracing.otlp import PROTOBUF, decode_traces
 from agentlightning.tracing.rewards import reward_attributes
 from agentlightning.types import Attributes, SampledChoice, Span, TokenCapture
-from tests.server.exporters import encode_traces
 from tests.tracing.recorded import ALL, WITH_AGENTS, recorded
 
 RECORDED: list[dict[str, Any]] = msgspec.json.decode(
@@ -152,9 +150,6 @@ def test_agents_of_real_frameworks_are_found(framework: str) -> None:
     assert [one.metadata["agent_name"] for one in found] == ["rewriter"]
 
 
-# --- messages ----------------------------------------------------------------------------------------------------
-
-
 def test_messages_of_a_call_are_those_of_chat_completions_with_its_tools() -> None:
     spans = [call("s1", 0, 1.0, 2.0, attributes=TALK), call("s2", 1, 3.0, 4.0)]  # the second one's were not recorded
     assert agl.TraceToMessages()(spans) == [{"messages": [*SENT, ANSWER], "tools": [TOOL]}]
@@ -178,15 +173,6 @@ def test_messages_are_read_from_the_gateway_or_from_other_instrumentation_alone(
     assert len(told) == sum(one.tokens is not None for one in spans)
     foreign = agl.TraceToMessages()([one for one in spans if one.tokens is None])
     assert [answer(one) for one in foreign] == [answer(one) for one in told]
-
-
-def test_it_does_not_matter_whether_spans_came_by_otlp() -> None:
-    traced = span("0" * 15 + "1", "chat", 1.0, 2.0, TALK | {semconv.GEN_AI_OPERATION: "chat"})
-    (sent,) = decode_traces(encode_traces([traced]), PROTOBUF)
-    assert agl.TraceToMessages()([sent]) == agl.TraceToMessages()([traced]) != []
-
-
-# --- bases and options -------------------------------------------------------------------------------------------
 
 
 def test_adapters_of_ones_own_derive_from_the_same_bases() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from agentlightning.algorithm.rl.metrics import credit_metrics
 from agentlightning.algorithm.rl.settings import RLSettings
 from agentlightning.data.credit_table import RewardedGroup
-from agentlightning.data.sequences import CreditedTransition, Level, Origin, TrainingSequence, build_sequences, weighed
+from agentlightning.data.sequences import CreditedTransition, Level, TrainingSequence, build_sequences, weighed
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError
 
@@ -74,7 +74,9 @@ def make_batches(
             sequence if trains else sequence.only(np.zeros(len(sequence.positions), bool))
             for number, (group, rollouts, trains) in enumerate(zip(own, credited, useful, strict=True))
             for index, calls in enumerate(rollouts)
-            for sequence in _sequences(algorithm, calls, _origin(group, number, index))
+            for sequence in build_sequences(
+                weighed(calls, algorithm.weigh_tokens), algorithm.level, group.origin(index, number)
+            )
             if trains or sequence.observed is not None
         ]
         metrics = {
@@ -89,25 +91,6 @@ def make_batches(
             metrics["policy_version_oldest"] = float(min(versions))
         batches[model] = Batch(sequences, metrics)
     return batches
-
-
-def _sequences(algorithm: RLSettings, calls: Sequence[CreditedTransition], origin: Origin) -> list[TrainingSequence]:
-    if algorithm.weigh_tokens is not None and calls:
-        calls = weighed(calls, algorithm.weigh_tokens)
-    return build_sequences(calls, algorithm.level, origin)
-
-
-def _origin(group: RewardedGroup, number: int, index: int) -> Origin:
-    """The origin of the sequences of a rollout."""
-    rollout = group.rollouts[index] if group.rollouts else None
-    return Origin(
-        number,
-        group.rewards,
-        None if rollout is None else rollout.input,
-        {} if rollout is None else rollout.metadata,
-        group.rewards[index],
-        group.terms[index] if group.terms else {},
-    )
 
 
 def minibatches(sequences: Sequence[T], count: int, seed: int, step: int, epoch: int = 0) -> list[list[T]]:

@@ -226,7 +226,7 @@ class Groups:
         descend from, more than ever allowed. If a backend does not report versions, the newest version at the group's
         start counts."""
         ages = {version: age for age, version in enumerate(reversed(self._lineage))}
-        sampled = {int(version) for one in traced.transitions for version in np.unique(one.versions)} or {-1}
+        sampled = {int(version) for call in traced.transitions for version in np.unique(call.versions)} or {-1}
         unknown = 1 + self.algorithm.max_staleness
         return max(ages.get(ticket.version if version < 0 else version, unknown) for version in sampled)
 

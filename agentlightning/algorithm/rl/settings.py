@@ -9,9 +9,9 @@ from __future__ import annotations
 import abc
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, cast, get_args
 
 import msgspec
 import numpy as np
@@ -20,7 +20,7 @@ from agentlightning.algorithm.evaluation import SUPERVISED
 from agentlightning.data.aggregation import AGGREGATIONS
 from agentlightning.data.call_filter import CallFilter
 from agentlightning.data.credit_table import RewardedGroup
-from agentlightning.data.references import read_function
+from agentlightning.data.references import read_function, trial
 from agentlightning.data.rewards import PLAIN, RELATIVE, RewardSpec
 from agentlightning.data.sequences import CreditedTransition, Level, weighed
 from agentlightning.data.transitions import FloatArray
@@ -183,7 +183,10 @@ class RLSettings(metaclass=_Tried):
         self.loss_function = _read("loss", self.loss, LOSSES)
         self.weigh_tokens = _read("token_weights", self.token_weights)
         if self.weigh_tokens is not None:
-            _try_weights(self.weigh_tokens)
+            calls = RewardedGroup.trial(0.0).transitions[0]
+            credited = [CreditedTransition(call, np.zeros(len(call.response_ids), np.float32)) for call in calls]
+            with trial("token_weights", "the two calls of a rollout"):
+                weighed(credited, self.weigh_tokens)
         self.aggregation_function = _read("aggregation", self.aggregation, AGGREGATIONS)
         self.corrections = Corrections.read(self.correction, self.old)
         if self.correction and self.imitates:
@@ -236,15 +239,8 @@ class RLSettings(metaclass=_Tried):
         would never replace a group."""
         rewards = [index % 2 for index in range(self.group_size)]
         groups = [RewardedGroup.trial(*rewards), RewardedGroup.trial(*rewards[::-1])]
-        try:
+        with trial(f"{type(self).__name__}.advantages", f"two groups of {self.group_size} rollouts"):
             self.credited(groups)
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                f"{type(self).__name__}.advantages fails on two groups of {self.group_size} rollouts, made to try it: "
-                f"{type(error).__name__}: {error}"
-            ) from error
         equal = [RewardedGroup.trial(*[reward] * self.group_size) for reward in (0.0, 1.0, -1e6)]
         if self.dynamic_sampling and not any(map(self.why_useless, equal)):
             raise ConfigError(f"{self.name} with these settings learns from any group: leave dynamic_sampling out")
@@ -252,34 +248,25 @@ class RLSettings(metaclass=_Tried):
     def credited(
         self, groups: Sequence[RewardedGroup], values: Sequence[FloatArray] | None = None
     ) -> list[list[list[CreditedTransition]]]:
-        """The result of `advantages` or, with a critic's `values`, of `advantages_with_values`. ConfigError unless it
-        has a list for each rollout of each group, with transitions that have a finite float per sampled token."""
+        """The result of `advantages`, which gets a critic's `values` if there are any. ConfigError unless it has a list
+        for each rollout of each group, with transitions that have a finite float per sampled token."""
         if not groups:
             return []
-        by = f"{type(self).__name__}.{'advantages' if values is None else 'advantages_with_values'}"
-        answer = self.advantages(groups) if values is None else self.advantages_with_values(groups, values)
+        asked = [len(group.transitions) for group in groups]
+        answer = cast("Any", self).advantages(groups, *(() if values is None else (values,)))
         try:
             shape = [len(group) for group in answer]
             items: list[Any] = [item for group in answer for rollout in group for item in rollout]
         except TypeError:
+            shape, items = [], []
+        wrong = next((part for item in items for part in _invalid(item)), None)
+        if shape != asked or wrong is not None:
+            given = f"{wrong!r:.200}" if wrong is not None else f"lists for {shape}" if shape else f"{answer!r:.200}"
             raise ConfigError(
-                f"{by} must return a list for each rollout of each group, but returned {answer!r:.200}"
-            ) from None
-        asked = [len(group.transitions) for group in groups]
-        if shape != asked:
-            raise ConfigError(f"{by} must return lists for groups of {asked} rollouts, but returned them for {shape}")
-        for item in items:
-            if not isinstance(item, CreditedTransition):
-                raise ConfigError(
-                    f"{by} must return a CreditedTransition for each call that trains, but returned {item!r:.200}"
-                )
-            tokens = len(item.transition.response_ids)
-            for one in (item.advantages, item.values, item.value_targets):
-                if one is not None and not _is_float_each(one, tokens):
-                    raise ConfigError(
-                        f"{by} must return a NumPy array with a finite float for each of the {tokens} sampled tokens "
-                        f"of a call, but returned {one!r:.200}"
-                    )
+                f"{type(self).__name__}.advantages must return a list for each rollout of each group, of groups of "
+                f"{asked} rollouts, and in it a CreditedTransition for each call that trains, with NumPy arrays of a "
+                f"finite float for each sampled token, but returned {given}"
+            )
         return answer
 
     @property
@@ -329,19 +316,15 @@ class RLSettings(metaclass=_Tried):
     @abc.abstractmethod
     def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
         """Credit the groups of one step. Returns, for each rollout of each group, its transitions with an advantage per
-        sampled token. Called in a thread, off the event loop; it may block."""
+        sampled token. Called in a thread, off the event loop; it may block.
+
+        With `trained_critic` it takes `values` too, float32[T] of each transition, in order: the critic's estimates for
+        the sampled tokens. The result then includes them, and their targets."""
 
     @property
     def trained_critic(self) -> Critic | None:
         """The critic that is trained beside the policy; None: no critic."""
         return None
-
-    def advantages_with_values(
-        self, groups: Sequence[RewardedGroup], values: Sequence[FloatArray]
-    ) -> list[list[list[CreditedTransition]]]:
-        """Like `advantages`, with a critic: `values` float32[T] of each transition, in order, are its estimates for the
-        sampled tokens. The result includes them, and their targets."""
-        raise ConfigError(f"{self.name} trains a critic, and does not define what its values mean")
 
     def make_loss(self, step: int = 1) -> Loss:
         """The loss of the batch of a step, from 1."""
@@ -350,28 +333,18 @@ class RLSettings(metaclass=_Tried):
         return Loss(kind=self.loss_function, **own | {"aggregation": self.aggregation_function})
 
 
-def _try_weights(function: Callable[..., Any]) -> None:
-    """ConfigError unless it returns weights for the tokens of two made-up calls."""
-    calls = RewardedGroup.trial(0.0).transitions[0]
-    try:
-        weighed([CreditedTransition(call, np.zeros(len(call.response_ids), np.float32)) for call in calls], function)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"token_weights fails on the two calls of a rollout, made to try it: {type(error).__name__}: {error}"
-        ) from error
-
-
 def _read(what: str, given: Any, known: Mapping[str, Callable[..., Any]] = {}) -> Any:
     """None, or a name in the table, unchanged; otherwise the function meant."""
     return given if given is None or (isinstance(given, str) and given in known) else read_function(what, given, known)
 
 
-def _is_float_each(values: Any, count: int) -> bool:
-    return (
-        isinstance(values, np.ndarray)
-        and values.shape == (count,)
-        and np.issubdtype(values.dtype, np.floating)
-        and bool(np.isfinite(values).all())
-    )
+def _invalid(item: Any) -> Iterator[Any]:
+    """What of a credited transition is not as it must be."""
+    if not isinstance(item, CreditedTransition):
+        yield item
+        return
+    given: tuple[Any, ...] = (item.advantages, item.values, item.value_targets)
+    for one in given:
+        of_tokens = isinstance(one, np.ndarray) and one.shape == item.transition.response_ids.shape
+        if one is not None and not (of_tokens and one.dtype.kind == "f" and bool(np.isfinite(one).all())):
+            yield one

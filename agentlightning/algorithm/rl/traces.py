@@ -91,7 +91,7 @@ def _of_unknown_weights(traced: TracedRollout) -> TracedRollout:
     return replace(
         traced,
         transitions=tuple(
-            msgspec.structs.replace(one, versions=np.full_like(one.versions, -1)) for one in traced.transitions
+            msgspec.structs.replace(call, versions=np.full_like(call.versions, -1)) for call in traced.transitions
         ),
     )
 
@@ -154,7 +154,7 @@ def _spelled(tokens: TokenBytes, traced: TracedRollout, spans: Sequence[Span], p
     for a token id that the model's tokenizer does not have."""
     if not traced.transitions:
         return set()
-    last = max(int(max(one.prompt_ids.max(), one.response_ids.max())) for one in traced.transitions)
+    last = max(int(max(call.prompt_ids.max(), call.response_ids.max())) for call in traced.transitions)
     if tokens.tokenizer.id_to_token(last) is None:
         raise ConfigError(
             f"rollout {traced.rollout.rollout_id} in {place} has the token id {last}, which the model's tokenizer "

@@ -47,7 +47,7 @@ class Connection:
 
     `timeout_seconds` bounds the wait for each further part of an answer. `health_url` tells whether the server lives.
     `retries=False` leaves a server that cannot be reached to whoever has another one. `version` is the policy version
-    of its weights, where the server does not tell it. While `unusable` gives a reason, only `control` requests are
+    of its weights, if the server does not name it. While `unusable` gives a reason, only `control` requests are
     made. Nothing is sampled while it is `paused`; a server that is `lost` may have ended, its weights are unchanged."""
 
     def __init__(
@@ -92,7 +92,7 @@ class Connection:
 
     @property
     def changes_weights(self) -> bool:
-        """Whether nobody can tell which weights sample now."""
+        """Whether the weights that sample now are unknown."""
         return self.unusable is not None and not self.paused and not self.lost
 
     def url(self, path: str) -> str:
@@ -145,7 +145,7 @@ class Connection:
         return await self._health(timeout_seconds, control=control) == "healthy"
 
     async def deserted(self, timeout_seconds: float) -> bool:
-        """Whether nobody listens there any more. One that takes its time does."""
+        """Whether no process listens there any more. A slow server does."""
         return await self._health(timeout_seconds) in (UNREACHABLE, BROKE_OFF)
 
     async def _health(self, timeout_seconds: float, *, control: bool = False) -> str:
@@ -267,7 +267,7 @@ class Response(asyncio.Protocol):
                 await self._more()
 
     def close(self) -> None:
-        """The answer is done with. One that was not read to its end takes its connection with it: this cancels it."""
+        """Keep the connection if the answer was read to its end; else close it, which cancels the request."""
         if self._complete and self._stays and not self.lost:
             self._parts = []
             self._connection.keep(self)
@@ -315,14 +315,12 @@ class Response(asyncio.Protocol):
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
-    # --- what asyncio and the parser call ---
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but its base class
 
     def data_received(self, data: bytes) -> None:
         if self._complete:
-            self.abort()  # nobody asked for more: whatever follows on this connection cannot be told apart from it
+            self.abort()  # unrequested data, which would be taken for the next answer
             return
         if not self.status:
             self._head_bytes += len(data)

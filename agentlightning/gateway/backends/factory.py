@@ -1,4 +1,4 @@
-"""What is said of a server → the backend that speaks with it, and the entry of a model that is asked and never trained.
+"""The description of a server → its backend; and the entry of a model that is never trained.
 
 Knows the kinds of servers and what each needs. Knows no table of models.
 """
@@ -43,7 +43,7 @@ def make_backend(
     are rendered here; see `VllmBackend`, and `SglangBackend`, which needs one. Reading it takes time: not for the event
     loop's thread.
 
-    ConfigError for a kind that is not known, and for what a kind needs and has not, or has no use for."""
+    ConfigError for an unknown kind, and for a setting that a kind lacks or cannot use."""
     if kind == "sglang" and tokenizer is None:
         raise ConfigError(
             "a server of the kind 'sglang' is sent token ids: name the tokenizer of its model (a directory, or a name "

@@ -40,7 +40,7 @@ Kind: TypeAlias = Literal["vllm", "openai", "azure", "anthropic"]
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a kind of server can do: whether it tells token ids, which endpoints it answers in their own protocol, and
+    """What a kind of server can do: whether it returns token ids, which endpoints it answers in their own protocol, and
     the header that brings its key to these."""
 
     captures_tokens: bool
@@ -179,8 +179,8 @@ class HttpBackend:
             optional["top_logprobs"] = (call.top_logprobs or None) if chat else None
         prompt = {"messages": call.messages} if chat else {"prompt": call.prompt}
         always = {"model": self.model or call.model, **prompt, "stream": call.stream}
-        # Where the distribution to sample from is said, it is said in full: vLLM takes the rest from the model's own
-        # generation config, which may hold a penalty.
+        # A given distribution is sent in full: vLLM takes the rest from the model's generation config, which may hold a
+        # penalty.
         return (dict(NEUTRAL_PENALTIES) if whole else {}) | call.extra | always | given(**optional)
 
 
@@ -212,7 +212,7 @@ class _ToolCallPart(msgspec.Struct):
     function: _FunctionPart | None = None
 
 
-class _Spoken(msgspec.Struct):
+class _MessageFields(msgspec.Struct):
     """What others rely on in a `delta` or `message`; it is passed on as it is written."""
 
     content: str | list[Any] | None = None
@@ -230,7 +230,7 @@ class WeightsSpan(msgspec.Struct):
     end: int
 
 
-class _Said(msgspec.Struct, Generic[T]):
+class _ChoicePart(msgspec.Struct, Generic[T]):
     """Of a chunk (`delta`), of a whole answer (`message`), or of a continued prompt (`text`)."""
 
     index: int = 0
@@ -258,7 +258,7 @@ class _Error(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct, Generic[T]):
-    choices: list[_Said[T]] = []
+    choices: list[_ChoicePart[T]] = []
     usage: _Usage | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     policy_version: int | None = None
@@ -283,7 +283,7 @@ class _AnswerReader:
         self._started = False
         self._told_version = False
         self._unfinished = set(range(call.sampling.n))
-        self._ends: list[tuple[_Said[Any], FinishReason]] = []
+        self._ends: list[tuple[_ChoicePart[Any], FinishReason]] = []
         self._usage: _Usage | None = None
         self._decoder: msgspec.json.Decoder[_Chunk[Any]] = _WRITTEN_CHUNK if call.logprobs else _CHUNK
 
@@ -310,7 +310,7 @@ class _AnswerReader:
             events.extend(self._read_choice(choice))
         return events
 
-    def _read_choice(self, choice: _Said[Any]) -> list[BackendEvent]:
+    def _read_choice(self, choice: _ChoicePart[Any]) -> list[BackendEvent]:
         if choice.index not in range(self._call.sampling.n):
             raise BackendError(f"the backend sent choice {choice.index}, which was not requested")
         if choice.finish_reason is not None and choice.index in self._unfinished:
@@ -368,7 +368,7 @@ class _AnswerReader:
             return tuple([token.logprob for token in logprobs.content]), ()
         return tuple([_ENTRY.decode(entry).logprob for entry in logprobs.content]), tuple(logprobs.content)
 
-    def _untrainable(self, choice: _Said[Any]) -> str | None:
+    def _untrainable(self, choice: _ChoicePart[Any]) -> str | None:
         call = self._call
         if self._captures_tokens and not leaves_sampling_free(call.extra, call.tools, call.tool_choice):
             return CONSTRAINED
@@ -389,13 +389,13 @@ def version_runs(spans: Sequence[WeightsSpan] | None, version: int) -> list[list
     return runs if len(runs) == len(weights) and runs and runs[-1][0] >= version else []
 
 
-def _delta(choice: _Said[Any]) -> dict[str, Any]:
+def _delta(choice: _ChoicePart[Any]) -> dict[str, Any]:
     if choice.text is not None:
         return {"content": choice.text} if choice.text else {}
     message = choice.delta if choice.delta is not None else choice.message or {}
     if len(message) == 1 and isinstance(content := message.get("content"), str):  # nearly every chunk
         return message if content else {}
-    msgspec.convert(message, _Spoken)
+    msgspec.convert(message, _MessageFields)
     return {name: value for name, value in message.items() if name != "role" and value not in (None, "", [])}
 
 

@@ -48,8 +48,8 @@ class SglangBackend(TokenBackend):
 
 
 class VllmBackend(HttpBackend):
-    """The vLLM server at `base_url` (see `HttpBackend`), as a model whose chats `chat` renders. Where it takes no token
-    ids, or is asked for what can only be had of its chat completions, it is asked for those."""
+    """The vLLM server at `base_url` (see `HttpBackend`), as a model whose chats `chat` renders. If it takes no token
+    ids, or the call needs its chat completions, those are used."""
 
     def __init__(self, base_url: str, chat: ChatTemplate, **settings: Any) -> None:
         super().__init__(base_url, kind="vllm", **settings)
@@ -75,7 +75,7 @@ class VllmBackend(HttpBackend):
                 yield event
 
     async def takes_ids(self) -> bool:
-        """Whether the server has the route, which it is asked once."""
+        """Whether the server has the route; it is asked once."""
         if self._takes_ids is None:
             async with self.connection.posted(self.ids_url, None) as response:  # a GET of what must be posted
                 await response.read()
@@ -93,7 +93,7 @@ class _Answer:
     url: str
     finished = False
 
-    def asked(self) -> dict[str, Any]:
+    def body_fields(self) -> dict[str, Any]:
         """The body that is posted, without `stream`."""
         raise NotImplementedError
 
@@ -101,7 +101,7 @@ class _Answer:
         """The tokens that are new in a chunk, or in the whole answer."""
         raise NotImplementedError
 
-    async def left(self) -> None:
+    async def abandon(self) -> None:
         """Nobody waits for the answer any more."""
 
     def tokens(self, data: bytes) -> list[SampledToken]:
@@ -142,24 +142,21 @@ class _Generator:
 
     @asynccontextmanager
     async def _posted(self, answer: _Answer, *, stream: bool) -> AsyncGenerator[Response]:
-        body = msgspec.json.encode(answer.asked() | {"stream": stream})
+        body = msgspec.json.encode(answer.body_fields() | {"stream": stream})
         try:
             async with self._connection.posted(answer.url, body, accepted=True) as response:
                 try:
                     yield response
                 finally:  # before the connection is closed: with it a server may forget whose request it was
-                    await answer.left()
+                    await answer.abandon()
         except asyncio.CancelledError:
-            await answer.left()
+            await answer.abandon()
             raise
 
 
 class _Error(msgspec.Struct):
     message: str = "no message"
     code: int | str | None = None
-
-
-# --- vLLM ---------------------------------------------------------------------------------------------------------
 
 
 class _Logprob(msgspec.Struct, gc=False):
@@ -200,7 +197,7 @@ class _VllmAnswer(_Answer):
         self._backend = backend
         self._version = backend.connection.version
 
-    def asked(self) -> dict[str, Any]:
+    def body_fields(self) -> dict[str, Any]:
         request = self._request
         sampling: dict[str, Any] = {
             "temperature": request.temperature,
@@ -248,9 +245,6 @@ class _VllmAnswer(_Answer):
         versions = version_runs(choice.weight_versions, self._version)
         changed = not versions and not keeps and connection.version != self._version
         return Ending(unknown, connection.version if changed else None, versions)
-
-
-# --- SGLang -------------------------------------------------------------------------------------------------------
 
 
 _TokenLogprob = tuple[float | None, int, str | None]
@@ -301,15 +295,15 @@ class _SglangAnswer(_Answer):
         self._ending = Ending(TRUNCATED if truncated else None)
         self._read = 0
 
-    def asked(self) -> dict[str, Any]:
+    def body_fields(self) -> dict[str, Any]:
         request = self._request
         sampling: dict[str, Any] = {
-            "max_new_tokens": request.max_tokens,  # null: as many as fit; left out, 128
+            "max_new_tokens": request.max_tokens,  # null: as many as fit; omitted, 128
             "temperature": request.temperature,
             "top_p": request.top_p,
             "top_k": request.top_k or -1,
             "stop_token_ids": sorted(request.stop_token_ids),
-            # What is not said may come from the model's generation config.
+            # Omitted values may come from the model's generation config.
             "min_p": 0.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
@@ -362,8 +356,8 @@ class _SglangAnswer(_Answer):
             for position, ((logprob, token_id, _), top) in enumerate(zip(sampled, tops, strict=True))
         ]
 
-    async def left(self) -> None:
-        """SGLang goes on with a request that is left, unless it is told."""
+    async def abandon(self) -> None:
+        """Abort the request: SGLang continues it otherwise."""
         if self.finished or self._aborted:
             return
         self._aborted = True

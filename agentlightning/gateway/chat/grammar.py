@@ -43,7 +43,7 @@ _AT_ONCE: Final = 4  # grammars, each of another session
 @dataclass(frozen=True)
 class Form:
     """An answer of the JSON `schema`, or calls of `tools` (name, schema of the arguments) in a `format`; either, where
-    both are given. There is more than one call only with `many`. `field` is where the request says so."""
+    both are given. There is more than one call only with `many`. `field` is the request field that asks for it."""
 
     field: str
     schema: Any = None
@@ -87,7 +87,7 @@ class _JsonSchema(msgspec.Struct):
     schema: dict[str, Any]
 
 
-class _Asked(msgspec.Struct, tag_field="type", tag="json_schema"):
+class _JsonFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
     json_schema: _JsonSchema
 
 
@@ -98,7 +98,7 @@ def form_of(call: ModelCall, tool_format: str | None) -> Form | None:
         schema = {"type": "object"}
     elif response_format != {"type": "text"}:
         try:
-            schema = msgspec.convert(response_format, _Asked).json_schema.schema
+            schema = msgspec.convert(response_format, _JsonFormat).json_schema.schema
         except msgspec.ValidationError as error:
             _refuse("response_format", f"it is not that of OpenAI's chat completions: {error}")
     choice, forced = call.tool_choice, forces_a_call(call.tool_choice)
@@ -176,7 +176,7 @@ class _Masks:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance wants it; what a grammar leaves no choice about is said in the tokens it encodes to."""
+    """A tokenizer as llguidance wants it; it also encodes the text that a grammar leaves no choice about."""
 
     bos_token_id = None
     is_tokenizer_wrapper = True

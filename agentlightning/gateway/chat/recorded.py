@@ -54,7 +54,7 @@ class RecordedAnswers:
         return EncodedPrompt(text, (*known.token_ids, *rest), known.spliced_tokens)
 
     def record(self, session: str | None, prompt: EncodedPrompt, answer_ids: list[int]) -> None:
-        """Remember a finished answer; one that does not end with a special token cannot be spliced and is not kept."""
+        """Remember a finished answer, if it ends with a special token; others cannot be spliced."""
         if not self._usable or session is None or not answer_ids:
             return
         token_bytes = self._chat.token_bytes

@@ -1,4 +1,4 @@
-"""An answer's text while it streams: made of token ids, cut at stop strings, and told apart from what the model thinks
+"""An answer's text while it streams: made of token ids, cut at stop strings, and split from the reasoning
 before it. Text is given out as soon as it is certain, and always whole characters.
 
 Knows tokenizers and text.

@@ -60,7 +60,7 @@ class TokenBackend:
 
     `name` is what spans say of it. Prompt and answer have `max_sequence_length` tokens at most, where it is given. The
     generator belongs to its owner. The seed of a call decides its random numbers alone, where the generator honours
-    seeds. Hints, such as penalties, are dropped, unless somebody else can follow them: `strict`, they are refused."""
+    seeds. Hints, such as penalties, are dropped, or refused if `strict`, so that another backend can follow them."""
 
     captures_tokens = seeded = True
     relays: frozenset[str] = frozenset()
@@ -99,7 +99,7 @@ class TokenBackend:
         started = False
         async with aclosing(choices[0] if len(choices) == 1 else _merged(choices)) as events:
             async for event in events:
-                if not started:  # a request that cannot be served is refused before anything is said
+                if not started:  # a request that cannot be served is refused before the first event
                     started = True
                     yield Started(prompt.token_ids, prompt.spliced_tokens, dropped=tuple(dropped))
                 yield event
@@ -212,7 +212,7 @@ class TokenBackend:
 
 
 class _ChoiceWriter:
-    """Turns one choice's sampled tokens into deltas: characters whole, stop strings cut, reasoning told apart, tool
+    """Turns one choice's sampled tokens into deltas: characters whole, stop strings cut, reasoning split off, tool
     calls parsed."""
 
     def __init__(

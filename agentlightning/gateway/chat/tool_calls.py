@@ -143,7 +143,7 @@ class WholeAnswerParser(ToolCallParser):
 
 
 def detect_tool_format(template: str) -> str | None:
-    """The format a chat template writes tool calls in, or None where it writes none or one that is not listed."""
+    """The format in which a chat template writes tool calls; None if it writes none, or if the format is not listed."""
     if any(foreign in template for foreign in _FOREIGN):
         return None
     if "<tool_call>" in template:

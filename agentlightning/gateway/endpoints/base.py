@@ -35,7 +35,7 @@ class StreamWriter(Protocol):
 
 class Endpoint:
     """One protocol under `/v1/{path}`. `operation` is its `gen_ai.operation.name`; `id_prefix` begins the ids of its
-    answers, `counted_as` names a count of tokens. One that is only ever passed through writes no answers."""
+    answers, `counted_as` names a count of tokens. An endpoint that is only passed through writes no answers."""
 
     path: str
     operation = "chat"
@@ -105,8 +105,8 @@ def cached_and_thought(usage: Usage) -> tuple[int, int | None]:
 
 
 def arguments_of(call: dict[str, Any]) -> msgspec.Raw | str:
-    """The JSON object that a tool is called with. One whose arguments are no object has no form in most protocols: it
-    stays the text it is."""
+    """The arguments of a tool call as a JSON object. Other arguments have no form in most protocols: the call stays
+    text."""
     name, arguments = call["function"]["name"], call["function"]["arguments"] or "{}"
     try:
         msgspec.json.decode(arguments, type=dict[str, Any])

@@ -182,9 +182,6 @@ def _prompt(given: _Prompt) -> str | tuple[int, ...]:
     return tuple(cast(list[int], given))
 
 
-# --- answers ------------------------------------------------------------------------------------------------------
-
-
 def _usage(usage: Usage) -> dict[str, Any]:
     total = usage.prompt_tokens + usage.completion_tokens
     counts = {"prompt_tokens": usage.prompt_tokens, "completion_tokens": usage.completion_tokens}
@@ -192,7 +189,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 def _choice(index: int, content: dict[str, Any], ended: Choice | None = None) -> dict[str, Any]:
-    """One choice, or a part of it, with `said` in it."""
+    """One choice, or a part of it, with this content."""
     reason = None if ended is None else ended.finish_reason
     body: dict[str, Any] = {"index": index, **content, "logprobs": None, "finish_reason": reason}
     if ended is not None and ended.stop_string is not None:
@@ -264,18 +261,18 @@ class ChunkWriter:
         request, numbers = self._request, range(self._request.sampling.n)
         ids = {"prompt_token_ids": event.prompt_token_ids} if request.return_token_ids else {}
         if self._chat:
-            content = self._said({"role": "assistant", "content": ""})
+            content = self._content({"role": "assistant", "content": ""})
             return b"".join([self._event([_choice(index, content)], **({} if index else ids)) for index in numbers])
-        content = {**self._said({}), **ids, "token_ids": ()}
+        content = {**self._content({}), **ids, "token_ids": ()}
         return b"".join([self._event([_choice(index, {}) | content]) for index in numbers]) if ids else b""
 
     def delta(self, event: Delta) -> bytes:
         request = self._request
         if not (request.return_token_ids or request.logprobs):
-            return self._framed(event.index, self._said(event.delta)) if event.delta else b""
+            return self._framed(event.index, self._content(event.delta)) if event.delta else b""
         if not event.delta and not event.token_ids:
             return b""
-        choice = _choice(event.index, self._said(event.delta))
+        choice = _choice(event.index, self._content(event.delta))
         if request.logprobs:
             choice["logprobs"] = _logprobs(request, event.logprob_entries)
         if request.return_token_ids:
@@ -294,7 +291,7 @@ class ChunkWriter:
     def end(self) -> bytes:
         """The last event of each choice, usage if it was asked for, and the end of the stream."""
         choices = enumerate(self._answer.choices)
-        ends = [self._event([_choice(index, self._said({}), ended)]) for index, ended in choices]
+        ends = [self._event([_choice(index, self._content({}), ended)]) for index, ended in choices]
         if self._request.include_usage:
             ends.append(self._event([], usage=_usage(self._answer.token_counts())))
         return b"".join(ends) + b"data: [DONE]\n\n"
@@ -302,7 +299,7 @@ class ChunkWriter:
     def error(self, error: BackendError) -> bytes:
         return server_sent({"error": openai_error(error)})
 
-    def _said(self, delta: dict[str, Any]) -> dict[str, Any]:
+    def _content(self, delta: dict[str, Any]) -> dict[str, Any]:
         return {"delta": delta} if self._chat else {"text": delta.get("content", "")}
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:

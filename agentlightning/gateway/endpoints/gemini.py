@@ -252,18 +252,15 @@ def _chosen(tools: list[dict[str, Any]], calling: _Calling) -> tuple[list[dict[s
     return [tool for tool in tools if not allowed or tool["function"]["name"] in allowed], _CHOICES[calling.mode]
 
 
-# --- the conversation --------------------------------------------------------------------------------------------
-
-
 def _chat(system: _Content | None, contents: list[_Content]) -> list[dict[str, Any]]:
     """The whole conversation. Consecutive contents of one role are one turn, as the protocol has it."""
     require_question("contents", contents, "model")
     turns = _Turns()
     if system is not None and system.parts:
         turns.messages.append({"role": "system", "content": _content(system.parts)})
-    for answered, turn in groupby(contents, key=lambda content: content.role == "model"):
+    for of_model, turn in groupby(contents, key=lambda content: content.role == "model"):
         parts = [part for content in turn for part in content.parts]
-        (turns.answered if answered else turns.asked)(parts)
+        (turns.add_model if of_model else turns.add_user)(parts)
     return turns.messages
 
 
@@ -276,7 +273,7 @@ class _Turns:
         self._calls = 0
         self._open: dict[str, str] = {}  # id → name
 
-    def answered(self, parts: list[_Part]) -> None:
+    def add_model(self, parts: list[_Part]) -> None:
         self._open.clear()
         text: list[str] = []
         thoughts: list[str] = []
@@ -290,7 +287,7 @@ class _Turns:
                 raise _unshown("of the role model")
         self.messages.append(assistant_message(text, thoughts, calls))
 
-    def asked(self, parts: list[_Part]) -> None:
+    def add_user(self, parts: list[_Part]) -> None:
         """The results of functions, and then what else the user says."""
         results = [part.function_response for part in parts if part.function_response is not None]
         shown = [part for part in parts if part.function_response is None]
@@ -341,8 +338,6 @@ def _unshown(where: str) -> CallRefused:
     message = f"contents: a content {where} holds a part that cannot be shown to the model there; send text or images"
     return CallRefused(message, code="unsupported_content", param="contents")
 
-
-# --- answers ------------------------------------------------------------------------------------------------------
 
 _REASONS: Final = {"length": "MAX_TOKENS", "content_filter": "SAFETY", "abort": "OTHER"}  # of the others it is STOP
 

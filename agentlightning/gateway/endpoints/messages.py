@@ -126,7 +126,7 @@ class _ThinkingConfig(msgspec.Struct):
 _NEUTRAL: Final = ("metadata", "service_tier", "cache_control", "diagnostics", "user_profile_id")
 _DROPPED: Final = ("context_management", "fallbacks", "speed")  # hints to Anthropic's own servers
 _ONLY_THERE: Final = ("container", "mcp_servers", "compaction", "inference_geo", "thread")
-# What Anthropic's SDKs must be told by this name to send the whole conversation with every call instead.
+# Upon this error Anthropic's SDKs send the whole conversation with every call instead.
 _NO_THREADS: Final = "thread_unsupported_request"
 _Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 _FIELDS = Fields(
@@ -171,7 +171,7 @@ class Messages(Endpoint):
         if output_format is not None:
             extra["response_format"] = json_schema(output_format.schema)
         dropped = [name for name in _DROPPED if name in values]
-        if "thinking" in values and values["thinking"].type != "disabled":  # how much it thinks is the policy's affair
+        if "thinking" in values and values["thinking"].type != "disabled":  # the policy decides how much it thinks
             dropped.append("thinking")
         if config.effort is not None:
             dropped.append("output_config.effort")
@@ -305,9 +305,7 @@ def _refused_block(block: _Block, where: str) -> CallRefused:
     )
 
 
-# --- answers ------------------------------------------------------------------------------------------------------
-
-# Of an answer without tool calls that no stop sequence ended. One that was broken off was cut short, whoever did it.
+# For answers without tool calls that no stop sequence ended.
 _STOP_REASONS: Final = {"length": "max_tokens", "abort": "max_tokens", "content_filter": "refusal"}
 
 

@@ -40,7 +40,7 @@ class Embeddings(Endpoint):
 
 
 def read_passed_through(body: bytes) -> CallRequest:
-    """What routing and the span need of a request; everything else of it is the backend's affair. CallRefused (400)
+    """What routing and the span need of a request; the backend reads the rest. CallRefused (400)
     without a `model`."""
     try:
         body.decode()  # what is not read here is not looked at further on
@@ -82,7 +82,7 @@ class AnswerCopy:
         return BackendError(f"the backend answered {status}: {text}", status=status)
 
     def read_into(self, answer: Answer, *, streamed: bool) -> FinishReason:
-        """What was said so far, the tools called, the usage, and the body itself; gives how it ended. An answer in a
+        """The text so far, tool calls, usage and the body itself; returns how it ended. An answer in a
         form that is not known, or too large to be kept, leaves all this out, and nothing fails."""
         answer.first_token_time = self._began
         body = b"".join(self._parts)
@@ -155,7 +155,7 @@ def _add_event(message: dict[str, Any], event: dict[str, Any]) -> None:
 
 
 def _message(whole: dict[str, Any]) -> dict[str, Any]:
-    """The chat form of what was said: text and tool calls of a response or a message."""
+    """Text and tool calls of a response or a message, in the form of chat completions."""
     text: list[str] = []
     calls: list[dict[str, Any]] = []
     for item in whole.get("output") or whole.get("content") or []:

@@ -107,7 +107,7 @@ _FIELDS = Fields(
     },
     refused=CHAT_ONLY,
 )
-# What a response repeats of its request, and what it says where that was not given.
+# What a response repeats of its request, and its values for fields that were not given.
 _ECHOED: Final[dict[str, Any]] = {
     "metadata": {},
     "parallel_tool_calls": True,
@@ -247,9 +247,6 @@ def _response_format(format: _Format | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": described}
 
 
-# --- the conversation --------------------------------------------------------------------------------------------
-
-
 class _Part(msgspec.Struct):
     type: Literal["input_text", "output_text", "text", "refusal", "input_image", "reasoning_text", "summary_text"]
     text: str = ""
@@ -291,7 +288,7 @@ _ITEMS: Final[dict[Any, type[_Item]]] = {
 
 
 def _chat_messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages that `input` stands for; what the assistant said and called in one turn is one message.
+    """The messages that `input` stands for; texts and calls of one turn of the assistant are one message.
 
     CallRefused (400) names the item that is malformed or of a kind that has no chat form."""
     if isinstance(items, str):

@@ -1,4 +1,4 @@
-"""Answers in the form of OpenAI's responses: the response object, and the events of one that is streamed.
+"""Answers in the form of OpenAI's responses: the response object, and the events of a stream.
 
 Knows the wire format of answers; `responses` reads the requests. No backends, no rollouts, no HTTP server.
 """

@@ -24,6 +24,7 @@ from agentlightning.gateway.chat.token_backend import TokenBackend
 from agentlightning.gateway.generation import SampledToken
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.gateway.probe import probe
+from agentlightning.gateway.request import NEUTRAL_PENALTIES
 from tests.gateway.backends.engines import answered, chat_call, check_parity, named, sampled
 from tests.gateway.talker import SEARCH_TOOL, make_talker, user
 from tests.gateway.world import GREEDY, fronting, serving, talking
@@ -173,25 +174,19 @@ async def test_nothing_of_the_sampling_is_left_to_the_server(world: Setting) -> 
     await answered(backend, chat_call(sampling=Sampling(temperature=0.5, max_tokens=4)))
     (asked,) = server.asked
     end = make_talker().tokenizer.eos_token_id
-    assert asked["sampling_params"] == {
-        "max_new_tokens": 4,
-        "temperature": 0.5,
-        "top_p": 1.0,
-        "top_k": -1,
-        "stop_token_ids": [end],
-        "min_p": 0.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
-    }
+    asked_for = {"max_new_tokens": 4, "temperature": 0.5, "top_p": 1.0, "top_k": -1, "stop_token_ids": [end]}
+    assert asked["sampling_params"] == asked_for | dict(NEUTRAL_PENALTIES)
     assert (asked["return_logprob"], asked["logprob_start_len"], asked["stream"]) == (True, -1, False)
 
 
-async def test_answers_sampled_with_top_p_or_top_k_are_flagged(world: Setting) -> None:
+async def test_answers_sampled_with_top_p_or_top_k_are_flagged_and_not_trained(world: Setting) -> None:
     for sampling in (Sampling(top_p=0.9, max_tokens=2), Sampling(top_k=3, max_tokens=2)):
         assert (await answered(world[0], chat_call(sampling=sampling))).choices[0].untrainable == TRUNCATED
+        with pytest.raises(ConfigError, match="from before top_p and top_k"):
+            await probe(world[0], "policy", sampling)
     greedy = Sampling(temperature=0.0, top_p=0.9, max_tokens=2)
     assert (await answered(world[0], chat_call(sampling=greedy))).choices[0].untrainable is None
+    await probe(world[0], "policy", Sampling(temperature=0.7))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -231,27 +226,23 @@ async def test_a_stop_string_ends_the_answer_and_aborts_the_request(world: Setti
     assert server.aborted == [server.asked[0]["rid"]]
 
 
-@pytest.mark.parametrize("n", [1, 3])
-async def test_leaving_a_stream_aborts_its_requests(world: Setting, n: int) -> None:
+@pytest.mark.parametrize(("n", "stream"), [(1, True), (3, True), (1, False)])
+async def test_leaving_a_call_aborts_its_requests(world: Setting, n: int, stream: bool) -> None:
     backend, server, _ = world
     server.going.clear()
-    call = chat_call("count", sampling=Sampling(temperature=0.0, n=n), stream=True)
-    async with aclosing(backend.answer(call)) as events:
-        async for event in events:
-            if isinstance(event, Delta):
-                break
+    call = chat_call("count", sampling=Sampling(temperature=0.0, n=n), stream=stream)
+    if stream:
+        async with aclosing(backend.answer(call)) as events:
+            async for event in events:
+                if isinstance(event, Delta):
+                    break
+    else:
+        waiting = asyncio.create_task(answered(backend, call))
+        await server.begun.wait()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
     assert sorted(server.aborted) == sorted(asked["rid"] for asked in server.asked)
-
-
-async def test_leaving_a_call_that_is_not_streamed_aborts_it(world: Setting) -> None:
-    backend, server, _ = world
-    server.going.clear()
-    waiting = asyncio.create_task(answered(backend, chat_call()))
-    await server.begun.wait()
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    assert server.aborted == [server.asked[0]["rid"]]
 
 
 TOO_LONG = "The input (600 tokens) is longer than the model's context length (512 tokens)."
@@ -331,9 +322,3 @@ async def test_calls_through_the_gateway_are_captured_and_trained(world: Setting
 def test_settings_that_do_not_fit_the_kind_are_refused(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         make_backend("http://127.0.0.1:9", **settings)
-
-
-async def test_a_truncated_distribution_is_refused_for_training(world: Setting) -> None:
-    with pytest.raises(ConfigError, match="from before top_p and top_k"):
-        await probe(world[0], "policy", Sampling(top_p=0.9))
-    await probe(world[0], "policy", Sampling(temperature=0.7))

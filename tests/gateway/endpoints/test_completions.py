@@ -118,9 +118,6 @@ async def test_what_cannot_be_had_is_refused_by_name(gateway_world: World, field
         await gateway_world.client().completions.create(**{"model": "policy", "prompt": "x", "stream": True, **fields})
 
 
-# --- servers ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_gateway_before_a_gateway_records_the_engines_ids_and_versions(tmp_path: Path, stream: bool) -> None:
     async with (

@@ -64,15 +64,16 @@ async def answered(there: World, stream: bool, body: Any, attempted: AttemptedRo
     return events[-1]["candidates"][0] | {"parts": parts, "usageMetadata": events[-1]["usageMetadata"]}
 
 
-# --- requests -----------------------------------------------------------------------------------------------------
-
-
 def read(body: dict[str, Any]) -> CallRequest:
     return GenerateContent("policy").read(json.dumps(body).encode())
 
 
 def called(call_id: str, arguments: str = '{"q": "sun", "n": 1.5}') -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": "search", "arguments": arguments}}
+
+
+def assistant(content: str | None, *calls: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, "tool_calls": [*calls], **more}
 
 
 def tool(call_id: str, content: Any) -> dict[str, Any]:
@@ -90,10 +91,7 @@ SHOWN = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}
         ([turn("A", PNG)], [{"role": "user", "content": [{"type": "text", "text": "A"}, SHOWN]}]),
         (
             [turn({"text": "T", "thought": True}, "A", role="model"), turn(CALL, "B", role="model"), turn("C")],
-            [
-                {"role": "assistant", "content": "AB", "reasoning_content": "T", "tool_calls": [called("000000001")]},
-                *user("C"),
-            ],
+            [assistant("AB", called("000000001"), reasoning_content="T"), *user("C")],
         ),
         (  # results belong to the calls of their id, else of their name, in order
             [
@@ -101,11 +99,7 @@ SHOWN = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}
                 turn(result({"output": "one"}), result({"error": "two"}, id="x"), "go on", result({"a": 1})),
             ],
             [
-                {
-                    "role": "assistant",
-                    "content": None,
-                    "tool_calls": [called("000000001"), called("x", "{}"), called("000000003")],
-                },
+                assistant(None, called("000000001"), called("x", "{}"), called("000000003")),
                 tool("000000001", "one"),
                 tool("x", "Error: two"),
                 tool("000000003", '{"a": 1}'),
@@ -131,9 +125,9 @@ def test_settings_are_those_of_chat_completions() -> None:
         "seed": 3,
         "candidateCount": 2,
         "presencePenalty": 0.5,
+        "thinkingConfig": {"thinkingBudget": 0},
         "responseMimeType": "application/json",
         "responseSchema": schema,
-        "thinkingConfig": {"thinkingBudget": 0},
     }
     request = read(
         asked(
@@ -195,9 +189,6 @@ def test_what_cannot_be_used_is_refused_by_name(body: dict[str, Any], param: str
     with pytest.raises(CallRefused) as caught:
         read(body)
     assert (caught.value.status, caught.value.param) == (400, param)
-
-
-# --- answers ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -267,19 +258,6 @@ async def test_another_servers_reasoning_is_a_thought(stream: bool) -> None:
     }
 
 
-async def test_tokens_are_counted_and_nothing_is_recorded(gateway_world: World) -> None:
-    attempted = await gateway_world.attempt()
-    request = asked("weather", tools=[SEARCH])
-    _, counted = await post(gateway_world, request, "countTokens", attempted)
-    assert await gateway_world.spans(attempted) == []
-    assert (
-        counted["totalTokens"] == (await answered(gateway_world, False, request))["usageMetadata"]["promptTokenCount"]
-    )
-
-
-# --- errors, and whose call it is ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("method", "body", "code", "status", "says"),
     [
@@ -297,10 +275,14 @@ async def test_an_error_has_googles_shape(
     assert says in told["error"]["message"]
 
 
-async def test_a_key_names_its_attempt(tmp_path: Path) -> None:
+async def test_a_key_names_its_attempt_and_tokens_are_counted(tmp_path: Path) -> None:
     async with world(tmp_path, admin_key="the admin key") as guarded:
         attempted = await guarded.attempt()
-        assert (await post(guarded, asked(), **{"x-goog-api-key": attempted.api_key or ""}))[0] == 200
+        key, request = {"x-goog-api-key": attempted.api_key or ""}, asked("weather", tools=[SEARCH])
+        _, counted = await post(guarded, request, "countTokens", **key)
+        assert await guarded.spans(attempted) == []
+        status, told = await post(guarded, request, **key)
+        assert status == 200 and told["usageMetadata"]["promptTokenCount"] == counted["totalTokens"]
         assert len(await guarded.spans(attempted)) == 1
         status, told = await post(guarded, asked())
         assert (status, told["error"]["status"]) == (401, "UNAUTHENTICATED")

@@ -17,8 +17,6 @@ from tests.gateway.world import World, world
 
 pytestmark = pytest.mark.anyio
 
-# --- answers ------------------------------------------------------------------------------------------------------
-
 
 async def test_an_answer_comes_whole(gateway_world: World) -> None:
     status, body = await post(gateway_world, "messages", asked())
@@ -119,12 +117,6 @@ async def test_what_changes_nothing_about_the_answer_is_accepted(gateway_world: 
     assert answer.content[0].text == PLAIN["hello"]
 
 
-# --- errors -------------------------------------------------------------------------------------------------------
-
-
-# --- whose call it is ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("header", ["authorization", "x-api-key"])
 async def test_a_key_names_its_attempt_in_either_header(tmp_path: Path, header: str) -> None:
     async with world(tmp_path, admin_key="the admin key") as guarded:
@@ -155,9 +147,6 @@ async def test_a_call_is_captured_exactly(gateway_world: World, stream: bool) ->
     assert said == [{"role": "system", "content": "Be brief."}, *user("hello")]
     assert json.loads(span.attributes[semconv.CALL_OVERRIDDEN]) == {"temperature": 0.7}
     assert "Be brief" not in span.attributes[semconv.CALL_REQUEST]
-
-
-# --- counting and models ------------------------------------------------------------------------------------------
 
 
 async def test_tokens_are_counted_and_nothing_is_recorded(gateway_world: World) -> None:

