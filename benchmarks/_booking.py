@@ -44,9 +44,9 @@ DR_GRPO: Final = {"baseline": "dr_grpo"}
 AIR: Final = DR_GRPO | {"returns": "air", "equal_rewards": True}
 BOOKINGS: Final[dict[str, dict[str, Any]]] = {
     "reward alone": DR_GRPO,
+    "reward alone (grpo)": {"baseline": "grpo"},
     "AIR 0.05": AIR | {"returns_options": {"alpha": 0.05}},
     "AIR 0.2": AIR | {"returns_options": {"alpha": 0.2}},
-    "reward alone, grpo": {"baseline": "grpo"},
 }
 COMMON: Final[dict[str, Any]] = {
     "name": "grpo",

@@ -87,9 +87,8 @@ async def take(runs: list[Path], out: Path, program: str) -> None:
     run_id = next(run.run_id for run in await store.query_runs() if run.manifest["name"] == runs[0].name)
     rollout = await telling(store, run_id)
     one = f"/rollouts/{rollout.rollout_id}"
-    light = {"runs": "/runs?smooth=0.4", "rollout": one}
-    dark = {"tokens": f"{one}/tokens?color=advantage", "credit": f"{one}/credit"}
-    dark["tree"] = f"/groups/{rollout.group_id}/tree"
+    light = {"rollout": one}
+    dark = {"credit": f"{one}/credit", "tree": f"/groups/{rollout.group_id}/tree"}
     answers = {"compared": "/runs?smooth=0.4", "failed": f"/rollouts/{failed}/timeline", "why": f"/runs/{run_id}|{WHY}"}
     async with HttpServer(create_app(store)) as http, async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])

@@ -20,7 +20,7 @@ from agentlightning.algorithm.base import NoProgress, RunContext, Stopped
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.engine.service import EngineService
 from agentlightning.errors import ConfigError, ForbiddenError, TrainingError
-from agentlightning.gateway.holding import Gate
+from agentlightning.gateway.gates import Gate
 from agentlightning.learner.base import AdamW, LoRA
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.tiny import make_model, make_tokenizer

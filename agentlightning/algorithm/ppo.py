@@ -21,6 +21,7 @@ class PPO(Reinforcement):
     arXiv:1506.02438), whitened, in PPO's clipped loss. One rollout per task is enough: the critic replaces the group.
 
     Settings:
+        returns, returns_options: as in GRPO.
         gamma, lam: γ and λ, per token.
         across_calls: False: each call is an episode that ends in its return. True: the rollout is one episode, and its
             calls end in rewards.

@@ -88,7 +88,7 @@ class Tracking:
 
     async def resume_after(self, step: int) -> None:
         """Continue after `step` of a resumed run; later metrics will come again."""
-        self._measured = [one for one in await self._store.query_metrics(self._run.run_id) if one.step <= step]
+        self._measured = [metric for metric in await self._store.query_metrics(self._run.run_id) if metric.step <= step]
         self.history = {metrics.step: dict(metrics.values) for metrics in self._measured}
         self._write(sorted(self.history))
 
@@ -189,8 +189,8 @@ class TensorBoard:
 
 @dataclass(kw_only=True)
 class WandB:
-    """A run of Weights & Biases with the same id. Its environment variables apply, such as `WANDB_MODE=offline`; local
-    files are in the run's directory."""
+    """A run of Weights & Biases with the same id, in `project` and `group` of `entity`, a user or team. Its environment
+    variables apply, such as `WANDB_MODE=offline`; local files are in the run's directory."""
 
     project: str = "agentlightning"
     entity: str | None = None
@@ -226,7 +226,7 @@ class WandB:
 
 @dataclass(kw_only=True)
 class MLflow:
-    """A run of MLflow at `uri`; default: `MLFLOW_TRACKING_URI`, or MLflow's default. A resumed run continues there."""
+    """A run of MLflow in `experiment` at `uri`; default: `MLFLOW_TRACKING_URI`, or MLflow's. Resumed runs continue."""
 
     experiment: str = "agentlightning"
     uri: str | None = None

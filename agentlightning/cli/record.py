@@ -165,7 +165,7 @@ async def _gateway(backend: Any, store: LightningStore) -> AsyncGenerator[str]:
     entry = ModelEntry(ANY, backend, trainable=backend.captures_tokens, train=None, val=None)
     gateway = Gateway(ModelTable([entry]), store)
     try:
-        # A key that nobody is told: the program may call models and add to its own attempt.
+        # A key that nobody knows: the program may call models and add to its own attempt.
         app = create_app(store, gateway=gateway, admin_key=secrets.token_urlsafe(32))
         async with HttpServer(app) as http:
             yield http.url

@@ -203,7 +203,7 @@ async def _server(upstream: Upstream | None, as_json: bool, options: dict[str, A
 
 
 async def until_stopped(greeting: str, details: object = None) -> None:
-    """Print that the server is up, with `told` for JSON, and return at Ctrl-C or SIGTERM."""
+    """Print that the server is up, with `details` for JSON, and return at Ctrl-C or SIGTERM."""
     stopping = asyncio.Event()
     with on_signal(stopping.set):
         click.echo(greeting, err=True)

@@ -5,7 +5,8 @@
 
 A prompt continues an earlier call if it starts with that call's prompt and answer. If there is no such call, or another
 call continues it already, messages decide: they distinguish a call that was meant to continue (a break) from a new
-start. Without messages, a prompt that starts with a conversation's whole first prompt was meant to continue it.
+start. Without messages, a prompt that starts with a conversation's whole first prompt was meant to continue it. Of very
+many calls only the latest are compared with a call, so that time is linear.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ SUGGESTIONS: Final[Mapping[BreakKind, str]] = {
 }
 """What you can do about each kind of break."""
 
+_COMPARED: Final = 100  # earlier calls
 _BEFORE: Final = 6  # tokens shown of a break
 _AFTER: Final = 12
 
@@ -85,10 +87,11 @@ def continuity(transitions: Sequence[Transition], spans: Sequence[Span]) -> Cont
     conversations = 0
     for place, transition in enumerate(transitions):
         call = _Call(transition, attributes.get(transition.span_id, {}), place)
-        parent = continued = _continued(call, calls)
-        if calls and (continued is None or continued.has_next):
-            again = next((other for other in calls if np.array_equal(other.prompt, call.prompt)), None)
-            intended = None if again else _intended(call, calls, continued)
+        latest = calls[-_COMPARED:]
+        parent = continued = _continued(call, latest)
+        if latest and (continued is None or continued.has_next):
+            again = next((other for other in latest if np.array_equal(other.prompt, call.prompt)), None)
+            intended = None if again else _intended(call, latest, continued)
             if intended is not None:
                 breaks.append(_break(call, *intended))
             parent = continued or (intended[0] if intended else again)
@@ -135,7 +138,7 @@ class _Call:
     @cached_property
     def history(self) -> list[Message]:
         """The messages with which a continuing call's request starts; empty if unknown."""
-        replies = [(str(one.get("role")), words_of(one)) for one in output_messages(self._attributes)[:1]]
+        replies = [(str(message.get("role")), words_of(message)) for message in output_messages(self._attributes)[:1]]
         return [*self.messages, *replies] if self.messages and replies else []
 
     @property

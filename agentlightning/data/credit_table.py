@@ -151,7 +151,7 @@ class Credit:
             of_tokens = [np.repeat(advantages, tokens) if advantages.shape == tokens.shape else advantages]
         for array in of_tokens:
             _check(self.baseline, array, tokens.sum(), f"{len(tokens)} transitions or each of their tokens")
-        split = [np.split(one.astype(np.float32), np.cumsum(tokens)[:-1]) for one in of_tokens]
+        split = [np.split(token.astype(np.float32), np.cumsum(tokens)[:-1]) for token in of_tokens]
         credited = map(CreditedTransition, transitions, *split)
         return [[[next(credited) for _ in calls] for calls in group.transitions] for group in groups]
 

@@ -17,24 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from agentlightning import semconv
+from agentlightning.data import call_filter
 from agentlightning.data.agents import agent_of, agent_pattern, chosen
-from agentlightning.data.call_filter import (
-    CALL_MISSING,
-    EVERY_CALL,
-    FROZEN,
-    HAS_IMAGES,
-    HOUSEKEEPING,
-    LONG_PROMPT,
-    LONG_RESPONSE,
-    NO_TOKEN_IDS,
-    NOT_RECEIVED,
-    OTHER_AGENT,
-    OTHER_MODEL,
-    TRUNCATED,
-    UNUSED_CHOICE,
-    CallFilter,
-    token_problem,
-)
+from agentlightning.data.call_filter import EVERY_CALL, CallFilter, token_problem
 from agentlightning.data.clocks import align_clocks
 from agentlightning.data.conversations import call_index, call_order, discarded_calls
 from agentlightning.data.rewards import (
@@ -50,7 +35,7 @@ from agentlightning.data.states import named_states
 from agentlightning.data.tool_calls import ToolStatus, tool_statuses
 from agentlightning.errors import ConfigError
 from agentlightning.tracing import dialects
-from agentlightning.tracing.messages import content_text, output_messages
+from agentlightning.tracing.messages import content_text, model_name, output_messages
 from agentlightning.tracing.steps import Step, read_steps
 from agentlightning.types import Rollout, SampledChoice, Span, TokenCapture
 
@@ -154,7 +139,7 @@ def trace_rollout(
         rollout=rollout,
         transitions=tuple(transitions),
         reward=math.fsum(terms.values()) if terms else None,
-        excluded=Counter(sorted_calls.left_out.values()) + Counter({UNUSED_CHOICE: sorted_calls.unused}),
+        excluded=Counter(sorted_calls.left_out.values()) + Counter({call_filter.UNUSED_CHOICE: sorted_calls.unused}),
         other_agents=frozenset(sorted_calls.other_agents),
         reward_terms=terms,
         rewards_lost=lost,
@@ -212,7 +197,7 @@ def _sort_calls(
         agent = names[span.span_id]
         reasons = list(_call_reasons(span, calls, incomplete=incomplete, discarded=call_index(span) in discarded))
         if not chosen(pattern, agent):
-            reasons.append(HOUSEKEEPING if agent.housekeeping else OTHER_AGENT)
+            reasons.append(call_filter.HOUSEKEEPING if agent.housekeeping else call_filter.OTHER_AGENT)
         transition = None
         if span.tokens is not None and all(map(calls.keeps, reasons)):
             statuses, earned = tuple(tools.get(span.span_id, ())), given.of_calls.get(span.span_id)
@@ -223,15 +208,15 @@ def _sort_calls(
             images = (continues and images) or has_images(messages, len(before) if continues else 0)
             before = messages
             if images:
-                reasons.append(HAS_IMAGES)
+                reasons.append(call_filter.HAS_IMAGES)
         against = next((reason for reason in reasons if not calls.keeps(reason)), None)
         if against is None and transition is not None and span.tokens is not None:
             found.transitions.append(transition)
             found.kept.update(reasons)
             found.unused += len(span.tokens.choices) - 1
         else:
-            found.left_out[span.span_id] = against or NO_TOKEN_IDS
-            if against == OTHER_AGENT:
+            found.left_out[span.span_id] = against or call_filter.NO_TOKEN_IDS
+            if against == call_filter.OTHER_AGENT:
                 found.other_agents.add(str(agent))
     return found
 
@@ -284,13 +269,13 @@ def _lacks_a_call(spans: Sequence[Span]) -> bool:
 def _call_reasons(span: Span, calls: CallFilter, *, incomplete: bool, discarded: bool) -> Iterator[str]:
     """Reasons against training a call, apart from its tokens."""
     if span.attributes.get(semconv.CALL_TRAINABLE) is False:
-        yield FROZEN
-    if calls.models is not None and _model(span) not in calls.models:
-        yield OTHER_MODEL
+        yield call_filter.FROZEN
+    if calls.models is not None and model_name(span.attributes) not in calls.models:
+        yield call_filter.OTHER_MODEL
     if incomplete:
-        yield CALL_MISSING
+        yield call_filter.CALL_MISSING
     if discarded:
-        yield NOT_RECEIVED
+        yield call_filter.NOT_RECEIVED
     if flag := span.attributes.get(semconv.CALL_FLAG):
         yield str(flag)
 
@@ -299,11 +284,11 @@ def _token_reasons(transition: Transition, calls: CallFilter) -> Iterator[str]:
     if problem := token_problem(transition.prompt_ids, transition.response_ids, transition.logprobs):
         yield problem
     if calls.max_prompt_length is not None and len(transition.prompt_ids) > calls.max_prompt_length:
-        yield LONG_PROMPT
+        yield call_filter.LONG_PROMPT
     if calls.max_response_length is not None and len(transition.response_ids) > calls.max_response_length:
-        yield LONG_RESPONSE
+        yield call_filter.LONG_RESPONSE
     if transition.finish_reason == "length":
-        yield TRUNCATED
+        yield call_filter.TRUNCATED
 
 
 _IMAGE_PARTS: Final = ("image", "image_url", "input_image", "computer_screenshot")  # of the three protocols
@@ -325,10 +310,6 @@ def has_images(messages: str, after: int = 0) -> bool:
     return False
 
 
-def _model(span: Span) -> str:
-    return str(span.attributes.get(semconv.GEN_AI_RESPONSE_MODEL) or span.attributes.get(semconv.GEN_AI_REQUEST_MODEL))
-
-
 def _transition(
     span: Span,
     tokens: TokenCapture,
@@ -345,7 +326,7 @@ def _transition(
         span_id=span.span_id,
         call_index=call_index(span) or 0,
         choice=0,
-        model=_model(span),
+        model=model_name(span.attributes) or "",
         prompt_ids=np.asarray(tokens.prompt_token_ids, np.int32),
         response_ids=np.asarray(choice.token_ids, np.int32),
         logprobs=np.asarray(choice.logprobs, np.float32),
@@ -362,7 +343,5 @@ def _expand(choice: SampledChoice) -> IntArray:
     """Run-length versions → one per token; ((3, 2), (4, 1)) → [3, 3, 4]. Unknown versions are −1."""
     if not choice.versions or sum(count for _, count in choice.versions) != len(choice.token_ids):
         return np.full(len(choice.token_ids), -1, np.int32)
-    if len(choice.versions) == 1:
-        return np.full(len(choice.token_ids), choice.versions[0][0], np.int32)
     versions, counts = zip(*choice.versions, strict=True)
     return np.repeat(np.array(versions, np.int32), counts)

@@ -202,8 +202,7 @@ def _tools(call: ChatCall) -> dict[str, Any]:
 
 
 def _add(found: Lines, unit: str, line: dict[str, Any], messages: Sequence[Message]) -> None:
-    tools = line.get("input", line).get("tools", ())
-    wrong = next(filter(None, map(_problem, messages)), None) or _tools_problem(tools)
+    wrong = next(filter(None, map(_problem, messages)), _tools_problem(line.get("input", line).get("tools", ())))
     if wrong is None:
         found.lines.append(line)
     else:

@@ -10,7 +10,7 @@ from typing import Final
 from agentlightning.errors import NotFoundError
 from agentlightning.gateway.attribution import Attributor
 from agentlightning.gateway.calls import Calls
-from agentlightning.gateway.holding import LONGEST_HOLD, Gate, Holding
+from agentlightning.gateway.gates import LONGEST_HOLD, Gate, Holding
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.recorder import CallStatistics
 from agentlightning.gateway.serving import Serving

@@ -24,8 +24,8 @@ from agentlightning.gateway.capture import Call
 from agentlightning.gateway.conversations import Conversations
 from agentlightning.gateway.endpoints.base import Endpoint
 from agentlightning.gateway.endpoints.passed_through import HEADERS, read_passed_through
+from agentlightning.gateway.gates import Holding
 from agentlightning.gateway.generation import call_seed
-from agentlightning.gateway.holding import Holding
 from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
 from agentlightning.gateway.recorder import CallStatistics, Recorder
 from agentlightning.gateway.request import NEUTRAL_PENALTIES, NOT_JSON, CallRefused, CallRequest

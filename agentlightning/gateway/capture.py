@@ -27,7 +27,7 @@ from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.attribution import Caller
 from agentlightning.gateway.backend import BackendEvent, Delta, RelayedCall
 from agentlightning.gateway.endpoints.base import Endpoint
-from agentlightning.gateway.holding import Gate
+from agentlightning.gateway.gates import Gate
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.gateway.recorder import CallStatistics, Recorder
 from agentlightning.gateway.request import CallRequest

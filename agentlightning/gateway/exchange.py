@@ -15,7 +15,9 @@ from typing import Final, Protocol
 from agentlightning.errors import BackendError
 from agentlightning.gateway.request import CallRefused
 
-_STATUS_LINES: Final = {one.value: f"HTTP/1.1 {one.value} {one.phrase}\r\n".encode() for one in http.HTTPStatus}
+_STATUS_LINES: Final = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus
+}
 _JSON: Final = b"content-type: application/json\r\n"
 _EVENTS: Final = (
     b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\nx-accel-buffering: no\r\n"
@@ -113,7 +115,7 @@ class Exchange:
         return None if length is None else int(length)
 
     async def read(self, limit: int) -> bytes:
-        """The request's whole body. CallRefused (413) above `limit` bytes."""
+        """The request's whole body, once. CallRefused (413) above `limit` bytes."""
         announced = self.announced or 0
         while max(announced, len(self.body)) <= limit and self.more_body:
             if self._continues:
@@ -125,7 +127,8 @@ class Exchange:
         if max(announced, len(self.body)) > limit:
             message = f"the request body is larger than {limit} bytes; send less"
             raise CallRefused(message, status=413, code="body_too_large")
-        return bytes(self.body)
+        body, self.body = bytes(self.body), bytearray()  # it may be large, and the call may be long
+        return body
 
     def answers_with_events(self, error_event: Callable[[BackendError], bytes]) -> None:
         """What follows is an event stream."""

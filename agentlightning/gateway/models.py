@@ -12,7 +12,7 @@ from typing import Final
 
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.backend import Backend, Sampling
-from agentlightning.gateway.holding import Gate
+from agentlightning.gateway.gates import Gate
 
 _log = logging.getLogger(__name__)
 ANY: Final = "*"

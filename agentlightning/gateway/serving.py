@@ -130,8 +130,8 @@ class Serving:
 
     async def _answer(self, endpoint: Endpoint, exchange: Exchange) -> None:
         """`POST` to an endpoint, streamed or whole: the end is sent when the call is committed."""
-        body = await self._body(exchange)
-        async with await self._calls.open(endpoint, body, exchange.headers, exchange.ids) as call:
+        opened = self._calls.open(endpoint, await self._body(exchange), exchange.headers, exchange.ids)
+        async with await opened as call:
             exchange.in_call = True
             if call.relayed is not None:
                 end = await _relayed(call, call.relayed, exchange)

@@ -105,9 +105,9 @@ class LoRA:
 
 @dataclass(frozen=True)
 class Critic:
-    """Estimates the value of a sampled token: a linear layer, 0 at first, on the last hidden state before it. That
-    state comes from the policy (`shared`: the critic's gradient also changes the policy), or from a `separate` model
-    that starts as a copy of the policy and shares its frozen weights.
+    """Estimates the value of a sampled token: a linear layer, 0 at first, on the last hidden state before it. The
+    `trunk` gives that state: the policy (`shared`: the critic's gradient also changes the policy), or a `separate`
+    model that starts as a copy of the policy and shares its frozen weights.
 
     `learning_rate` is for the weights that only the critic has, before the optimiser's schedule; default: `CRITIC_RATE`
     times the policy's."""

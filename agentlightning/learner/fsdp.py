@@ -150,8 +150,8 @@ class FsdpLearner:
             time.sleep(_LAST_WORDS_SECONDS)
             ends = [
                 f"number {rank} with {signal.Signals(-code).name if code < 0 else code}"
-                for rank, one in enumerate(self.processes)
-                if (code := one.poll()) is not None
+                for rank, process in enumerate(self.processes)
+                if (code := process.poll()) is not None
             ]
             self.close()
             raise TrainingError(

@@ -118,7 +118,8 @@ class Loss:
         clip_low, clip_high: for functions that clip the importance ratio (`@loss(clips=…)`).
         dual_clip: bound of the loss of tokens with negative advantage (arXiv:1912.09729).
         aggregation: a function of `data/aggregation.py`, by name, or your own; `constant_length` is for `constant`.
-        kl_coefficient: needs a learner that keeps a reference policy; 0: no KL term.
+        kl_coefficient: weight of the KL term (`kl_estimator`, see `kl`), for a learner that keeps a reference policy.
+        entropy_coefficient: weight of the entropy bonus.
         temperature: of the sampling; the learner's log-probabilities use it too.
         old: what the importance ratio compares with. `behaviour`: the recorded log-probabilities; the ratio corrects
             for the weights that sampled. `proximal`: the weights at the start of the step; a weight per token

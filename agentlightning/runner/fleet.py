@@ -301,7 +301,7 @@ class KubernetesJobs:
     async def drain(self) -> None:
         for name, state in (await self.runners()).items():
             with contextlib.suppress(NotFoundError):
-                if state == RUNNING:  # its pod is told to end, and drains
+                if state == RUNNING:  # its pod drains, and ends
                     await self._ask("DELETE", self._jobs / name, _DELETE)
 
     async def close(self) -> None:

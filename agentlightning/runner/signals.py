@@ -57,7 +57,7 @@ def exit_with(code: int) -> NoReturn:
     left = [thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
     if code != INTERRUPTED:
         left = [thread for thread in left if thread.name.startswith(_THREADS)]
-        for thread in left:  # they are told to end once they are idle
+        for thread in left:  # they end once they are idle
             thread.join(LEFT_SECONDS / len(left))
         if any(thread.is_alive() for thread in left):
             atexit._run_exitfuncs()  # pyright: ignore

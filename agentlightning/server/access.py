@@ -35,7 +35,7 @@ class UnauthenticatedError(ForbiddenError):
 
 _ATTEMPT_TOTAL: Final = 256 << 20  # bytes of spans from an attempt's key
 _COUNTED: Final = 100_000  # attempts, the latest
-_SPAN_BYTES: Final = 1024  # that a span counts for besides, as it takes no less to store and to read
+_SPAN_BYTES: Final = 2048  # that a span counts for besides, as it takes no less to store and to read
 ATTEMPT_BYTES: Final = 16 << 20  # of spans in a request; one of many small parts takes a hundred times that to read
 
 

@@ -42,7 +42,7 @@ from agentlightning.store.sqlite import Synchronous
 from agentlightning.store.writer import Observer
 
 if TYPE_CHECKING:
-    from agentlightning.server.forwarding import Forwarder
+    from agentlightning.server.forwarder import Forwarder
 
 HOURLY: Final = 3600.0
 _PATIENCE: Final = 2.0  # seconds in which the server that gets models may be away
@@ -185,7 +185,7 @@ def _forwarder(settings: ServerSettings) -> Forwarder | None:
             raise ConfigError("--otlp-forward-header is for the collector at --otlp-forward; give that too")
         return None
     try:
-        from agentlightning.server.forwarding import Forwarder, traces_url
+        from agentlightning.server.forwarder import Forwarder, traces_url
     except ImportError:
         raise ConfigError("--otlp-forward needs OpenTelemetry: pip install 'agent-lightning-next[otel]'") from None
     url = traces_url(settings.otlp_forward)

@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.holding import Gate
+from agentlightning.gateway.gates import Gate
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.gateway.recorder import CallStatistics
 from agentlightning.gateway.replicas import servers_of

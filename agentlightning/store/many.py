@@ -22,7 +22,7 @@ import msgspec
 from agentlightning.errors import AgentLightningError, ConflictError, InvalidError, NotFoundError
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
-from agentlightning.store.reading import StoreReader
+from agentlightning.store.reader import StoreReader
 from agentlightning.store.transaction import Changes
 from agentlightning.types import Filter, Order, Outcome, Run
 

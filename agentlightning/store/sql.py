@@ -41,7 +41,7 @@ from agentlightning.store.redaction import Redact, redaction, text_without_secre
 from agentlightning.store.spans import Stored, add_spans
 from agentlightning.store.sqlite import Synchronous
 from agentlightning.store.transaction import Changes, Transaction
-from agentlightning.store.waiting import Alarm, Subscribers, Waiters, give_up, steady, woken_within
+from agentlightning.store.waiters import Alarm, Subscribers, Waiters, give_up, steady, woken_within
 from agentlightning.store.writer import Observer, SpanWriter, write_spans
 from agentlightning.types import (
     And,

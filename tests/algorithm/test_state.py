@@ -66,7 +66,7 @@ def test_tasks_are_picked_by_index_with_numbers_of_the_seed() -> None:
     restored = TaskSampler("abcdefgh", 1, pick=pick)
     restored.state = second.state
     assert restored.take() == first.take()
-    with pytest.raises(ConfigError, match="next_task gave 2"):
+    with pytest.raises(ConfigError, match="next_task returned 2"):
         TaskSampler("ab", 1, pick=lambda tasks, rng: 2).take()
 
 
@@ -94,7 +94,7 @@ class Picks(agl.GRPO):
 
 def test_what_cannot_be_restored_is_refused_when_the_algorithm_is_made() -> None:
     for kept in ((1, 2), {1: 2}, float("nan"), object(), {"a": {2, 3}}):
-        with pytest.raises(ConfigError, match="JSON does not give back unchanged"):
+        with pytest.raises(ConfigError, match="JSON does not preserve"):
             type("Odd", (Counts,), {"kept": kept})()
     with pytest.raises(ConfigError, match="defines state and not restore"):
         Forgetful()

@@ -439,6 +439,7 @@ async def test_no_view_has_a_fault_of_accessibility(world, scheme) -> None:
     places += [f"/rollouts/{attempted.rollout_id}/timeline", f"/rollouts?run={RUN}&step=31"]
     places += [f"/runs/{RUN}|summary:has-text('Why did the reward move')", f"/rollouts/{ROLLOUT}|text=Annotate"]
     places += [f"/rollouts/{ROLLOUT}/{tab}" for tab in ("conversation", "timeline", "tokens", "credit", "raw")]
+    faults: list[tuple[str, str, list[str]]] = []
     async with world.page(color_scheme=scheme, bypass_csp=True) as page:
         await page.add_script_tag(path=axe)
         for place in places:
@@ -449,8 +450,9 @@ async def test_no_view_has_a_fault_of_accessibility(world, scheme) -> None:
                 await page.locator(button).first.click()
                 await loaded(page)
             found = await page.evaluate("axe.run().then(found => found.violations)")
-            faults = [(fault["id"], [node["html"][:120] for node in fault["nodes"][:3]]) for fault in found]
-            assert faults == [], place
+            for fault in found:
+                faults.append((place, fault["id"], [node["html"][:120] for node in fault["nodes"][:3]]))
+    assert faults == []
 
 
 @pytest.mark.slow

@@ -126,6 +126,17 @@ def test_agents_by_turns_each_go_on_with_their_own(content: bool) -> None:
     assert read.breaks == ()
 
 
+def test_of_very_many_calls_only_the_latest_are_compared() -> None:
+    attempt = Attempt(content=False)
+    first = attempt.ids((1, 2), (3,))
+    for number in range(150):
+        attempt.ids((10 + number,), (4,))
+    attempt.ids((*first, 5), (6,))
+    last = attempt.ids((10 + 149, 4, 5), (6,))
+    attempt.ids((*last, 7), (8,))
+    assert attempt.read().continues[-3:] == (None, 150, 152)
+
+
 @pytest.mark.parametrize("content", [True, False])
 def test_answers_to_the_same_prompt_are_one_conversation_and_no_break(content: bool) -> None:
     attempt = Attempt(content=content)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from agentlightning import semconv
-from agentlightning.data.call_filter import CallFilter
-from agentlightning.data.transitions import OTHER_AGENT, TracedRollout, trace_rollout
+from agentlightning.data.call_filter import OTHER_AGENT, CallFilter
+from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.learner.policy import Policy

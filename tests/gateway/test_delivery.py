@@ -16,7 +16,8 @@ import openai
 import pytest
 
 from agentlightning import semconv
-from agentlightning.data.transitions import NOT_RECEIVED, TracedRollout, trace_rollout
+from agentlightning.data.call_filter import NOT_RECEIVED
+from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.errors import ConflictError, InvalidError, UnavailableError
 from agentlightning.gateway.recorder import Recorder
 from agentlightning.store.redaction import redaction

@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter
 
 from agentlightning.semconv import ATTEMPT_ID, ROLLOUT_ID
-from agentlightning.server.forwarding import readable
+from agentlightning.server.forwarder import readable
 from agentlightning.types import AttemptedRollout, Span
 
 

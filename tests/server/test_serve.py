@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import resource
-import socket
 import ssl
 
 import aiohttp

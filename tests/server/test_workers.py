@@ -27,7 +27,7 @@ from agentlightning.store.client import LightningStoreClient
 from agentlightning.types import AttemptedRollout, Span
 from tests.gateway.servers import Server
 from tests.server.conftest import until
-from tests.server.test_forwarding import collecting
+from tests.server.test_forwarder import collecting
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 KEY = "a key of the admin"

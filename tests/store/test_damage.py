@@ -13,7 +13,7 @@ from anyio import to_thread
 
 from agentlightning.errors import ConfigError, UnavailableError
 from agentlightning.store import schema, sqlite
-from agentlightning.store.reading import StoreReader
+from agentlightning.store.reader import StoreReader
 from agentlightning.store.sql import SqlStore
 from tests.store.conftest import opened, span_of
 

@@ -22,7 +22,7 @@ from agentlightning.errors import ConflictError
 from agentlightning.store import prompts, schema, sqlite
 from agentlightning.store.base import LightningStore
 from agentlightning.store.prompts import shared_length
-from agentlightning.store.reading import StoreReader
+from agentlightning.store.reader import StoreReader
 from agentlightning.types import And, AttemptedRollout, Condition, Order, SampledChoice, Span, TokenCapture
 from tests.store.conftest import opened
 

@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 
 from agentlightning import semconv
-from agentlightning.errors import InvalidError
+from agentlightning.errors import ConfigError, InvalidError
 from agentlightning.tracing.context import AttemptTracer, bind, recording
 from agentlightning.tracing.emit import (
     emit_annotation,
@@ -144,3 +144,8 @@ def test_without_propagation_a_span_is_made_and_not_recorded() -> None:
         assert tracer.get_last_trace() == []
         tracer.adopt(span)
     assert [one.attempt_id for one in tracer.get_last_trace()] == ["recording-1"]
+
+
+def test_outside_a_rollout_an_emitter_says_so() -> None:
+    with pytest.raises(ConfigError, match="outside a rollout"):
+        emit_reward(1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from agentlightning.errors import InvalidError
 from agentlightning.tracing.context import recording
 from agentlightning.tracing.emit import emit_annotation, emit_message, emit_object, emit_reward
 from agentlightning.tracing.links import extract_links_from_attributes
@@ -61,3 +62,8 @@ async def test_a_reward_function_emits_what_it_returns() -> None:
     with recording() as tracer:
         assert (grade(False), await grade_later(True)) == (0.0, True)
     assert [span.attributes["agentlightning.reward.0.value"] for span in tracer.get_last_trace()] == [0.0, 1.0]
+
+
+def test_a_link_to_something_that_is_no_text_is_refused() -> None:
+    with pytest.raises(InvalidError, match="give a str"):
+        make_link_attributes({"step": 3})  # type: ignore[dict-item]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import math
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast, get_args
@@ -149,10 +150,10 @@ class RLSettings(metaclass=_Tried):
     name: str = "rl"
 
     def __init_subclass__(cls) -> None:
-        """Let `help` of an algorithm show the shared settings too."""
-        if cls.__dict__.get("__doc__") and RLSettings.__doc__:
-            own, (_, title, shared) = cls.__doc__ or "", RLSettings.__doc__.partition("    Shared settings:\n")
-            cls.__doc__ = f"{own}\n\n{title}{shared}"
+        """Let `help` of an algorithm show the settings that it inherits too."""
+        inherited = re.search(r"    (Shared s|S)ettings:\n.*", (cls.__base__ or cls).__doc__ or "", re.DOTALL)
+        if cls.__dict__.get("__doc__") and inherited is not None:
+            cls.__doc__ = f"{cls.__doc__}\n\n{inherited[0]}"
 
     def __post_init__(self) -> None:
         self.measured: dict[str, float] = {}

@@ -164,5 +164,9 @@ def _spelled(tokens: TokenBytes, traced: TracedRollout, spans: Sequence[Span], p
     prompt = tokens.text(call.prompt_ids.tolist())
     attributes = next(span.attributes for span in spans if span.span_id == call.span_id)
     messages = chat_messages(input_messages(attributes))
-    requests = [text.strip() for one in messages if one["role"] == "user" and isinstance(text := one["content"], str)]
+    requests = [
+        text.strip()
+        for message in messages
+        if message["role"] == "user" and isinstance(text := message["content"], str)
+    ]
     return {any(text in prompt for text in requests if text) if any(requests) else None}

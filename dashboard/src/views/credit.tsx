@@ -42,7 +42,7 @@ function Calls({ calls, most, rolloutId }: { calls: CreditedCall[]; most: number
           <th class="end">Given</th>
           <th class="end">Return</th>
           <th class="end">Advantage</th>
-          <th aria-label="Advantage as a bar" />
+          <th>Bar</th>
           <th class="end">Tokens</th>
         </tr>
       </thead>
@@ -79,7 +79,7 @@ function Calls({ calls, most, rolloutId }: { calls: CreditedCall[]; most: number
 function Members({ members, most, rolloutId }: { members: CreditMember[]; most: number; rolloutId: string }) {
   return (
     <table class="plain">
-      <caption>Beside it, the others of its group</caption>
+      <caption>All rollouts of its group</caption>
       <thead>
         <tr>
           <th>Rollout</th>

@@ -91,7 +91,7 @@ function columns(view: CreditView): Column<Member>[] {
     { name: "Status", width: "104px", cell: ({ row }) => <Status value={row.rollout.status} /> },
     { name: "Reward", width: "70px", align: "end", cell: ({ row }) => <Reward value={row.reward} /> },
     { name: "Advantage", width: "80px", align: "end", cell: ({ advantage }) => signed(advantage) },
-    { name: "", width: "120px", cell: ({ advantage }) => <Balance value={advantage} most={most} /> },
+    { name: "Bar", width: "120px", cell: ({ advantage }) => <Balance value={advantage} most={most} /> },
     { name: "Calls", width: "52px", align: "end", cell: ({ calls }) => count(calls.length) },
     { name: "Sampled", width: "70px", align: "end", cell: ({ row }) => count(row.tokens_written) },
     {

@@ -132,7 +132,7 @@ function columnsOf(chosen: string[], shades: Map<string, string>, toggle: (id: s
     { name: "Failed", width: "64px", align: "end", cell: (row) => (row.failed ? <Failed row={row} /> : "") },
     { name: "Step", width: "80px", align: "end", cell: (row) => progress(row) },
     { name: "Reward", width: "70px", align: "end", cell: (row) => number(row.last["reward"]) },
-    { name: "", width: "96px", cell: (row) => <Sparkline values={row.sparkline} /> },
+    { name: "Curve", width: "96px", cell: (row) => <Sparkline values={row.sparkline} /> },
     { name: "Best val", width: "76px", align: "end", cell: (row) => number(row.best_val) },
     { name: "Tokens/s", width: "80px", align: "end", cell: (row) => number(row.last["tokens_per_second"]) },
     { name: "Took", width: "72px", align: "end", cell: (row) => duration(took(row)) },

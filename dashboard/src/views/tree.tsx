@@ -20,8 +20,8 @@ export function Tree({ tree, members }: { tree: PrefixTree; members: CreditView[
         ]}
       />
       <p class="note">
-        Each line is a stretch of tokens; below it stands what follows. The colour and the number are the mean reward of
-        the rollouts that pass through.
+        Each line is a run of tokens, with its continuations below. The colour and the number are the mean reward of the
+        rollouts that pass through.
       </p>
       <ol class="nodes">
         {ordered(tree).map(({ index, ...drawn }) => (

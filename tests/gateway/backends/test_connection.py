@@ -161,7 +161,7 @@ async def test_a_server_that_sends_more_than_is_read_has_to_wait() -> None:
     ("answer", "closes", "code", "says"),
     [
         (b"", False, "timeout", "fell silent"),
-        (b"", True, UNREACHABLE, ""),
+        (b"", True, UNREACHABLE, "closed the connection"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf", True, None, "broke off"),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 
 from agentlightning import semconv
 from agentlightning.errors import BackendError, NotFoundError
-from agentlightning.gateway.holding import Gate, Holding
+from agentlightning.gateway.gates import Gate, Holding
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import Attempt, AttemptedRollout, RolloutConfig

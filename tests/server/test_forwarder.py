@@ -18,8 +18,8 @@ from agentlightning.cli.serving import server
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.semconv import ATTEMPT_ID, GEN_AI_INPUT_TOKENS, GEN_AI_OUTPUT_TOKENS
-from agentlightning.server import forwarding
-from agentlightning.server.forwarding import Forwarder, traces_url
+from agentlightning.server import forwarder as forwarding
+from agentlightning.server.forwarder import Forwarder, traces_url
 from agentlightning.server.service import Running, ServerSettings, running_server
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.tracing.otlp import PROTOBUF, decode_traces
