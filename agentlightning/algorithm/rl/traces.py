@@ -118,15 +118,17 @@ async def read_groups(
     models: set[str] = set()
     spelled: set[bool | None] = set()
     async for group in recorded_groups(traces, finished_rollouts(run_id)):
-        alone = [trace_rollout(one.rollout, one.spans, calls=calls, reward=algorithm.reward) for one in group]
+        alone = [
+            trace_rollout(recorded.rollout, recorded.spans, calls=calls, reward=algorithm.reward) for recorded in group
+        ]
         traced = compare_costs(alone, algorithm.reward)
-        for one, recorded in zip(traced, group, strict=True):
-            outcomes[one.outcome] += 1
-            excluded += one.excluded
-            if one.excluded[OTHER_MODEL]:
+        for rollout, recorded in zip(traced, group, strict=True):
+            outcomes[rollout.outcome] += 1
+            excluded += rollout.excluded
+            if rollout.excluded[OTHER_MODEL]:
                 models |= {model_name(span.attributes) or "" for span in recorded.spans if span.tokens is not None}
             if tokens is not None:
-                spelled |= _spelled(tokens, one, recorded.spans, place)
+                spelled |= _spelled(tokens, rollout, recorded.spans, place)
         context.progress.advance(outcomes.total())
         rewarded = rewarded_group(traced, algorithm.unrewarded)
         if algorithm.why_useless(rewarded) is None and algorithm.trains_on(rewarded):
@@ -164,5 +166,9 @@ def _spelled(tokens: TokenBytes, traced: TracedRollout, spans: Sequence[Span], p
     prompt = tokens.text(call.prompt_ids.tolist())
     attributes = next(span.attributes for span in spans if span.span_id == call.span_id)
     messages = chat_messages(input_messages(attributes))
-    requests = [text.strip() for one in messages if one["role"] == "user" and isinstance(text := one["content"], str)]
+    requests = [
+        text.strip()
+        for message in messages
+        if message["role"] == "user" and isinstance(text := message["content"], str)
+    ]
     return {any(text in prompt for text in requests if text) if any(requests) else None}
