@@ -126,8 +126,8 @@ class LiveProgress:
         self._start = self._line_time = clock()  # of the job, and of the last line where there is no panel
         self._step, self._step_times = 0, list[float]()
         self._metrics, self._rewards = dict[str, float](), list[float]()
-        self._step_told, self._step_time = 0, 0.0
-        self._phases_told: set[str] = set()
+        self._step_shown, self._step_time = 0, 0.0
+        self._phases_shown: set[str] = set()
         self._live = Live(console=console, get_renderable=self._panel, transient=True) if console.is_terminal else None
 
     def __enter__(self) -> Self:
@@ -138,7 +138,7 @@ class LiveProgress:
     def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
-        elif self._step > self._step_told:
+        elif self._step > self._step_shown:
             self._tell_step()
 
     def phase(self, name: str, total: int | None = None, *, beside: bool = False) -> None:
@@ -148,8 +148,8 @@ class LiveProgress:
         else:
             self.beside.pop(name, None)  # it was given up, and begins anew
             self.current = pace
-        if self._live is None and name not in self._phases_told:
-            self._phases_told.add(name)
+        if self._live is None and name not in self._phases_shown:
+            self._phases_shown.add(name)
             self._tell(f"{name} …")
 
     def advance(self, done: int, beside: str | None = None) -> None:
@@ -167,7 +167,7 @@ class LiveProgress:
         self._metrics.update(metrics)
         self._rewards += [metrics["reward"]] if "reward" in metrics else []
         self._step_times = [*self._step_times, self._clock()][-RECENT_STEPS - 1 :]
-        if self._live is None and (not self._step_told or self._clock() - self._step_time >= PLAIN_INTERVAL):
+        if self._live is None and (not self._step_shown or self._clock() - self._step_time >= PLAIN_INTERVAL):
             self._tell_step()
 
     def note(self, message: str) -> None:
@@ -202,7 +202,7 @@ class LiveProgress:
         return [] if left is None else [f"about {duration(left)} left"]
 
     def _tell_step(self) -> None:
-        self._step_time, self._step_told = self._clock(), self._step
+        self._step_time, self._step_shown = self._clock(), self._step
         self._tell(" · ".join([self._headline(), *self._figures(), *self._left()]))
 
     def _tell(self, message: str) -> None:

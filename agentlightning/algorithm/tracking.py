@@ -88,9 +88,7 @@ class Tracking:
 
     async def resume_after(self, step: int) -> None:
         """Continue after `step` of a resumed run; later metrics will come again."""
-        self._measured = [
-            metrics for metrics in await self._store.query_metrics(self._run.run_id) if metrics.step <= step
-        ]
+        self._measured = [metric for metric in await self._store.query_metrics(self._run.run_id) if metric.step <= step]
         self.history = {metrics.step: dict(metrics.values) for metrics in self._measured}
         self._write(sorted(self.history))
 

@@ -273,11 +273,11 @@ async def _parts(store: LightningStore, rollouts: Sequence[Rollout]) -> dict[str
     """Rollouts by the training step they came after, or else by the number of their resources version."""
     from agentlightning.algorithm.measures import EVALUATED_STEP
 
-    versions = {one.resources_id: str(one.version) for one in await store.query_resources()}
+    versions = {resource.resources_id: str(resource.version) for resource in await store.query_resources()}
     parts: dict[str, list[Rollout]] = {}
-    for one in rollouts:
-        version = versions.get(one.resources_id or "", "")
-        parts.setdefault(str(one.metadata.get(EVALUATED_STEP, version)), []).append(one)
+    for rollout in rollouts:
+        version = versions.get(rollout.resources_id or "", "")
+        parts.setdefault(str(rollout.metadata.get(EVALUATED_STEP, version)), []).append(rollout)
     return parts
 
 

@@ -137,12 +137,14 @@ def show_path(path: TokenPath, store: str, as_json: bool) -> None:
     text = f" {tokenizer[1].text([path.token_id])!r}" if tokenizer else ""
     token = f"token {path.token}:{text} id {path.token_id}, log p {path.logprob:.4f}"
     click.echo(f"step {path.step}, call {path.call}, {token}")
-    print_table(make_table(("", "value", "how"), [(one.name, f"{one.value:.6g}", one.how) for one in path.stages]))
+    print_table(
+        make_table(("", "value", "how"), [(stage.name, f"{stage.value:.6g}", stage.how) for stage in path.stages])
+    )
 
 
 def trained_step(directory: Path, rollout_id: str) -> RecordedBatch:
     """The step of the run in `directory` that was given the rollout. NotFoundError where none was."""
-    step = next((one for one in recorded_batches(directory).values() if rollout_id in sum(one.groups, ())), None)
+    step = next((batch for batch in recorded_batches(directory).values() if rollout_id in sum(batch.groups, ())), None)
     if step is None:
         raise NotFoundError(
             f"no step of the run in {directory} was given rollout {rollout_id}: it was held out or dropped, or another "
@@ -166,7 +168,7 @@ def _algorithm(run: Run, policies: Policies | None, directory: Path) -> Reinforc
 def _call(traced: TracedRollout, number: int | None, token: int) -> Transition:
     """The call, which has such a token."""
     name = traced.rollout.rollout_id
-    call = next((one for one in traced.transitions if number in (None, one.call_index)), None)
+    call = next((transition for transition in traced.transitions if number in (None, transition.call_index)), None)
     if call is None:
         why = ", ".join(f"{count} {reason}" for reason, count in traced.excluded.items()) or traced.outcome
         raise NotFoundError(f"rollout {name} has no call {'' if number is None else number} that trains ({why})")

@@ -300,7 +300,7 @@ class Prompts(msgspec.Struct, frozen=True, kw_only=True):
 
 async def prompts(store: LightningStore, run: Run) -> Prompts:
     """The candidates that the run stored as versions of its resources (`algorithm.apo.lineage`)."""
-    updates = [one for one in await store.query_resources() if one.run_id == run.run_id]
+    updates = [resource for resource in await store.query_resources() if resource.run_id == run.run_id]
     rounds = [found for update in updates if (found := _read(update.metadata.get("round"), Round))]
     scores = {name: score for one in rounds for name, score in one.scores.items()}
     tried: dict[str, TriedPrompt] = {}

@@ -19,7 +19,7 @@ import msgspec
 from agentlightning import semconv
 from agentlightning.errors import ConfigError, InvalidError, nearest
 from agentlightning.store.transfer import Record
-from agentlightning.tracing.dialects import said
+from agentlightning.tracing.dialects import first_text
 from agentlightning.tracing.messages import input_messages, model_name, output_messages, token_counts
 from agentlightning.tracing.otlp import JSON, decode_traces
 from agentlightning.tracing.rewards import find_final_reward, reward_attributes
@@ -201,7 +201,7 @@ def _input(roots: Sequence[Span], spans: Sequence[Span]) -> Any:
     """The agent's input, as JSON if it is JSON; None if no span has it."""
     for root in roots:
         for name in _INPUTS:
-            if value := said(root, name):
+            if value := first_text(root, name):
                 return _parsed(value)
     return next((messages for span in spans if (messages := input_messages(span.attributes))), None)
 

@@ -15,7 +15,9 @@ from typing import Final, Protocol
 from agentlightning.errors import BackendError
 from agentlightning.gateway.request import CallRefused
 
-_STATUS_LINES: Final = {one.value: f"HTTP/1.1 {one.value} {one.phrase}\r\n".encode() for one in http.HTTPStatus}
+_STATUS_LINES: Final = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus
+}
 _JSON: Final = b"content-type: application/json\r\n"
 _EVENTS: Final = (
     b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\nx-accel-buffering: no\r\n"

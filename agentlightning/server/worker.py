@@ -59,7 +59,7 @@ class Versions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker is told at its beginning: it is number `index` of `count`, and `folder` holds the inboxes."""
+    """What a worker begins with: it is number `index` of `count`, and `folder` holds the inboxes."""
 
     host: str
     port: int
@@ -192,11 +192,11 @@ class Worker:
 
     async def report(self) -> None:
         """Tell the owner, again and again, what has become of calls."""
-        told = None
+        reported = None
         while True:
-            if (report := self.report_now()) != told:
+            if (report := self.report_now()) != reported:
                 self._pipe.tell("report", report)
-                told = report
+                reported = report
             await asyncio.sleep(_REPORT_SECONDS)
 
     def report_now(self) -> Report:

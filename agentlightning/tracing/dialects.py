@@ -120,14 +120,14 @@ def names_agent(span: Span, kind: Kind) -> str | None:
 
 
 def arguments_of(span: Span) -> str | None:
-    return said(span, *_ARGUMENTS)
+    return first_text(span, *_ARGUMENTS)
 
 
 def result_of(span: Span) -> str | None:
-    return said(span, *_RESULTS)
+    return first_text(span, *_RESULTS)
 
 
-def said(span: Span, *names: str) -> str | None:
+def first_text(span: Span, *names: str) -> str | None:
     """The first of these attributes that exists: text unchanged, anything else as JSON.
 
     An operation's input and output may be spread over attributes below their names, as in Agent Lightning 0.3."""

@@ -281,7 +281,7 @@ class _AnswerReader:
         self._captures_tokens = captures_tokens
         self._version = version
         self._started = False
-        self._told_version = False
+        self._version_given = False
         self._unfinished = set(range(call.sampling.n))
         self._ends: list[tuple[_ChoicePart[Any], FinishReason]] = []
         self._usage: _Usage | None = None
@@ -305,7 +305,7 @@ class _AnswerReader:
             events.append(Started(prompt, extra=extra))
         self._usage = chunk.usage or self._usage
         if chunk.policy_version is not None:
-            self._told_version, self._version = True, chunk.policy_version
+            self._version_given, self._version = True, chunk.policy_version
         for choice in chunk.choices:
             events.extend(self._read_choice(choice))
         return events
@@ -327,7 +327,7 @@ class _AnswerReader:
         runs = choice.policy_versions
         if not runs or sum(count for _, count in runs) != len(ids):
             return [Delta(choice.index, delta, ids, logprobs, self._version, entries)]
-        self._told_version = True
+        self._version_given = True
         deltas: list[BackendEvent] = []
         start = 0
         for version, count in runs:
@@ -341,7 +341,7 @@ class _AnswerReader:
         `unknown`, None if the call had the same from its beginning."""
         if self._unfinished:
             raise BackendError("the backend ended its answer before every choice was finished")
-        last = None if self._told_version or version == self._version else version
+        last = None if self._version_given or version == self._version else version
         events: list[BackendEvent] = []
         for choice, reason in self._ends:
             runs = version_runs(choice.weight_versions, self._version)

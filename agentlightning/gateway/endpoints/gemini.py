@@ -132,7 +132,7 @@ class GenerateContent(Endpoint):
     counted_as = "totalTokens"
 
     def __init__(self, model: str, *, stream: bool = False) -> None:
-        self._said = {"model": model, "stream": stream}
+        self._addressed = {"model": model, "stream": stream}
 
     def read(self, body: bytes) -> CallRequest:
         fields, unread, raw = _FIELDS.read(body, "contents")
@@ -160,12 +160,12 @@ class GenerateContent(Endpoint):
             extra={} if response_format is None else {"response_format": response_format},
             dropped=tuple(sorted(dropped)),
             request_json=rest_json(raw, "contents", "systemInstruction", "tools"),
-            **sampling_fields(values | self._said, values.get("max_tokens")),
+            **sampling_fields(values | self._addressed, values.get("max_tokens")),
         )
 
     def whole(self, request: CallRequest, answer: Answer) -> bytes:
         candidates = [
-            _candidate(index, [*_said(choice.message()), *map(_call, choice.tool_calls)], choice)
+            _candidate(index, [*_text_parts(choice.message()), *map(_call, choice.tool_calls)], choice)
             for index, choice in enumerate(answer.choices)
         ]
         return msgspec.json.encode(_response(answer, candidates, usageMetadata=_usage(answer.token_counts())))
@@ -313,8 +313,8 @@ class _Turns:
 def _text(response: dict[str, Any]) -> str:
     """What a function returned, without the name that wraps it: that of the protocol, or of the SDK's."""
     match response:
-        case {"output": told} | {"result": told} | {"error": told} if len(response) == 1:
-            text = told if isinstance(told, str) else json.dumps(told, ensure_ascii=False)
+        case {"output": output} | {"result": output} | {"error": output} if len(response) == 1:
+            text = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
             return f"Error: {text}" if "error" in response else text
         case _:
             return json.dumps(response, ensure_ascii=False)
@@ -358,7 +358,7 @@ def _candidate(index: int, parts: list[dict[str, Any]], ended: Choice | None = N
     return {"content": {"role": "model", "parts": parts or [{"text": ""}]}, **end, "index": index}
 
 
-def _said(message: dict[str, Any]) -> list[dict[str, Any]]:
+def _text_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
     thoughts, text = thoughts_and_text(message)
     return ([{"text": thoughts, "thought": True}] if thoughts else []) + ([{"text": text}] if text else [])
 
@@ -392,7 +392,7 @@ class ContentWriter:
         return b""
 
     def delta(self, event: Delta) -> bytes:
-        parts = _said(event.delta)
+        parts = _text_parts(event.delta)
         return server_sent(_response(self._answer, [_candidate(event.index, parts)])) if parts else b""
 
     def end(self) -> bytes:

@@ -162,8 +162,8 @@ def _message(whole: dict[str, Any]) -> dict[str, Any]:
         match item:
             case {"type": "message", "content": list(parts)}:
                 text += [part["text"] for part in parts if isinstance(part.get("text"), str)]
-            case {"type": "text", "text": str(said)}:
-                text.append(said)
+            case {"type": "text", "text": str(words)}:
+                text.append(words)
             case {"type": "function_call", "name": name, "arguments": arguments}:
                 calls.append({"id": item.get("call_id"), "function": {"name": name, "arguments": arguments}})
             case {"type": "tool_use", "name": name, "input": given}:

@@ -30,21 +30,21 @@ def test_only_the_right_team_is_rewarded() -> None:
 
 
 def test_the_agent_asks_the_model_and_rewards_its_answer() -> None:
-    assert asyncio.run(rollout_of({"message": "Parcel gone.", "team": "shipping"}, said="shipping")) == 1.0
-    assert asyncio.run(rollout_of({"message": "Parcel gone.", "team": "shipping"}, said="billing")) == 0.0
+    assert asyncio.run(rollout_of({"message": "Parcel gone.", "team": "shipping"}, answer="shipping")) == 1.0
+    assert asyncio.run(rollout_of({"message": "Parcel gone.", "team": "shipping"}, answer="billing")) == 0.0
 
 
-async def rollout_of(task: dict, said: str) -> float | None:
+async def rollout_of(task: dict, answer: str) -> float | None:
     """The agent's reward where the model, a server on this machine, says the same whatever it is asked."""
 
-    async def answer(request: web.Request) -> web.Response:
-        choice = {"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": "stop"}
+    async def respond(request: web.Request) -> web.Response:
+        choice = {"index": 0, "message": {"role": "assistant", "content": answer}, "finish_reason": "stop"}
         return web.json_response(
             {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
         )
 
     server = web.Application()
-    server.router.add_post("/v1/chat/completions", answer)
+    server.router.add_post("/v1/chat/completions", respond)
     http = web.AppRunner(server)
     await http.setup()
     await web.TCPSite(http, "127.0.0.1", 0).start()
