@@ -37,9 +37,6 @@ class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     inherit the first, msgspec does not inherit the second."""
 
 
-# --- rollouts and attempts ---------------------------------------------------------------------------------------
-
-
 class RolloutConfig(Noun, frozen=True, kw_only=True):
     """Timeouts and retries of a rollout.
 
@@ -164,9 +161,6 @@ class FinishedRollouts(Noun, frozen=True, kw_only=True):
     cursor: int
 
 
-# --- spans -------------------------------------------------------------------------------------------------------
-
-
 class SpanStatus(Noun, frozen=True, kw_only=True):
     status_code: StatusCode = "UNSET"
     description: str | None = None
@@ -224,9 +218,6 @@ class Span(Noun, frozen=True, kw_only=True):
     links: tuple[SpanLink, ...] = ()
     resource: Attributes = {}
     tokens: TokenCapture | None = None
-
-
-# --- resources ---------------------------------------------------------------------------------------------------
 
 
 class LLM(Noun, frozen=True, kw_only=True, tag="llm", tag_field="resource_type"):
@@ -310,9 +301,6 @@ class ResourcesUpdate(Noun, frozen=True, kw_only=True):
     metadata: dict[str, Any] = {}
 
 
-# --- runs and workers --------------------------------------------------------------------------------------------
-
-
 class Run(Noun, frozen=True, kw_only=True):
     """One training, evaluation or optimisation. `manifest` holds its settings, seed, versions and data hashes. Readers
     show the status `stopped` for a run that was running when its process died."""
@@ -342,9 +330,6 @@ class Worker(Noun, frozen=True, kw_only=True):
     current_rollout_id: str | None = None
     current_attempt_id: str | None = None
     heartbeat_stats: dict[str, Any] = {}
-
-
-# --- access and upkeep -------------------------------------------------------------------------------------------
 
 
 class ApiKey(Noun, frozen=True, kw_only=True):
@@ -382,9 +367,6 @@ class Deleted(Noun, frozen=True, kw_only=True):
     rollouts: int = 0
     attempts: int = 0
     spans: int = 0
-
-
-# --- queries -----------------------------------------------------------------------------------------------------
 
 
 class Filter(Noun, frozen=True, kw_only=True, omit_defaults=True):

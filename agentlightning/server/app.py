@@ -7,7 +7,7 @@ This module wires routes and turns typed errors into answers. It does not open s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -23,7 +23,7 @@ from agentlightning.server.access import Access
 from agentlightning.server.dashboard import page_routes, page_views
 from agentlightning.server.events import EventRoutes
 from agentlightning.server.health import Reading, ServerMetrics, gateway_readings, health_routes
-from agentlightning.server.limits import LargeBodies, Limited, RateLimit, limit_of
+from agentlightning.server.limits import LargeBodies, Limited, Limits, RateLimit, limit_of
 from agentlightning.server.logs import Observed, label_routes, log_request
 from agentlightning.server.models import MODEL_CALLS, Models
 from agentlightning.server.openapi import documentation_routes
@@ -58,8 +58,11 @@ def create_app(
 
     Without an `admin_key` only programs of this machine are answered. `guarded`: something around it asks for a key.
     Limits are in bytes and in requests per second of a caller. Without a `store`, `keys` knows the callers."""
-    protected = _is_protected(admin_key)
-    access = _access(keys if store is None else store, admin_key)
+    if admin_key is not None and len(admin_key) < 8:
+        raise ConfigError("the admin key is shorter than 8 characters; choose one that cannot be guessed")
+    protected = admin_key is not None
+    known_by = keys if store is None else store
+    access = None if known_by is None else Access(known_by, admin_key)
     routes = health_routes(store)
     described: list[type[Call]] = []
     inner: list[Middleware] = []
@@ -92,29 +95,15 @@ def create_app(
     routes += documentation_routes(described, routes, own, protected=protected)
     label_routes(routes)
     listeners = [metrics.count, log_request] if access_log else [metrics.count]
-    limits = _limits(access, rate_limit, body_limit)
-    layers = [Middleware(Observed, listeners=listeners), Middleware(Limited, **limits), *inner]
+    rate = None if rate_limit is None else RateLimit(limit_of(rate_limit), access)
+    limits = Limits(rate, LargeBodies(body_limit) if access is not None and protected else None)
+    layers = [Middleware(Observed, listeners=listeners), Middleware(Limited, limits=limits), *inner]
     answers = dict.fromkeys((AgentLightningError, HTTPException, Exception), _answer_to)
     app = _Application(routes=routes, middleware=layers, exception_handlers=answers)
-    app.state.calls = None if gateway is None else LlmCalls(gateway.serving, listeners, **limits)
+    app.state.calls = None if gateway is None else LlmCalls(gateway.serving, listeners, limits)
     app.state.protected = guarded or protected
     app.state.stop_waiting = tuple(stops)
     return app
-
-
-def _access(keys: LightningStore | None, admin_key: str | None) -> Access | None:
-    return None if keys is None else Access(keys, admin_key)
-
-
-def _is_protected(admin_key: str | None) -> bool:
-    if admin_key is not None and len(admin_key) < 8:
-        raise ConfigError("the admin key is shorter than 8 characters; choose one that cannot be guessed")
-    return admin_key is not None
-
-
-def _limits(access: Access | None, rate_limit: float | None, body_limit: int) -> dict[str, Any]:
-    rate = None if rate_limit is None else RateLimit(limit_of(rate_limit), access)
-    return {"rate": rate, "bodies": LargeBodies(body_limit) if access is not None and access.protected else None}
 
 
 def _performed(

@@ -136,7 +136,7 @@ def page_routes(access: Access, *, protected: bool, reading: bool) -> list[BaseR
             if scope == Principal():  # whoever is here needs no key, and this one is none
                 raise UnauthenticatedError("the key is not valid here; this server needs none from this machine")
             headers["set-cookie"] = access.sessions.begin(request.headers, key, secure=secure)
-        said = Session(
+        shown = Session(
             name=scope.name,
             admin=scope.is_admin,
             scopes=sorted(scope.opens),
@@ -144,7 +144,7 @@ def page_routes(access: Access, *, protected: bool, reading: bool) -> list[BaseR
             reading=reading,
             version=version,
         )
-        return in_json(said, headers=headers)
+        return in_json(shown, headers=headers)
 
     routes = {
         "/": (_index, ["GET"]),

@@ -65,7 +65,7 @@ class EventRoutes:
         caller = await self._admit(request)
         if self._listening[caller] >= _MOST_STREAMS:
             return refusal(429, "rate_limited", f"{caller} listens {_MOST_STREAMS} times already; end a stream first")
-        # Proxies that would hold events back (nginx) are told not to.
+        # So that proxies (nginx) do not hold events back.
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         return StreamingResponse(self._stream(request, caller), media_type="text/event-stream", headers=headers)
 
@@ -91,7 +91,7 @@ class EventRoutes:
                     if events:
                         yield b"".join(events)
         except (ForbiddenError, UnavailableError):
-            return  # the stream ends; whoever asks again is told why
+            return  # the stream ends; the next request gets the reason
         finally:
             stopping.cancel()
             self.open -= 1
@@ -116,7 +116,7 @@ class EventRoutes:
         return several
 
     async def _events(self, several: list[Changes | None]) -> AsyncIterator[bytes]:
-        """The events of changes, each said once."""
+        """The events of changes, each once."""
         if None in several:
             yield _RESET
             return

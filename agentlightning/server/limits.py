@@ -12,6 +12,7 @@ import ipaddress
 import math
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Final
@@ -88,7 +89,8 @@ class LargeBodies:
 
     def __init__(self, limit: int, budget: int = 256 << 20) -> None:
         self._limit, self._budget = limit, budget
-        self._callers: dict[str, _Held] = {}
+        self._sizes = Counter[str]()  # by caller
+        self._freed = asyncio.Event()
 
     def size(self, method: str, headers: Mapping[str, str]) -> int:
         """What the body of a request counts for: 0 if it is not large."""
@@ -102,54 +104,54 @@ class LargeBodies:
     async def reading(self, size: int, headers: Mapping[str, str], address: str) -> AsyncGenerator[None]:
         """Wait until a body of this size may be read; it counts until the block ends."""
         caller = api_key_of(headers) or _network(address)
-        held = self._callers.setdefault(caller, _Held())
-        held.requests += 1
+        while self._sizes[caller] and self._sizes[caller] + size > self._budget:
+            await self._freed.wait()
+        self._sizes[caller] += size
         try:
-            while held.size and held.size + size > self._budget:
-                await held.freed.wait()
-            held.size += size
-            try:
-                yield
-            finally:
-                held.size -= size
-                held.freed.set()
-                held.freed.clear()
+            yield
         finally:
-            held.requests -= 1
-            if not held.requests:
-                del self._callers[caller]
+            self._sizes[caller] -= size
+            if not self._sizes[caller]:
+                del self._sizes[caller]
+            self._freed.set()
+            self._freed.clear()
+
+
+class Limits:
+    """What callers may ask and send."""
+
+    def __init__(self, rate: RateLimit | None, bodies: LargeBodies | None) -> None:
+        self._rate, self._bodies = rate, bodies
+
+    @asynccontextmanager
+    async def within(self, method: str, path: str, headers: Mapping[str, str], address: str) -> AsyncGenerator[None]:
+        """Answer a request in this block. RateExceededError if it is one too many; a large body waits for room."""
+        if self._rate is not None:
+            await self._rate.check(path, headers, address)
+        if self._bodies is not None and (size := self._bodies.size(method, headers)):
+            async with self._bodies.reading(size, headers, address):
+                yield
+        else:
+            yield
 
 
 class Limited:
     """ASGI: `app` within these limits. Who asks too often is answered 429 with `Retry-After`."""
 
-    def __init__(self, app: ASGIApp, rate: RateLimit | None, bodies: LargeBodies | None) -> None:
-        self._app, self._rate, self._bodies = app, rate, bodies
+    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+        self._app, self._limits = app, limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        headers = Headers(scope=scope)
         client: Any = scope.get("client")
         address = str(client[0]) if client else ""
-        if self._rate is not None:
-            try:
-                await self._rate.check(scope["path"], headers, address)
-            except RateExceededError as error:
-                told = {"retry-after": str(error.seconds)}
-                return await refusal(429, "rate_limited", str(error), told)(scope, receive, send)
-        if self._bodies is not None and (size := self._bodies.size(scope["method"], headers)):
-            async with self._bodies.reading(size, headers, address):
-                return await self._app(scope, receive, send)
-        return await self._app(scope, receive, send)
-
-
-class _Held:
-    """What a caller's requests hold, and how many there are."""
-
-    def __init__(self) -> None:
-        self.size = self.requests = 0
-        self.freed = asyncio.Event()
+        try:
+            async with self._limits.within(scope["method"], scope["path"], Headers(scope=scope), address):
+                await self._app(scope, receive, send)
+        except RateExceededError as error:
+            after = {"retry-after": str(error.seconds)}
+            await refusal(429, "rate_limited", str(error), after)(scope, receive, send)
 
 
 def _network(address: str) -> str:

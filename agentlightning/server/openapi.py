@@ -72,9 +72,9 @@ def document(
     kinds: Sequence[type[Call]], routes: Iterable[BaseRoute], others: Iterable[tuple[str, str]], *, protected: bool
 ) -> Json:
     """The whole description. Without `protected` the server also answers those who show no key."""
-    told = list(dict.fromkeys([ErrorReply, *kinds, *(kind.returns for kind in kinds)]))
-    schemas, components = _simple(msgspec.json.schema_components(told, ref_template=_SCHEMAS))
-    shapes: dict[Any, Json] = dict(zip(told, schemas, strict=True))
+    shown = list(dict.fromkeys([ErrorReply, *kinds, *(kind.returns for kind in kinds)]))
+    schemas, components = _simple(msgspec.json.schema_components(shown, ref_template=_SCHEMAS))
+    shapes: dict[Any, Json] = dict(zip(shown, schemas, strict=True))
     paths: dict[str, Json] = {}
     for kind in kinds:
         method, _, path = kind.route.partition(" ")

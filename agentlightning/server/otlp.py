@@ -26,7 +26,7 @@ from agentlightning.tracing.otlp import JSON, PROTOBUF, UnsupportedMediaError, d
 from agentlightning.types import UNATTRIBUTED, Span
 
 _RETRY_AFTER_SECONDS: Final = 1
-_WINDOW_BITS: Final = {"gzip": 31, "deflate": 15}  # as zlib wants to be told which header to expect
+_WINDOW_BITS: Final = {"gzip": 31, "deflate": 15}  # which header zlib expects
 
 
 def otlp_routes(store: LightningStore, access: Access, body_limit: int) -> list[BaseRoute]:

@@ -22,37 +22,31 @@ from agentlightning.gateway.exchange import Exchange
 from agentlightning.gateway.request import CallRefused
 from agentlightning.gateway.serving import Found, Serving
 from agentlightning.server.handover import OWNER, Place
-from agentlightning.server.limits import LargeBodies, RateExceededError, RateLimit
+from agentlightning.server.limits import Limits, RateExceededError
 from agentlightning.server.logs import CLIENT_GONE, Finished
 
 _LONGEST_HEAD: Final = 256 * 1024  # bytes of a request's line and headers, give or take what is read at once
 
 
 class LlmCalls:
-    """The requests that a gateway answers, within the server's limits; `listeners` are told of each when it is over."""
+    """The requests that a gateway answers, within the server's limits; `listeners` get each when it is over."""
 
     def __init__(
         self,
         serving: Serving,
         listeners: Sequence[Callable[[Finished], None]],
-        rate: RateLimit | None,
-        bodies: LargeBodies | None,
+        limits: Limits,
     ) -> None:
         self.find = serving.find
         self._serving = serving
         self._listeners = listeners
-        self._rate, self._bodies = rate, bodies
+        self._limits = limits
 
     async def answer(self, found: Found, client: str, exchange: Exchange) -> None:
         """Answer an exchange with a client at this address."""
         began = time.perf_counter()
         try:
-            if self._rate is not None:
-                await self._rate.check(exchange.path, exchange.headers, client)
-            if self._bodies is not None and (size := self._bodies.size(exchange.method, exchange.headers)):
-                async with self._bodies.reading(size, exchange.headers, client):
-                    await self._serving.answer(found, exchange)
-            else:
+            async with self._limits.within(exchange.method, exchange.path, exchange.headers, client):
                 await self._serving.answer(found, exchange)
         except RateExceededError as error:
             refused = CallRefused(str(error), status=429, code="rate_limited")

@@ -42,7 +42,7 @@ class ClientGoneError(AgentLightningError):
 
 
 class Failure(NamedTuple):
-    """How an error is told: by an HTTP status and a name; in OTLP by a status and a code of `google.rpc.Status`."""
+    """How an error is reported: by an HTTP status and a name; in OTLP by a status and a code of `google.rpc.Status`."""
 
     status: int
     name: str
@@ -88,7 +88,7 @@ def refusal(status: int, kind: str, message: str, headers: Mapping[str, str] | N
 
 
 async def caller_of(request: Request, access: Access) -> Principal:
-    """Who asks, which the log is told too; see `Access.scope`."""
+    """Who asks, also noted for the log; see `Access.scope`."""
     scope = await access.scope(request.headers)
     note_caller(request.scope, scope.name)
     return scope

@@ -171,7 +171,7 @@ class Rest:
             body = encode(result, enc_hook=codec.plain)
         except AgentLightningError as error:
             response = failure(error)
-        except Exception:  # noqa: BLE001 - told in the log, not to the caller
+        except Exception:  # noqa: BLE001 - shown in the log, not to the caller
             _log.exception("%s failed", endpoint.kind.method)
             response = defect()
         if response is not None:

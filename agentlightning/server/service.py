@@ -45,15 +45,15 @@ if TYPE_CHECKING:
     from agentlightning.server.forwarder import Forwarder
 
 HOURLY: Final = 3600.0
-_PATIENCE: Final = 2.0  # seconds in which a server that is told about models may be away
+_PATIENCE: Final = 2.0  # seconds in which the server that gets models may be away
 _log: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What a server is told. `store` is a path or a `postgresql://` URL. What ended more than `retain_seconds` ago is
-    removed. `hook`, as FILE.py:NAME, sees every span before it is written. `models` and `registrations` are there from
-    the beginning. What is stored goes on to the collector at `otlp_forward`. So many `workers` answer LLM calls in
+    """The settings of a server. `store` is a path or a `postgresql://` URL. What ended more than `retain_seconds` ago
+    is removed. `hook`, as FILE.py:NAME, sees every span before it is written. `models` and `registrations` are there
+    from the beginning. What is stored goes on to the collector at `otlp_forward`. So many `workers` answer LLM calls in
     processes of their own, which `models` of this process cannot."""
 
     store: str
@@ -248,7 +248,7 @@ async def models_held(
     server: str, names: Sequence[str], *, api_key: str | None, lease: float = 60.0
 ) -> AsyncGenerator[None]:
     """Calls of the models wait at the gateway of `server` as long as the block lasts, and for at most `lease` seconds
-    more if this process dies in it. Where the server cannot be told so, it is logged, and they do not wait."""
+    more if this process dies in it. If the server cannot be reached, this is logged, and they do not wait."""
     client = LightningStoreClient(server, api_key, patience=_PATIENCE)
 
     async def tell(calls: Sequence[Call]) -> None:

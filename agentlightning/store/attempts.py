@@ -138,9 +138,6 @@ def _decide(tx: Transaction, rollout_id: str, status: RolloutStatus) -> None:
         save_standing(tx, number, standing, lifecycle.overrule(standing, tx.now))
 
 
-# --- attempts ----------------------------------------------------------------------------------------------------
-
-
 def lease(tx: Transaction, limit: int, worker_id: str | None, lease_id: str | None) -> list[AttemptedRollout]:
     """Start an attempt on each of the first queued rollouts."""
     touch_worker(tx, worker_id)
@@ -335,9 +332,6 @@ def extend_attempts(tx: Transaction, attempts: Sequence[tuple[str, str]], second
         save_standing(tx, number, before, lifecycle.hold(before, tx.now, seconds))
 
 
-# --- the clocks --------------------------------------------------------------------------------------------------
-
-
 def expire(tx: Transaction, limit: int = 500) -> int:
     """End up to `limit` attempts whose time has run out and return how many. Sets `changes.deadline`, the time of the
     next check."""
@@ -380,9 +374,6 @@ def grant_grace(tx: Transaction) -> None:
     tx.connection.execute(
         f"UPDATE attempts SET start_time = ? WHERE status IN {ACTIVE} AND start_time > ?", (tx.now, tx.now)
     )
-
-
-# --- workers -----------------------------------------------------------------------------------------------------
 
 
 def touch_worker(tx: Transaction, worker_id: str | None, stats: str | None = None) -> None:

@@ -64,8 +64,6 @@ class LightningStore(abc.ABC):
     @abc.abstractmethod
     async def close(self) -> None: ...
 
-    # --- rollouts ---
-
     @call("POST /rollouts")
     async def enqueue_many_rollouts(self, requests: Sequence[EnqueueRolloutRequest]) -> list[Rollout]:
         """Queue all of these rollouts, or none. If a `rollout_id` is stored already, the stored rollout is returned;
@@ -210,8 +208,6 @@ class LightningStore(abc.ABC):
         """The rollouts that ended after `cursor`, in that order; none ever appears before a cursor you have passed.
         Waits up to `timeout` seconds for the first."""
 
-    # --- attempts ---
-
     @call("GET /rollouts/{rollout_id}/attempts", "read")
     async def query_attempts(self, rollout_id: str) -> list[Attempt]:
         """All attempts of a rollout, first to last."""
@@ -241,8 +237,6 @@ class LightningStore(abc.ABC):
         """Stop the timeout and the unresponsive limit of these attempts, each a (rollout_id, attempt_id), for the next
         `seconds`, because the gateway holds their calls. Their leases go on. Overlapping periods count once. Attempts
         that are unknown or have ended are skipped. InvalidError unless `seconds` is positive and finite."""
-
-    # --- spans ---
 
     async def add_many_spans(self, spans: Sequence[Span]) -> list[Span]:
         """Store all of these spans, or none, and return them with their sequence ids; `sequence_id=0` gets the
@@ -291,8 +285,6 @@ class LightningStore(abc.ABC):
     ) -> SpanPage:
         """One page of the spans that match `where`, from all rollouts; see `page_rollouts`."""
 
-    # --- resources ---
-
     @call("POST /resources", ids={"resources_id": "rs"})
     async def add_resources(
         self,
@@ -318,8 +310,6 @@ class LightningStore(abc.ABC):
 
     @call("GET /latest-resources", "read")
     async def get_latest_resources(self) -> ResourcesUpdate | None: ...
-
-    # --- runs and groups ---
 
     @call("POST /runs", ids={"run_id": "run"})
     async def start_run(self, kind: str, manifest: Mapping[str, Any], run_id: str | None = None) -> Run:
@@ -358,8 +348,6 @@ class LightningStore(abc.ABC):
         """The run's groups whose `finished_index` is above `cursor`, in that order. A group gets its number when all of
         its rollouts have ended. Waits up to `timeout` seconds for the first."""
 
-    # --- workers and the whole ---
-
     @call("PUT /workers", "worker")
     async def update_worker(self, worker_id: str, heartbeat_stats: Mapping[str, Any] | None = None) -> Worker: ...
 
@@ -381,8 +369,6 @@ class LightningStore(abc.ABC):
     @call("GET /time", "read")
     async def get_time(self) -> float:
         """The time of the store's clock, in seconds since the epoch. It stands still while the machine sleeps."""
-
-    # --- administration ---
 
     @call("POST /rollouts/delete", "admin", audited=True)
     async def delete_rollouts(self, where: Filter, unfinished: bool = False, scrub: bool = False) -> Deleted:

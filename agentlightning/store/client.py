@@ -28,7 +28,7 @@ from agentlightning.types import EnqueueRolloutRequest, FinishedRollouts
 logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS: Final = 60.0
-_SILENT_SECONDS: Final = 1.0  # after which it is said that no answer comes
+_SILENT_SECONDS: Final = 1.0  # after which a warning says that no answer comes
 _POLL_SECONDS: Final = 25.0  # one long poll; shorter than the idle limits of common proxies
 _ANSWER_SECONDS: Final = 60.0  # a server that is silent for longer counts as unreachable
 _FIRST_PAUSE: Final = 0.1

@@ -160,9 +160,6 @@ def _check(value: Any, where: str, depth: int = 0) -> None:
         _check(msgspec.structs.asdict(value), where, depth)
 
 
-# --- spans -------------------------------------------------------------------------------------------------------
-
-
 def span_columns(
     span: Span, prompt_ids: bytes | None = None, base: str | None = None, repeated: str | None = None
 ) -> SpanColumns:
@@ -285,9 +282,6 @@ def _check_attributes(attributes: Attributes, place: str) -> None:
                 raise InvalidError(
                     f"attribute {name!r} {place} is or holds a {kind}; give texts, numbers, booleans, or a list of them"
                 )
-
-
-# --- tokens ------------------------------------------------------------------------------------------------------
 
 
 def token_columns(tokens: TokenCapture, prompt_ids: bytes | None = None) -> Tokens:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import heapq
 import itertools
 import os
 from collections import Counter, OrderedDict
@@ -160,18 +159,14 @@ class ManyStores(LightningStore):
         parts = [msgspec.structs.replace(whole, cursor=cursor) for cursor in begun.values()]
         found = await asyncio.gather(*(stores[key].perform(part) for key, part in zip(begun, parts, strict=True)))
         pages = dict(zip(begun, found, strict=True))
-        sort_keys = await self._sort_keys(call, asked["order"], pages)
-        waiting = [(keys[0], place, key) for place, (key, keys) in enumerate(sort_keys.items()) if keys]
-        heapq.heapify(waiting)
-        items, taken = list[Any](), dict.fromkeys(pages, 0)
-        while waiting and (end is None or len(items) < end):
-            _, place, key = heapq.heappop(waiting)
-            items.append(pages[key].items[taken[key]])
-            taken[key] += 1
-            if taken[key] < len(pages[key].items):
-                heapq.heappush(waiting, (sort_keys[key][taken[key]], place, key))
-            elif pages[key].next_cursor is not None:
-                break  # what comes after in this store may come before the rest
+        rows = await self._sorted(call, asked["order"], list(pages.values()))
+        # What comes after a page that is not its store's last may come before the rows after it in other stores.
+        partial = [place for place, page in enumerate(pages.values()) if page.next_cursor is not None and page.items]
+        ends = [next(index for index, row in enumerate(reversed(rows)) if row[0] == place) for place in partial]
+        rows = rows[: len(rows) - max(ends, default=0)][:end]
+        items = [found[place].items[index] for place, index in rows]
+        counts = Counter(place for place, _ in rows)
+        taken = {key: counts[place] for place, key in enumerate(pages)}
         following: dict[str, str | None] = {}
         for key, part in zip(begun, parts, strict=True):
             if 0 < taken[key] < len(pages[key].items):
@@ -188,18 +183,17 @@ class ManyStores(LightningStore):
         cursor = msgspec.json.encode(following).decode() if following else None
         return call.returns(items=tuple(items[asked["offset"] :]), total=total, next_cursor=cursor)
 
-    async def _sort_keys(
-        self, call: Call, order: Sequence[Order], pages: Mapping[str, Any]
-    ) -> dict[str, list[tuple[_SortKey, ...]]]:
-        """What the rows of each page are compared by."""
+    async def _sorted(self, call: Call, order: Sequence[Order], pages: Sequence[Any]) -> list[tuple[int, int]]:
+        """Page and index of each row, sorted together; those of one page stay in their order."""
         outcomes: dict[str, Outcome] = {}
         if any(one.field in ("reward", "error") for one in order):
-            names = [item.rollout_id for page in pages.values() for item in page.items]
+            names = [item.rollout_id for page in pages for item in page.items]
             outcomes = {one.rollout_id: one for one in await self.query_outcomes(names)}
-        return {
-            key: [tuple(_SortKey.of(item, one, outcomes) for one in order) for item in page.items]
-            for key, page in pages.items()
-        }
+        rows: list[tuple[tuple[_SortKey, ...], int, int]] = []
+        for place, page in enumerate(pages):
+            keys = (tuple(_SortKey.of(item, one, outcomes) for one in order) for item in page.items)
+            rows += [(most, place, index) for index, most in enumerate(itertools.accumulate(keys, max))]
+        return [(place, index) for _, place, index in sorted(rows)]
 
     async def _keep_looking(self) -> None:
         while self._queues:

@@ -85,9 +85,6 @@ def _page(
     return rows, total, signed.cursor(taken[len(rows) - 1][-len(keys) :])
 
 
-# --- sort orders -------------------------------------------------------------------------------------------------
-
-
 class _Key(NamedTuple):
     """One expression to sort by."""
 
@@ -130,9 +127,6 @@ def _after(keys: Sequence[_Key], values: Sequence[Any]) -> tuple[str, list[Any]]
         following = f"{following} AND {keys[0].sql} {'<=' if keys[0].descending else '>='} ?"
         parameters.append(values[0])
     return f" AND {following}", parameters
-
-
-# --- cursors -----------------------------------------------------------------------------------------------------
 
 
 class _Signed:

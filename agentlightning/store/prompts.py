@@ -41,9 +41,6 @@ _counts: Final = msgspec.json.Decoder(dict[str, int])
 _encode: Final = msgspec.json.Encoder().encode
 
 
-# --- writing -----------------------------------------------------------------------------------------------------
-
-
 class Prompt:
     """What a call was asked: long texts by the name of their attribute, and token ids as bytes. `base` is what it
     repeats, if anything, and `goes_on` says whether that is all of it but what closes its messages. `chain` counts the
@@ -191,9 +188,6 @@ def shared_length(one: _Part, other: _Part) -> int:
         else:
             end = middle - 1
     return same
-
-
-# --- reading -----------------------------------------------------------------------------------------------------
 
 
 class _Row(NamedTuple):

@@ -44,9 +44,6 @@ _PROMPTS: Final = frozenset(f"attributes.{name}" for name in REPEATED)
 _TAG: Final = "tag"  # each text in the list `metadata["tags"]`
 
 
-# --- fields ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Column:
     """A column, or an expression of columns. A boolean is 1 or 0; `json` is searched as text."""
@@ -137,9 +134,6 @@ SPANS: Final = Fields(
 )
 
 
-# --- what may be asked -------------------------------------------------------------------------------------------
-
-
 def _check_size(filter: Filter) -> None:
     level, depth, count = [filter], 0, 0
     while level:
@@ -224,9 +218,6 @@ def _plainer(asked: Filter, of: Fields) -> Filter:
     return asked
 
 
-# --- the rows that match -----------------------------------------------------------------------------------------
-
-
 class Query:
     """The rows `of` some tables that match a filter. If it names paths, `_sql` may select more than match, and
     `_matches` decides by the values of `_read`.
@@ -280,8 +271,6 @@ class Query:
             matching = (row[:width] for row in found if self._matches(row[width:]))
             yield from itertools.islice(matching, skip, None if most is None else skip + most)
 
-    # --- in SQL ---
-
     def _condition(self, asked: Filter) -> str:
         match asked.op:
             case "and" | "or":
@@ -334,8 +323,6 @@ class Query:
             key = "tags" if asked.field == _TAG else str(asked.field).rpartition(".")[2]
             self._parameters.append(f'{_in_json(key)}":')
         return f"({found})"
-
-    # --- in Python ---
 
     def _matches(self, row: Sequence[Any]) -> bool:
         document = msgspec.json.decode(row[-1])

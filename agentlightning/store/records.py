@@ -19,8 +19,6 @@ from agentlightning.store.tables import RESOURCES, RUNS
 from agentlightning.store.transaction import Transaction
 from agentlightning.types import Metrics, NamedResources, Resource, ResourcesUpdate, Run, RunStatus, Worker
 
-# --- resources ---------------------------------------------------------------------------------------------------
-
 
 def add_resources(
     tx: Transaction,
@@ -69,9 +67,6 @@ def get_latest_resources(tx: Transaction) -> ResourcesUpdate | None:
 
 def query_resources(tx: Transaction) -> list[ResourcesUpdate]:
     return RESOURCES.all(tx.connection, "ORDER BY version")
-
-
-# --- runs --------------------------------------------------------------------------------------------------------
 
 
 def start_run(tx: Transaction, kind: str, manifest: Mapping[str, Any], run_id: str | None) -> Run:
@@ -139,8 +134,6 @@ def query_metrics(tx: Transaction, run_id: str) -> list[Metrics]:
         for step, time, measured in rows
     ]
 
-
-# --- workers and the whole ---------------------------------------------------------------------------------------
 
 _GONE_AFTER_LEASES: Final = 3
 """A worker that has not been heard for this many lease times, and holds nothing, counts as gone."""

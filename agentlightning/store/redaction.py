@@ -111,8 +111,6 @@ def _replaced(
     )
 
 
-# --- secrets -----------------------------------------------------------------------------------------------------
-#
 # Whoever has a key of an attempt chooses what is read here: everything takes linear time. Quantifiers are possessive
 # (`++`), so that nothing is read twice, and each pattern is tried only where one of its marks is in the text.
 
@@ -193,8 +191,6 @@ def settings_without_secrets(value: Any) -> Any:
     return {name: settings_without_secrets(one) for name, one in named.items() if not is_credential(name)}
 
 
-# --- what is named a credential within a text ---
-
 _LONGEST_NAME: Final = 120  # of what is looked at of a name, from its end
 _KEY_END: Final = re.compile(r"[\"'](?<=[\w\\][\"'])\s*+:\s*+(?P<list>\[\s*+)?+(?P<row>\\*+)(?P<quote>[\"'])")
 """The quote after a name, and what leads from there to its value."""
@@ -232,9 +228,6 @@ def _without_named(text: str) -> str:
             done = next_search = found.end()
         match = _KEY_END.search(text, next_search)
     return "".join((*pieces, text[done:]))
-
-
-# --- the rules ---
 
 
 def _basic(match: re.Match[str]) -> str:
@@ -327,8 +320,6 @@ def _rules_for(data: bytes) -> Collection[Rule]:
     small = _without_files(data).lower()
     return dict.fromkeys(rule for search, rules in _SIGNS if search(small) for rule in rules)
 
-
-# --- content -----------------------------------------------------------------------------------------------------
 
 _HARMLESS: Final = frozenset(
     (

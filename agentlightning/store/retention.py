@@ -28,9 +28,6 @@ _AT_ONCE: Final = 200  # rollouts in one transaction, so that nobody waits long
 _SECONDS_AT_ONCE: Final = 0.2
 
 
-# --- removing ----------------------------------------------------------------------------------------------------
-
-
 def ended_before(time: float) -> Filter:
     """Rollouts that ended before a time of the store's clock, `get_time`, with all of their group, since an incomplete
     group may be awaited. Spans without an attempt have no age: more may be added at any time."""
@@ -104,9 +101,6 @@ def _remove(connection: Connection, rollout_id: str, group_id: str | None) -> De
     return Deleted(rollouts=1, attempts=attempts, spans=spans)
 
 
-# --- bringing in -------------------------------------------------------------------------------------------------
-
-
 def import_rollout(tx: Transaction, rollout: Rollout, attempts: Sequence[Attempt], rows: Sequence[SpanRow]) -> bool:
     """Store another store's finished rollout with its attempts and spans. False if it is stored already. The database
     refuses an attempt, or an index in a group, that belongs to another rollout."""
@@ -154,9 +148,6 @@ def _check_whole(rollout: Rollout, attempts: Sequence[Attempt], rows: Sequence[S
         if row.rollout_id != rollout.rollout_id or row.attempt_id not in names:
             span_id = "" if row.columns is None else row.columns.span_id
             raise InvalidError(f"span {span_id} is not of an attempt of rollout {rollout.rollout_id}")
-
-
-# --- what is wrong -----------------------------------------------------------------------------------------------
 
 
 _RULES: Final[Mapping[str, str]] = {

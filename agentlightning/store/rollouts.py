@@ -51,9 +51,6 @@ def set_status(tx: Transaction, rollout_id: str, status: RolloutStatus) -> None:
             tx.changes.groups.append(group_id)
 
 
-# --- numbering what has finished ---------------------------------------------------------------------------------
-
-
 def number_finished(connection: Connection, changes: Changes) -> None:
     """Number the rollouts and groups that this transaction finished, as its last step.
 
@@ -108,9 +105,6 @@ def finished_after(tx: Transaction, cursor: int, limit: int, run_id: str | None)
     rows, whole = take_rows(found, MOST_BYTES)
     cursor = max(cursor, last) if whole and len(rows) < limit else rows[-1][-1] if rows else cursor
     return FinishedRollouts(rollouts=tuple(map(ROLLOUTS.noun, rows)), cursor=cursor)
-
-
-# --- rollouts ----------------------------------------------------------------------------------------------------
 
 
 def enqueue_many_rollouts(tx: Transaction, requests: Sequence[EnqueueRolloutRequest]) -> list[Rollout]:
@@ -206,9 +200,6 @@ def terminal_among(tx: Transaction, rollout_ids: Iterable[str]) -> list[Rollout]
 def check_page(limit: int | None, offset: int) -> None:
     if offset < 0 or (limit is not None and limit < 0):
         raise InvalidError(f"limit is {limit} and offset {offset}; neither may be negative")
-
-
-# --- groups ------------------------------------------------------------------------------------------------------
 
 
 def create_group(tx: Transaction, size: int, run_id: str | None, group_id: str | None) -> Group:

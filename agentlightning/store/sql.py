@@ -198,7 +198,7 @@ class SqlStore(LightningStore):
         for readers in self._readers.values():
             await readers.close()
         await self._writer.close()
-        # Woken, they look again, and are told that the store is closed.
+        # Woken, they look again, and get the error that the store is closed.
         for waiters in (self._finishes, self._queued, self._finished, self._complete):
             waiters.wake()
         await asyncio.to_thread(self._opened.release)
@@ -218,8 +218,6 @@ class SqlStore(LightningStore):
     def events(self) -> AbstractContextManager[asyncio.Queue[Changes | None]]:
         """The changes of commits, as they happen; None if some were missed. For a `with` statement."""
         return self._subscribers.subscribe()
-
-    # --- transactions ---
 
     def _read(
         self, operation: Callable[[Transaction], T], kind: str = "reader", seconds: float | None = None
@@ -274,14 +272,12 @@ class SqlStore(LightningStore):
                 return not wants
 
             self._finishes.wake(was_last)
-        if changes.removed:  # they cannot finish any more: who waits for one looks again, and is told so
+        if changes.removed:  # they cannot finish any more: their waiters look again, and get NotFoundError
             self._finishes.wake(lambda wants: not wants.isdisjoint(changes.removed))
         if changes.runs_with_groups:
             self._complete.wake()
         self._alarm.set(changes.deadline)
         self._subscribers.publish(changes)
-
-    # --- the watchdog ---
 
     async def expire_overdue(self) -> int:
         """End the attempts whose time has run out, and return how many. The store does this itself, on time."""
@@ -297,8 +293,6 @@ class SqlStore(LightningStore):
             except UnavailableError as error:
                 _log.error("the clocks of attempts could not be looked at, trying again: %s", error)
                 self._alarm.set(self._clock() + _RETRY_SECONDS)
-
-    # --- calls that wait, or need no transaction ---
 
     async def _dequeue_many_rollouts(self, limit: int, timeout: float, **asked: Any) -> list[AttemptedRollout]:
         if limit < 1:

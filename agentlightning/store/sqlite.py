@@ -282,9 +282,6 @@ def _emptied(connection: SqliteConnection, tries: int) -> bool:
     return False
 
 
-# --- copies ------------------------------------------------------------------------------------------------------
-
-
 def back_up(path: Path, copy: Path) -> None:
     """Copy the store at one moment, while others write. The copy gets its name when it is complete. ConfigError if the
     name is taken, or the store is damaged."""

@@ -118,9 +118,6 @@ async def _import(store: LightningStore, place: str, record: Record) -> bool:
         raise type(error)(f"{place}: {error}") from None
 
 
-# --- files -------------------------------------------------------------------------------------------------------
-
-
 def _open(path: Path, mode: Literal["rb", "wb"], suffix: str) -> BinaryIO:
     return cast(BinaryIO, gzip.open(path, mode, 6) if suffix == ".jsonl.gz" else path.open(mode))
 

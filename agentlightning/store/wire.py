@@ -192,18 +192,22 @@ def _reply(answer: Answer) -> calls.ErrorBody | None:
 
 def _stranger(answer: Answer) -> AgentLightningError:
     """The error for an answer that is not from one of our servers."""
-    url, status, said = answer.url, answer.status, _excerpt(answer)
+    url, status, excerpt = answer.url, answer.status, _excerpt(answer)
     if not answer.ends_the_call:
-        return _unavailable(answer, f"what stands before the server at {url} answered {said}; is the server running?")
+        return _unavailable(
+            answer, f"what stands before the server at {url} answered {excerpt}; is the server running?"
+        )
     if status in (401, 403):
-        return ForbiddenError(f"what stands before the server at {url} answered {said}; check the key")
+        return ForbiddenError(f"what stands before the server at {url} answered {excerpt}; check the key")
     moved = f" and redirects to {answer.location}" if answer.location else ""
-    return ConfigError(f"{url} is not the server of a store: it answered {said}{moved}; check the URL")
+    return ConfigError(f"{url} is not the server of a store: it answered {excerpt}{moved}; check the URL")
 
 
 def _excerpt(answer: Answer) -> str:
     """`502 Bad Gateway (text/html: 'nginx is restarting')`."""
     text = answer.body[:20_000].decode(errors="replace")
     title = re.search(r"<title[^>]*>(.*?)</title>", text, re.IGNORECASE | re.DOTALL)
-    said = " ".join((title[1] if title else text).split())[:120]
-    return f"{answer.status} {responses.get(answer.status, '')} ({answer.content_type or 'no content type'}: {said!r})"
+    excerpt = " ".join((title[1] if title else text).split())[:120]
+    return (
+        f"{answer.status} {responses.get(answer.status, '')} ({answer.content_type or 'no content type'}: {excerpt!r})"
+    )

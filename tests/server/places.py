@@ -24,66 +24,26 @@ from agentlightning.types import (
 )
 from tests.server.exporters import encode_traces
 
-# --- which scope opens which calls -------------------------------------------------------------------------------
-
 READ = {
-    "page_rollouts",
-    "wait_for_rollouts",
-    "finished_after",
-    "get_rollout_by_id",
-    "query_attempts",
-    "get_latest_attempt",
-    "query_spans",
-    "page_spans",
-    "query_resources",
-    "get_latest_resources",
-    "get_resources_by_id",
-    "query_runs",
-    "query_metrics",
-    "complete_groups_after",
-    "get_group",
-    "query_workers",
-    "query_outcomes",
-    "statistics",
-    "get_time",
+    *("page_rollouts", "wait_for_rollouts", "finished_after", "get_rollout_by_id", "query_attempts"),
+    *("get_latest_attempt", "query_spans", "page_spans", "query_resources", "get_latest_resources"),
+    *("get_resources_by_id", "query_runs", "query_metrics", "complete_groups_after", "get_group", "query_workers"),
+    *("query_outcomes", "statistics", "get_time"),
 }
 GRADER = READ | {"store_spans"}
 WORKER = GRADER | {
-    "start_rollout",
-    "dequeue_many_rollouts",
-    "start_attempt",
-    "update_attempt",
-    "heartbeat",
-    "extend_attempts",
-    "get_next_span_sequence_id",
-    "update_worker",
-    "issue_worker_key",
+    *("start_rollout", "dequeue_many_rollouts", "start_attempt", "update_attempt", "heartbeat", "extend_attempts"),
+    *("get_next_span_sequence_id", "update_worker", "issue_worker_key"),
 }
 TRAINER = WORKER | {
-    "enqueue_many_rollouts",
-    "update_rollout",
-    "cancel_rollout",
-    "add_resources",
-    "start_run",
-    "update_run",
-    "next_policy_version",
-    "add_metrics",
-    "create_group",
+    *("enqueue_many_rollouts", "update_rollout", "cancel_rollout", "add_resources", "start_run", "update_run"),
+    *("next_policy_version", "add_metrics", "create_group"),
 }
 ADMIN = TRAINER | {
-    "delete_rollouts",
-    "issue_key",
-    "issue_attempt_key",
-    "revoke_key",
-    "find_key",
-    "query_keys",
-    "check_store",
-    "import_rollout",
+    *("delete_rollouts", "issue_key", "issue_attempt_key", "revoke_key", "find_key", "query_keys"),
+    *("check_store", "import_rollout"),
 }
 OPENS = {"read": READ, "grader": GRADER, "worker": WORKER, "trainer": TRAINER, "admin": ADMIN}
-
-
-# --- a furnished store -------------------------------------------------------------------------------------------
 
 
 @dataclass

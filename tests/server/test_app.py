@@ -63,11 +63,6 @@ async def test_a_large_body_is_read_as_a_small_one(store, form):
             assert said in await error_of(answer)
 
 
-async def test_health_needs_no_key(http):
-    answer = await http.get("/health")
-    assert (answer.status, await answer.json()) == (200, {"status": "ok"})
-
-
 async def test_a_rollout_can_be_driven_with_plain_json(http):
     answer = await http.post("/api/v1/rollouts", json={"requests": [{"input": {"question": "2+2"}}]}, headers=ADMIN)
     assert (answer.status, answer.content_type) == (200, "application/json")

@@ -16,9 +16,10 @@ from agentlightning.server.access import Access
 from agentlightning.server.app import create_app
 from agentlightning.server.events import EventRoutes
 from agentlightning.server.serve import HttpServer
-from agentlightning.types import Condition, EnqueueRolloutRequest, Metrics, Span
+from agentlightning.types import Condition, EnqueueRolloutRequest, Metrics
 from tests.server.conftest import ADMIN_KEY, until
 from tests.server.places import issue
+from tests.store.conftest import span_of
 
 pytestmark = pytest.mark.anyio
 
@@ -60,45 +61,37 @@ async def listening(http: aiohttp.ClientSession, key: str = ADMIN_KEY) -> AsyncG
         yield listener
 
 
-def span(rollout_id: str, attempt_id: str) -> Span:
-    return Span(
-        rollout_id=rollout_id, attempt_id=attempt_id, sequence_id=0, trace_id="t", span_id="s", name="n",
-        start_time=0.0, end_time=1.0,
-    )  # fmt: skip
-
-
-async def test_the_life_of_a_rollout_is_heard(http, store):
+async def test_the_life_of_runs_groups_and_rollouts_is_heard(http, store):
     async with listening(http) as listener:
+        run = await store.start_run("train", {})
+        await listener.until("metrics", run_id=run.run_id)
+        await store.add_metrics(Metrics(run_id=run.run_id, step=1, time=0.0, values={"reward": 1.0}))
+        assert await listener.until("metrics") == [("metrics", {"run_id": run.run_id})]
+        group = await store.create_group(size=1, run_id=run.run_id)
+        request = EnqueueRolloutRequest(input=1, run_id=run.run_id, group_id=group.group_id, group_index=0)
+        (member,) = await store.enqueue_many_rollouts([request])
+        await store.cancel_rollout(member.rollout_id)
+        await listener.until("groups", run_id=run.run_id)
         await store.enqueue_rollout("task")
         await listener.until("queued", count=1)
         leased = await store.dequeue_rollout()
         (*_, (_, event)) = await listener.until("rollout", status="preparing")
         assert event["rollout_id"] == leased.rollout_id
-        await store.add_span(span(leased.rollout_id, leased.attempt.attempt_id))
+        await store.add_span(span_of(leased))
         await listener.until("spans", rollout_id=leased.rollout_id)
         await store.update_attempt(leased.rollout_id, leased.attempt.attempt_id, status="succeeded")
         (*_, (_, event)) = await listener.until("rollout", status="succeeded")
         assert event["end_time"] is not None
+        store._subscribers.publish(None)  # as when it has missed something
+        await listener.until("reset")
         await store.delete_rollouts(where=Condition("rollout_id", "eq", leased.rollout_id))
         await listener.until("rollout", rollout_id=leased.rollout_id, status="deleted")
-
-
-async def test_a_complete_group_is_heard(http, store):
-    run = await store.start_run("train", {})
-    group = await store.create_group(size=1, run_id=run.run_id)
-    async with listening(http) as listener:
-        request = EnqueueRolloutRequest(input=1, run_id=run.run_id, group_id=group.group_id, group_index=0)
-        (rollout,) = await store.enqueue_many_rollouts([request])
-        await store.cancel_rollout(rollout.rollout_id)
-        await listener.until("groups", run_id=run.run_id)
 
 
 async def test_what_happens_at_once_is_said_once(http, store):
     async with listening(http) as listener:
         started = await store.start_rollout(1)
-        ids = started.rollout_id, started.attempt.attempt_id
-        spans = [msgspec.structs.replace(span(*ids), span_id=str(number)) for number in range(50)]
-        await store.add_many_spans(spans)
+        await store.add_many_spans([span_of(started) for _ in range(50)])
         await store.cancel_rollout(started.rollout_id)
         passed = await listener.until("rollout", status="cancelled")
         await store.enqueue_rollout("the next thing")
@@ -108,8 +101,9 @@ async def test_what_happens_at_once_is_said_once(http, store):
 
 async def test_listening_needs_a_key_that_may_read(http, store):
     attempt = await store.start_rollout(1)
-    assert (await http.get("/api/v1/events")).status == 401
-    assert (await http.get("/api/v1/events", headers={"x-api-key": attempt.api_key})).status == 403
+    for path in ("/api/v1/events", "/metrics"):
+        assert (await http.get(path)).status == 401
+        assert (await http.get(path, headers={"x-api-key": attempt.api_key})).status == 403
 
 
 async def test_nobody_listens_so_often_that_writes_become_slow(http, store, monkeypatch):
@@ -134,12 +128,6 @@ async def test_a_revoked_key_hears_no_more(http, store):
                 await listener.next()
 
 
-async def test_who_has_missed_something_is_told_to_read_afresh(http, store):
-    async with listening(http) as listener:
-        store._subscribers.publish(None)
-        await listener.until("reset")
-
-
 async def test_a_silent_stream_shows_that_it_is_alive(store):
     app = Starlette(routes=[EventRoutes(store, Access(store, None), heartbeat_seconds=0.05).route()])
     async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http, listening(http) as listener:
@@ -161,11 +149,3 @@ async def test_a_stopping_server_ends_its_streams_and_a_client_that_leaves_is_fo
             await server.stop()
         with pytest.raises(EOFError):
             await listener.next()
-
-
-async def test_what_a_run_measures_is_heard(http, store):
-    async with listening(http) as listener:
-        run = await store.start_run("grpo", {})
-        await listener.until("metrics", run_id=run.run_id)
-        await store.add_metrics(Metrics(run_id=run.run_id, step=1, time=0.0, values={"reward": 1.0}))
-        assert await listener.until("metrics") == [("metrics", {"run_id": run.run_id})]

@@ -27,6 +27,7 @@ from agentlightning.types import AttemptedRollout, SampledChoice, Span, TokenCap
 from tests.gateway.world import GREEDY, talking
 from tests.server.conftest import until
 from tests.server.exporters import export, key_of
+from tests.store.conftest import span_of
 
 pytestmark = pytest.mark.anyio
 
@@ -93,21 +94,8 @@ async def forwarding_server(
 
 
 def span(attempted: AttemptedRollout | None = None, number: int = 1, **fields: Any) -> Span:
-    rollout_id, attempt_id = (attempted.rollout_id, attempted.attempt.attempt_id) if attempted else ("r", "a")
-    return Span(
-        rollout_id=rollout_id,
-        attempt_id=attempt_id,
-        sequence_id=0,
-        trace_id="a" * 32,
-        span_id=f"{number:016x}",
-        name="tool",
-        start_time=1.5,
-        end_time=2.5,
-        **fields,
-    )
-
-
-# --- what is forwarded -------------------------------------------------------------------------------------------
+    times = {"start_time": 1.5, "end_time": 2.5}
+    return span_of(attempted or ("r", "a"), f"{number:016x}", name="tool", **times, **fields)
 
 
 async def test_spans_of_every_way_in_reach_the_collector(collector):
@@ -167,9 +155,6 @@ async def test_headers_go_to_the_collector_alone_also_where_it_points_elsewhere(
     assert collector.headers[0]["authorization"] == "Bearer k"
 
 
-# --- a collector in trouble --------------------------------------------------------------------------------------
-
-
 @asynccontextmanager
 async def forwarder_to(url: str) -> AsyncIterator[Forwarder]:
     forwarder = Forwarder(traces_url(url), linger=0.01)
@@ -221,15 +206,6 @@ async def test_a_full_queue_drops_the_oldest_and_says_so(collector, monkeypatch,
     assert "did not reach the collector" in caplog.text
 
 
-# --- the end -----------------------------------------------------------------------------------------------------
-
-
-async def test_what_waits_is_sent_when_the_server_stops(collector):
-    async with forwarding_server(collector) as (_, store, mine):
-        await store.add_many_spans([span(mine, number) for number in range(1, 2001)])
-    assert len({one.span_id for one in collector.spans}) == 2000
-
-
 @pytest.mark.parametrize("trouble", ["down", "hanging"])
 async def test_a_collector_that_does_not_answer_holds_the_end_up_for_a_few_seconds_at_most(
     trouble, collector, unused_port, monkeypatch, caplog
@@ -242,9 +218,6 @@ async def test_a_collector_that_does_not_answer_holds_the_end_up_for_a_few_secon
         began = time.monotonic()
     assert time.monotonic() - began < 5
     assert "1 of 1 spans did not reach" in caplog.text
-
-
-# --- settings and counts -----------------------------------------------------------------------------------------
 
 
 async def test_metrics_count_what_was_sent_and_dropped(collector):

@@ -104,9 +104,6 @@ def entry(temperature: float = 1.0) -> ModelEntry:
     return ModelEntry("writer", HttpBackend(NOBODY), train=Sampling(temperature=temperature, max_tokens=5))
 
 
-# --- a trainer and its policy -------------------------------------------------------------------------------------
-
-
 async def test_a_trainer_lends_its_policy_changes_it_and_takes_it_back() -> None:
     async with served() as place, upstreams(2) as (first, second):
         await lend(place, entry(), first.url)
@@ -169,9 +166,6 @@ async def test_a_keyed_server_shows_its_models_to_attempts_only_and_takes_no_end
             assert answer.status == 413
 
 
-# --- what is asked of a server before it is trained ---------------------------------------------------------------
-
-
 async def test_a_server_whose_model_is_to_be_trained_is_asked_for_one_token() -> None:
     async with served() as place, upstreams(2) as (good, silent):
         silent.behaviour = "tells no ids"
@@ -188,9 +182,6 @@ async def test_a_server_whose_model_is_to_be_trained_is_asked_for_one_token() ->
         assert (await place.put("n", base_url=silent.url, trainable=False))[0] == 200
         assert (await place.put("o", base_url=silent.url, check=False))[0] == 200
         assert len(silent.asked) == asked
-
-
-# --- several servers ----------------------------------------------------------------------------------------------
 
 
 async def test_several_servers_answer_under_one_name_and_its_aliases() -> None:
@@ -262,9 +253,6 @@ async def test_a_model_is_changed_while_its_calls_run() -> None:
         connection = registered.backend.connection
         await until(lambda: connection.running == 0)
         assert not connection._kept, "nobody asks there again"
-
-
-# --- whose a name is ----------------------------------------------------------------------------------------------
 
 
 async def test_a_name_is_its_owners_as_long_as_its_server_lives() -> None:

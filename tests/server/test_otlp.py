@@ -52,9 +52,6 @@ async def stored(store, attempted: AttemptedRollout) -> list[Span]:
     return await store.query_spans(attempted.rollout_id, attempted.attempt.attempt_id)
 
 
-# --- whose a span is ---------------------------------------------------------------------------------------------
-
-
 async def test_an_exporter_that_holds_an_attempts_key_needs_nothing_else(store, server, attempted):
     await asyncio.to_thread(export, over_http(server.url, key_of(attempted)), {"service.name": "travel"})
     plan, search = await stored(store, attempted)
@@ -62,11 +59,6 @@ async def test_an_exporter_that_holds_an_attempts_key_needs_nothing_else(store, 
     assert (search.attributes["city"], search.attributes[SCOPE_NAME]) == ("Köln", "travel")
     assert search.resource["service.name"] == "travel"
     assert sorted([plan.sequence_id, search.sequence_id]) == [1, 2]
-
-
-async def test_the_url_of_an_attempt_names_it(store, server, attempted):
-    await asyncio.to_thread(export, over_http(server.url + attempt_path(attempted), ADMIN), {})
-    assert len(await stored(store, attempted)) == 2
 
 
 async def test_the_resource_names_an_attempt_and_comes_before_the_url(store, server, attempted):
@@ -124,9 +116,6 @@ async def test_an_unknown_attempt_costs_the_spans_beside_it_nothing(store, http,
 async def test_a_key_that_only_reads_sends_nothing(store, http):
     async with http.post("/v1/traces", json=posted(), headers=await issue(store, scopes=["read"])) as answer:
         assert answer.status == 403
-
-
-# --- how it answers ----------------------------------------------------------------------------------------------
 
 
 async def test_the_answer_is_in_the_encoding_of_the_request(http, attempted):

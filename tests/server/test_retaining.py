@@ -68,18 +68,6 @@ async def test_what_is_old_goes_at_once_and_again_and_again(store, caplog):
     assert "delete_rollouts by retention" in caplog.text
 
 
-async def test_what_is_not_old_stays(store, caplog):
-    caplog.set_level(logging.INFO, "agentlightning.audit")
-    young = await ended(store)
-
-    async def looked() -> bool:
-        return len(caplog.records) >= 3
-
-    async with retaining(store, 3600, every_seconds=0.001):
-        await until(store, looked)
-    assert await store.get_rollout_by_id(young) is not None
-
-
 async def test_what_is_young_by_the_stores_clock_stays(caplog):
     """That of a machine which slept for a day is a day behind."""
     caplog.set_level(logging.INFO, "agentlightning.audit")

@@ -50,11 +50,6 @@ async def test_a_reward_is_a_number_or_named_numbers(store, server, http, attemp
     assert find_final_reward(await given(store, attempted)) == value
 
 
-async def test_the_answer_says_what_was_understood(server, http, attempted):
-    async with http.post(url_of(attempted, server), data='{"reward": 0.25, "final": false}') as answer:
-        assert await answer.json() == {"reward": 0.25, "primary_key": None, "final": False}
-
-
 async def test_an_intermediate_reward_never_displaces_the_final_one(store, server, http, attempted):
     for body in ("1", '{"reward": 0.25, "final": false}'):
         assert (await http.post(url_of(attempted, server), data=body)).status == 200

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import resource
-import socket
 import ssl
 
 import aiohttp
@@ -161,32 +160,6 @@ async def test_a_request_that_is_being_answered_is_answered_before_the_server_st
     acknowledged = {result.rollout_id for result in results if not isinstance(result, BaseException)}
     assert acknowledged <= {rollout.rollout_id for rollout in await store.query_rollouts()}
     await client.close()
-
-
-async def test_a_client_outlasts_a_server_that_restarts(store):
-    server = HttpServer(create_app(store))
-    await server.start()
-    port = int(server.url.rsplit(":", 1)[1])
-    client = LightningStoreClient(server.url, patience=10)
-    first = await client.enqueue_rollout(1)
-    await server.stop()
-    call = asyncio.create_task(client.enqueue_rollout(2))
-    await asyncio.sleep(0.2)
-    async with HttpServer(create_app(store), port=port):
-        second = await call
-        assert [r.rollout_id for r in await client.query_rollouts()] == [first.rollout_id, second.rollout_id]
-        await client.close()
-
-
-async def test_a_server_that_is_not_there_is_named():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    client = LightningStoreClient(f"http://127.0.0.1:{port}/", patience=0.2)
-    with pytest.raises(UnavailableError, match=f"http://127.0.0.1:{port} cannot be reached"):
-        await client.statistics()
-    await client.close()
-    with pytest.raises(ConfigError, match="http://"):
-        LightningStoreClient("localhost:8000")
 
 
 async def test_a_wrong_key_is_not_tried_again_and_again(server):

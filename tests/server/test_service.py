@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Generator
 from pathlib import Path
 
@@ -19,8 +18,9 @@ from agentlightning.errors import ConfigError, UnavailableError
 from agentlightning.server.service import ServerSettings, running_server
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
-from agentlightning.types import Rollout, Span
+from agentlightning.types import Rollout
 from tests.server.conftest import until
+from tests.store.conftest import span_of
 
 pytestmark = pytest.mark.anyio
 ROOT = Path(__file__).parents[2]
@@ -91,28 +91,9 @@ async def test_a_hook_sees_each_span_before_it_is_written(tmp_path):
     with server_process(tmp_path, "--redact", "hook.py:quiet", "--capture", "tokens") as (_, url):
         client = LightningStoreClient(url, KEY)
         started = await client.start_rollout(1)
-        ids = {"rollout_id": started.rollout_id, "attempt_id": started.attempt.attempt_id}
         for name in ("private", "public"):
-            await client.add_span(
-                Span(**ids, sequence_id=0, trace_id="t", span_id=name, name=name, start_time=0.0, end_time=1.0)
-            )
+            await client.add_span(span_of(started, name, name=name))
         assert [span.name for span in await client.query_spans(started.rollout_id)] == ["public"]
-        await client.close()
-
-
-async def test_what_is_old_is_removed_while_the_server_runs(tmp_path):
-    path = tmp_path / "store.db"
-    old = await SqlStore.open(path, clock=lambda: time.time() - 100 * 86400)
-    rollout = await old.enqueue_rollout("old")
-    await old.cancel_rollout(rollout.rollout_id)
-    await old.close()
-    async with running_server(ServerSettings(store=str(path), retain_seconds=30 * 86400.0)) as running:
-        client = LightningStoreClient(running.url)
-
-        async def it_is_gone() -> bool:
-            return await client.get_rollout_by_id(rollout.rollout_id) is None
-
-        await until(it_is_gone)
         await client.close()
 
 

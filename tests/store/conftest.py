@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +15,43 @@ from agentlightning.server.serve import HttpServer
 from agentlightning.store.base import LightningStore
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
+from agentlightning.types import AttemptedRollout, Span
+
+_numbers = itertools.count()
+
+
+def span_of(of: AttemptedRollout | tuple[str, str], span_id: str | None = None, **fields: Any) -> Span:
+    """A span of an attempt, with an id of its own unless it is given."""
+    rollout_id, attempt_id = of if isinstance(of, tuple) else (of.rollout_id, of.attempt.attempt_id)
+    return Span(
+        rollout_id=rollout_id,
+        attempt_id=attempt_id,
+        span_id=span_id or f"{next(_numbers):016x}",
+        **{"sequence_id": 0, "trace_id": "7" * 32, "name": "n", "start_time": 1.0, "end_time": 2.0, **fields},
+    )
+
+
+@contextlib.asynccontextmanager
+async def opened(address: Path | str = ":memory:", **options: Any) -> AsyncIterator[SqlStore]:
+    store = await SqlStore.open(address, **options)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@pytest.fixture(params=["memory", "file", "postgres"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return _address(request.param, request)
+
+
+def _address(kind: str, request: pytest.FixtureRequest) -> str:
+    if kind == "memory":
+        return ":memory:"
+    if kind == "postgres":
+        return request.getfixturevalue("postgres_database")
+    return str(request.getfixturevalue("tmp_path") / "store.db")
+
 
 KINDS = ["memory", "file", "postgres", "http"]
 
@@ -20,15 +60,7 @@ KINDS = ["memory", "file", "postgres", "http"]
 async def open_store(
     kind: str, request: pytest.FixtureRequest, lease_seconds: float = 30.0
 ) -> AsyncIterator[LightningStore]:
-    match kind:
-        case "memory":
-            address = ":memory:"
-        case "postgres":
-            address = request.getfixturevalue("postgres_database")
-        case _:
-            address = request.getfixturevalue("tmp_path") / "store.db"
-    sql = await SqlStore.open(address, lease_seconds=lease_seconds)
-    try:
+    async with opened(_address(kind, request), lease_seconds=lease_seconds) as sql:
         if kind != "http":
             yield sql
             return
@@ -38,8 +70,6 @@ async def open_store(
                 yield client
             finally:
                 await client.close()
-    finally:
-        await sql.close()
 
 
 @pytest.fixture(params=KINDS)

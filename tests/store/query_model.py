@@ -109,9 +109,6 @@ SPAN_ROWS = span_rows(ROLLOUT_ROWS)
 ROWS = {ROLLOUTS.tables: ROLLOUT_ROWS, SPANS.tables: SPAN_ROWS}
 
 
-# --- what Python makes of them -----------------------------------------------------------------------------------
-
-
 def value_of(row: Row, field: str) -> Any:
     if field in row.named:
         return row.named[field]
@@ -184,8 +181,6 @@ def ordered(rows: Sequence[Row], orders: Sequence[Order]) -> list[Row]:
 
     return sorted(rows, key=functools.cmp_to_key(compare))
 
-
-# --- random queries ----------------------------------------------------------------------------------------------
 
 _exists = st.tuples(st.just("exists"), st.sampled_from([None, True, False]))
 _compare = st.sampled_from(["lt", "le", "gt", "ge"])

@@ -30,7 +30,7 @@ class ServerProcess:
         self._address = str(address)
         self._log = log
         self._before = before
-        self._port = _free_port()
+        self._port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> ServerProcess:
@@ -89,7 +89,7 @@ class ServerProcess:
             connection.close()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     # Below the ports that systems give to outgoing connections: it stays free while the server is down.
     for port in range(10000 + os.getpid() % 9000, 20000):
         with socket.socket() as probe:

@@ -15,6 +15,7 @@ from agentlightning.store.base import CALLS, LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.codec import new_id
 from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, Rollout, Span
+from tests.store.conftest import span_of
 
 BATCH = 3
 TERMINAL = {"succeeded", "failed", "cancelled"}
@@ -167,16 +168,3 @@ async def follow(store: LightningStore, done: Callable[[], bool]) -> AsyncIterat
         cursor = page.cursor
         for rollout in page.rollouts:
             yield rollout
-
-
-def span_of(leased: AttemptedRollout, span_id: str) -> Span:
-    return Span(
-        rollout_id=leased.rollout_id,
-        attempt_id=leased.attempt.attempt_id,
-        sequence_id=0,
-        trace_id="t",
-        span_id=span_id,
-        name="n",
-        start_time=0.0,
-        end_time=1.0,
-    )

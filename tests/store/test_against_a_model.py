@@ -25,6 +25,7 @@ from agentlightning.store.base import CALLS
 from agentlightning.store.lifecycle import ROLLOUT_MOVES
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import AttemptStatus, Condition, EnqueueRolloutRequest, RolloutConfig, Span
+from tests.store.conftest import span_of
 from tests.store.lifecycle_model import LEASE, QUEUED, TERMINAL, AttemptModel, RolloutModel
 
 ENDS: list[AttemptStatus] = ["succeeded", "failed", "timeout", "unresponsive", "cancelled"]
@@ -73,8 +74,6 @@ class StoreAgainstModel(RuleBasedStateMachine):
         self.wait(self.store.close())
         self.loop.close()
 
-    # --- what there is to choose from ---
-
     def pick(self, data) -> tuple[RolloutModel, AttemptModel]:
         pairs = [
             (rollout, attempt)
@@ -115,8 +114,6 @@ class StoreAgainstModel(RuleBasedStateMachine):
             attempt.token,
         )
         assert leased.attempt.status == attempt.status
-
-    # --- rollouts ---
 
     @rule(config=configs, priority=st.integers(0, 1), count=st.integers(1, 3))
     def enqueue(self, config, priority, count) -> None:
@@ -252,8 +249,6 @@ class StoreAgainstModel(RuleBasedStateMachine):
         ):
             del self.groups[rollout.group[0]]
 
-    # --- attempts ---
-
     @precondition(has_attempts)
     @rule(data=st.data(), count=st.integers(1, 3))
     def add_spans(self, data, count) -> None:
@@ -275,16 +270,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
         rollout.hear(attempt, self.now)
 
     def span(self, rollout: RolloutModel, attempt: AttemptModel, name: str) -> Span:
-        return Span(
-            rollout_id=rollout.id,
-            attempt_id=attempt.id,
-            sequence_id=0,
-            trace_id="t",
-            span_id=name,
-            name="n",
-            start_time=self.now,
-            end_time=self.now,
-        )
+        return span_of((rollout.id, attempt.id), name, start_time=self.now, end_time=self.now)
 
     @precondition(has_attempts)
     @rule(data=st.data())
@@ -342,8 +328,6 @@ class StoreAgainstModel(RuleBasedStateMachine):
         with pytest.raises(ConflictError, match="does not hold"):
             self.wait(self.store.heartbeat(rollout.id, attempt.id, attempt.token - 1))
 
-    # --- time ---
-
     @rule(seconds=st.sampled_from([1.0, 8.0, 20.0, 31.0]))
     def time_passes(self, seconds) -> None:
         self.now += seconds
@@ -365,8 +349,6 @@ class StoreAgainstModel(RuleBasedStateMachine):
                     attempt.release()
             rollout.expire(self.now)
         self.open()
-
-    # --- what must always be so ---
 
     def note_finished(self) -> None:
         """What has finished since the last look is in the feed behind the cursor, each once and nothing else."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import pytest
 
@@ -19,17 +18,6 @@ pytestmark = pytest.mark.anyio
 
 EVERYTHING = And([])
 ENDS: list[AttemptStatus] = ["succeeded", "failed", "timeout", "unresponsive", "cancelled"]
-
-
-@pytest.fixture(params=["memory", "file", "postgres"])
-def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    match request.param:
-        case "memory":
-            return ":memory:"
-        case "file":
-            return str(tmp_path / "store.db")
-        case _:
-            return request.getfixturevalue("postgres_database")
 
 
 @pytest.mark.parametrize("operations", [300, pytest.param(5000, marks=pytest.mark.soak)])

@@ -32,17 +32,6 @@ async def filled(address: object, read_seconds: float, rows: int) -> AsyncIterat
     await store.close()
 
 
-@pytest.fixture(params=["memory", "file", "postgres"])
-def address(request, tmp_path):
-    match request.param:
-        case "memory":
-            return ":memory:"
-        case "file":
-            return tmp_path / "store.db"
-        case _:
-            return request.getfixturevalue("postgres_database")
-
-
 async def test_a_query_that_takes_too_long_is_ended_and_says_what_to_do(address) -> None:
     async with filled(address, read_seconds=0.1, rows=3_000) as store:
         began = time.monotonic()

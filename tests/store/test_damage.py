@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import AsyncIterator
+import sqlite3
 from pathlib import Path
 
 import psycopg
@@ -13,22 +13,11 @@ from anyio import to_thread
 
 from agentlightning.errors import ConfigError, UnavailableError
 from agentlightning.store import schema, sqlite
+from agentlightning.store.reader import StoreReader
 from agentlightning.store.sql import SqlStore
-from tests.store.storm import span_of
+from tests.store.conftest import opened, span_of
 
 pytestmark = pytest.mark.anyio
-
-
-@contextlib.asynccontextmanager
-async def opened(address: Path | str) -> AsyncIterator[SqlStore]:
-    store = await SqlStore.open(address)
-    try:
-        yield store
-    finally:
-        await store.close()
-
-
-# --- what is in the file is not a store, or no longer whole ------------------------------------------------------
 
 
 async def make_store(path: Path) -> None:
@@ -47,12 +36,16 @@ def files(directory: Path) -> dict[str, bytes]:
 
 async def refused_untouched(path: Path, reason: str) -> None:
     before = files(path.parent)
-    with pytest.raises(ConfigError, match=reason):
-        await SqlStore.open(path)
+    for kind in (SqlStore, StoreReader):
+        with pytest.raises(ConfigError, match=reason):
+            await kind.open(path)
     assert files(path.parent) == before
 
 
-async def test_random_bytes_are_refused_untouched(tmp_path):
+async def test_random_bytes_and_databases_of_others_are_refused_untouched(tmp_path):
+    with contextlib.closing(sqlite3.connect(tmp_path / "theirs.db")) as theirs:
+        theirs.execute("CREATE TABLE theirs (x)")
+    await refused_untouched(tmp_path / "theirs.db", "not an Agent Lightning store")
     for number in range(20):
         path = tmp_path / f"{number}.db"
         path.write_bytes(random.Random(number).randbytes(1 + 400 * number))
@@ -117,9 +110,6 @@ async def test_a_store_can_live_in_a_schema_of_its_own_beside_foreign_tables(pos
         async with opened(f"{postgres_database}?options=-csearch_path%3Dours") as store:
             await store.enqueue_rollout(1)
         assert connection.execute("SELECT count(*) FROM ours.rollouts").fetchone() == (1,)
-
-
-# --- stores of other layouts -------------------------------------------------------------------------------------
 
 
 def number_sqlite(path: Path, layout: int) -> None:

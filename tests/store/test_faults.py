@@ -5,32 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import psycopg
 import pytest
 from anyio import to_thread
 
-from agentlightning.errors import ConflictError, UnavailableError
-from agentlightning.server.app import create_app
-from agentlightning.server.serve import HttpServer
+from agentlightning.errors import UnavailableError
 from agentlightning.store import postgres
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.postgres import PostgresConnection
 from agentlightning.store.reader import StoreReader
-from agentlightning.store.sql import SqlStore
 from agentlightning.types import EnqueueRolloutRequest, RolloutConfig
 from tests.postgres import PostgresServer
+from tests.store.conftest import opened, span_of
 from tests.store.server_process import LONGEST_FILE, ServerProcess
-from tests.store.storm import BATCH, Storm, span_of
+from tests.store.storm import BATCH, Storm
 
 pytestmark = pytest.mark.anyio
 
@@ -52,18 +46,6 @@ async def connected(server: ServerProcess, *, patience: float = 60.0) -> AsyncIt
         yield client
     finally:
         await client.close()
-
-
-@contextlib.asynccontextmanager
-async def opened(address: Path | str, **options: Any) -> AsyncIterator[SqlStore]:
-    store = await SqlStore.open(address, **options)
-    try:
-        yield store
-    finally:
-        await store.close()
-
-
-# --- the server is killed ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -88,9 +70,6 @@ async def test_a_server_killed_in_a_write_storm_loses_and_doubles_nothing(kind, 
             await storm.check(store)
         assert sorted(storm.feed) == sorted(storm.ended)
         assert len(storm.ended) == BATCH * len(storm.asked)
-
-
-# --- PostgreSQL is stopped ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -189,20 +168,6 @@ def workers_in(connection: PostgresConnection) -> list[str]:
     return [name for (name,) in connection.execute("SELECT worker_id FROM workers")]
 
 
-async def test_a_restart_of_postgresql_is_no_more_than_a_pause(postgres_server: PostgresServer, postgres_database):
-    async with opened(postgres_database) as store:
-        for mode in ("fast", "immediate"):
-            leased = await store.start_rollout(mode)
-            await to_thread.run_sync(postgres_server.restart, mode)
-            answers = await asyncio.gather(
-                store.heartbeat(leased.rollout_id, leased.attempt.attempt_id, leased.lease.token),
-                store.enqueue_many_rollouts([EnqueueRolloutRequest(input=i) for i in range(3)]),
-                *(store.query_attempts(leased.rollout_id) for _ in range(10)),
-            )
-            assert answers[0].status == "preparing"
-        assert len(await store.query_rollouts()) == 8
-
-
 class Cut:
     """A wire to PostgreSQL, cut at the first COMMIT after it was `armed`: before it gets there, or its answer back."""
 
@@ -275,83 +240,6 @@ async def test_while_postgresql_is_away_callers_wait_and_then_are_told(
         assert kept in ({4}, {3, 4})
 
 
-# --- a worker is killed or comes back as a ghost -----------------------------------------------------------------
-
-WORKER = """
-import asyncio, sys
-from agentlightning.errors import ConflictError
-from agentlightning.store.client import LightningStoreClient
-
-async def main():
-    store = LightningStoreClient(sys.argv[1])
-    leased = await store.dequeue_many_rollouts(int(sys.argv[2]), worker_id="worker", timeout=60)
-    for rollout in leased:
-        print(rollout.rollout_id, flush=True)
-    await asyncio.to_thread(sys.stdin.readline)
-    for rollout in leased:
-        try:
-            await store.update_attempt(
-                rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded", lease=rollout.lease.token)
-            print("accepted", flush=True)
-        except ConflictError as error:
-            print("refused", error, flush=True)
-
-asyncio.run(main())
-"""
-
-
-@contextlib.asynccontextmanager
-async def worker(url: str, rollouts: int) -> AsyncIterator[tuple[asyncio.subprocess.Process, list[str]]]:
-    """A process that holds leases, does nothing, and ends its attempts when it gets a line."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", WORKER, url, str(rollouts), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-    )
-    try:
-        lines = [await asyncio.wait_for(process.stdout.readline(), 60) for _ in range(rollouts)]
-        yield process, [line.decode().strip() for line in lines]
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-
-
-async def test_the_rollouts_of_a_killed_worker_are_retried_or_failed_as_configured(tmp_path):
-    configs = [
-        RolloutConfig(max_attempts=2, retry_condition=("unresponsive",)),
-        RolloutConfig(max_attempts=2, retry_condition=("failed",)),
-        RolloutConfig(),
-    ]
-    async with opened(tmp_path / "store.db", lease_seconds=0.5) as store, HttpServer(create_app(store)) as server:
-        queued = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1, config=one) for one in configs])
-        async with worker(server.url, 3) as (process, held):
-            assert held == [rollout.rollout_id for rollout in queued]
-            process.kill()
-            again = await store.dequeue_rollout(timeout=60)
-            assert (again.rollout_id, again.attempt.sequence_id) == (held[0], 2)
-            failed = await store.wait_for_rollouts(held[1:], timeout=60)
-        assert [rollout.status for rollout in failed] == ["failed", "failed"]
-        assert (await store.get_latest_attempt(held[1])).status == "unresponsive"
-
-
-async def test_a_worker_that_comes_back_after_its_rollout_was_given_away_is_refused(tmp_path):
-    config = RolloutConfig(max_attempts=2, retry_condition=("unresponsive",))
-    async with opened(tmp_path / "store.db", lease_seconds=0.5) as store, HttpServer(create_app(store)) as server:
-        await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1, config=config)])
-        async with worker(server.url, 1) as (ghost, (rollout_id,)):
-            ghost.send_signal(signal.SIGSTOP)
-            again = await store.dequeue_rollout(timeout=60)
-            assert again.rollout_id == rollout_id
-            ghost.send_signal(signal.SIGCONT)
-            ghost.stdin.write(b"go on\n")
-            answer = await asyncio.wait_for(ghost.stdout.readline(), 60)
-        assert answer.startswith(b"refused")
-        attempts = await store.query_attempts(rollout_id)
-        assert [attempt.status for attempt in attempts[:1]] == ["unresponsive"]
-        assert (await store.get_rollout_by_id(rollout_id)).status not in ("succeeded",)
-        with pytest.raises(ConflictError, match="does not hold"):
-            await store.heartbeat(rollout_id, again.attempt.attempt_id, again.lease.token - 1)
-
-
 async def test_a_lease_that_was_asked_for_again_is_not_taken_back():
     """Its first caller was cut off, which the store learns only after the caller has asked again."""
     async with opened(":memory:") as store:
@@ -364,9 +252,6 @@ async def test_a_lease_that_was_asked_for_again_is_not_taken_back():
         beat = await store.heartbeat(leased.rollout_id, leased.attempt.attempt_id, leased.lease.token)
         assert beat.status == "preparing"
         assert await store.check_store() == []
-
-
-# --- the clock of the machine jumps ------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=[-86_400.0, 86_400.0], ids=["back", "forward"])
@@ -393,36 +278,6 @@ async def test_no_lease_lives_for_ever_when_the_clock_jumps(jump, tmp_path):
         jump()
         (failed,) = await store.wait_for_rollouts([left.rollout_id], timeout=60)
         assert failed.status == "failed"
-
-
-async def test_leases_get_their_grace_when_a_store_is_opened_after_the_clock_jumped(jump, tmp_path):
-    async with opened(tmp_path / "store.db") as store:
-        leased = await store.start_rollout(1, config=RolloutConfig(unresponsive_seconds=1000))
-    jump()
-    async with opened(tmp_path / "store.db", lease_seconds=60.0) as store:
-        beat = await store.heartbeat(leased.rollout_id, leased.attempt.attempt_id, leased.lease.token)
-        assert beat.status == "preparing"
-    async with opened(tmp_path / "store.db", lease_seconds=0.5) as store:
-        (ended,) = await store.wait_for_rollouts([leased.rollout_id], timeout=60)
-        assert ended.status == "failed"
-
-
-async def test_a_timeout_is_not_lengthened_by_a_clock_that_was_set_back(tmp_path):
-    now = 100_000.0
-    async with opened(tmp_path / "store.db", clock=lambda: now) as store:
-        timed = await store.start_rollout(1, config=RolloutConfig(timeout_seconds=60))
-    now = 1000.0
-    async with opened(tmp_path / "store.db", clock=lambda: now) as store:
-        now = 1025.0
-        await store.heartbeat(timed.rollout_id, timed.attempt.attempt_id, timed.lease.token)
-        now = 1050.0
-        await store.heartbeat(timed.rollout_id, timed.attempt.attempt_id, timed.lease.token)
-        now = 1061.0
-        assert await store.expire_overdue() == 1
-        assert (await store.get_latest_attempt(timed.rollout_id)).status == "timeout"
-
-
-# --- the disk is full --------------------------------------------------------------------------------------------
 
 
 async def fill(store: LightningStoreClient) -> tuple[set[str], list[str]]:
@@ -468,25 +323,3 @@ async def test_a_full_disk_is_said_and_survived(tmp_path):
         await check_recovery(client, {*acknowledged, done}, refused)
         await to_thread.run_sync(server.restart)
         assert acknowledged < {rollout.rollout_id for rollout in await client.query_rollouts()}
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB."""
-    directory = tmp_path / "disk"
-    directory.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", directory]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("only root, outside of a container, can mount a small file system")
-    yield directory
-    subprocess.run(["umount", "--lazy", directory], check=True)
-
-
-@pytest.mark.slow
-async def test_a_file_system_without_space_is_said_and_survived(small_disk, tmp_path):
-    async with served(small_disk / "store.db", tmp_path) as server, connected(server, patience=0.3) as client:
-        ballast = small_disk / "ballast"
-        ballast.write_bytes(b"\0" * 2_000_000)
-        acknowledged, refused = await fill(client)
-        ballast.unlink()
-        await check_recovery(client, acknowledged, refused)

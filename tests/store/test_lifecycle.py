@@ -41,20 +41,15 @@ def test_the_tables_speak_of_every_status():
     assert all(not lifecycle.ROLLOUT_MOVES[status] for status in lifecycle.TERMINAL)
 
 
-@pytest.mark.parametrize(
-    ("end", "rollout"),
-    [
-        ("succeeded", "succeeded"),
-        ("failed", "failed"),
-        ("timeout", "failed"),
-        ("unresponsive", "failed"),
-        ("cancelled", "cancelled"),
-    ],
-)
-def test_without_a_retry_the_end_of_an_attempt_ends_its_rollout(end, rollout):
-    after = lifecycle.move(standing(), end, 120.0)
-    assert (after.attempt_status, after.rollout_status) == (end, rollout)
-    assert after.end_time == 120.0
+def test_the_end_of_the_latest_attempt_ends_its_rollout_once():
+    rollout = {"timeout": "failed", "unresponsive": "failed"}
+    for end in sorted(lifecycle.ENDS):
+        after = lifecycle.move(standing(), end, 120.0)
+        assert (after.attempt_status, after.rollout_status, after.end_time) == (end, rollout.get(end, end), 120.0)
+        assert lifecycle.hold(after, 121.0, 5.0) == after
+        for stays in (standing(terminal) for terminal in lifecycle.TERMINAL):
+            assert lifecycle.move(stays, end, 120.0).rollout_status == stays.rollout_status
+        assert lifecycle.move(standing("preparing", attempts=2), end, 120.0).rollout_status == "preparing"
 
 
 @pytest.mark.parametrize("end", ["failed", "timeout", "unresponsive", "cancelled"])
@@ -77,26 +72,6 @@ def test_an_ended_attempt_stays_as_it_ended(end, wanted):
             lifecycle.update(ended, wanted, 120.0, LEASE)
 
 
-@pytest.mark.parametrize("terminal", sorted(lifecycle.TERMINAL))
-def test_a_terminal_rollout_is_not_moved_by_its_attempt(terminal):
-    after = lifecycle.move(standing(terminal), "failed", 120.0)
-    assert (after.attempt_status, after.rollout_status) == ("failed", terminal)
-
-
-def test_a_superseded_attempt_moves_itself_and_not_its_rollout():
-    after = lifecycle.move(standing("preparing", sequence_id=1, attempts=2), "failed", 120.0)
-    assert (after.attempt_status, after.rollout_status) == ("failed", "preparing")
-
-
-def test_the_first_call_or_span_sets_an_attempt_running():
-    after = lifecycle.hear(standing("preparing", "preparing"), 107.0, LEASE)
-    assert (after.attempt_status, after.rollout_status, after.last_activity) == ("running", "running", 107.0)
-    assert after.lease_expires == 130.0, "only the owner's heartbeat extends the lease"
-
-
-# --- the three clocks --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("config", "now", "status"),
     [
@@ -115,21 +90,17 @@ def test_the_clock_that_runs_out_first_ends_the_attempt(config, now, status):
     assert after.end_time == (None if status == "running" else now)
 
 
-def test_a_heartbeat_extends_the_lease_and_neither_of_the_other_clocks():
-    config = RolloutConfig(timeout_seconds=20, unresponsive_seconds=25)
-    after = lifecycle.beat(standing(config=config), 110.0, LEASE)
-    assert (after.lease_expires, after.last_heartbeat_time, after.last_activity) == (140.0, 110.0, 100.0)
-    assert lifecycle.deadline(after) == 120.0
+def test_heartbeats_and_spans_move_each_their_own_clock():
+    config = RolloutConfig(timeout_seconds=20, unresponsive_seconds=15)
+    beaten = lifecycle.beat(standing(config=config), 110.0, LEASE)
+    assert (beaten.lease_expires, beaten.last_heartbeat_time, beaten.last_activity) == (140.0, 110.0, 100.0)
+    heard = lifecycle.hear(standing("preparing", "preparing", config=config), 104.0, LEASE)
+    assert (heard.attempt_status, heard.rollout_status, lifecycle.deadline(heard)) == ("running", "running", 119.0)
+    assert (heard.lease_expires, heard.start_time) == (130.0, 100.0)
+    held = lifecycle.hold(standing(config=config), 100.0, 5.0)
+    within, later = (lifecycle.hear(held, now, LEASE) for now in (103.0, 112.0))
+    assert (within.last_activity, later.last_activity, later.held_seconds) == (105.0, 112.0, 5.0)
 
-
-def test_a_call_or_span_restarts_silence_and_neither_of_the_other_clocks():
-    config = RolloutConfig(timeout_seconds=20, unresponsive_seconds=5)
-    after = lifecycle.hear(standing(config=config), 104.0, LEASE)
-    assert lifecycle.deadline(after) == 109.0
-    assert (after.lease_expires, after.start_time) == (130.0, 100.0)
-
-
-# --- time in which calls are held back ---------------------------------------------------------------------------
 
 BOTH = RolloutConfig(timeout_seconds=20, unresponsive_seconds=15)
 
@@ -153,24 +124,6 @@ def test_seconds_that_several_holds_speak_of_count_once():
     longer = lifecycle.hold(held, 103.0, 5.0)
     assert (longer.held_until, longer.held_seconds) == (108.0, 8.0)
     assert lifecycle.hold(longer, 110.0, 2.0).held_seconds == 10.0
-
-
-def test_what_was_held_before_a_span_does_not_count_again_after_it():
-    held = lifecycle.hold(standing(config=BOTH), 100.0, 5.0)
-    heard = lifecycle.hear(held, 112.0, LEASE)
-    assert heard.last_activity == 112.0
-    assert heard.held_seconds == 5.0, "the timeout counts from the start"
-
-
-def test_a_span_in_a_hold_leaves_what_is_left_of_it():
-    heard = lifecycle.hear(lifecycle.hold(standing(config=BOTH), 100.0, 5.0), 103.0, LEASE)
-    assert heard.last_activity == 105.0
-
-
-@pytest.mark.parametrize("end", sorted(lifecycle.ENDS))
-def test_an_attempt_that_has_ended_is_not_held(end):
-    ended = standing("requeuing" if end == "unresponsive" else "failed", end, end_time=110.0)
-    assert lifecycle.hold(ended, 111.0, 5.0) == ended
 
 
 def test_a_hold_ends_with_the_attempt_and_does_not_come_back_with_it():
@@ -203,9 +156,6 @@ def test_clocks_only_move_later(events):
         current = after
 
 
-# --- revival -----------------------------------------------------------------------------------------------------
-
-
 def unresponsive(at: float = 130.0, **fields) -> Standing:
     defaults = {"config": retrying("unresponsive"), "end_time": at}
     return standing("requeuing", "unresponsive", **{**defaults, **fields})
@@ -215,11 +165,7 @@ def test_an_unresponsive_attempt_that_speaks_before_its_retry_is_revived():
     after = lifecycle.hear(unresponsive(), 135.0, LEASE)
     assert (after.attempt_status, after.rollout_status, after.end_time) == ("running", "running", None)
     assert lifecycle.expire(after, 135.0) == after, "it gets a new lease, or it would be given up again at once"
-
-
-def test_its_last_word_counts_too():
-    after = lifecycle.update(unresponsive(), "succeeded", 135.0, LEASE)
-    assert (after.attempt_status, after.rollout_status) == ("succeeded", "succeeded")
+    assert lifecycle.update(unresponsive(), "succeeded", 135.0, LEASE).rollout_status == "succeeded"
 
 
 def test_after_its_retry_has_started_it_is_not_revived():
@@ -236,9 +182,6 @@ def test_a_heartbeat_revives_whoever_lost_the_lease_but_not_whoever_fell_silent(
     assert (lost.attempt_status, lost.rollout_status, lost.lease_expires) == ("running", "running", 165.0)
     silent = unresponsive(at=105.0, lease_expires=130.0)
     assert lifecycle.beat(silent, 106.0, LEASE) == silent
-
-
-# --- by hand -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("current", typing.get_args(RolloutStatus))

@@ -10,7 +10,7 @@ from agentlightning.semconv import ANNOTATION, REWARD_FINAL, REWARD_RETURNED
 from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.rewards import find_final_reward, reward_attributes
 from agentlightning.types import Condition, EnqueueRolloutRequest, Order, RolloutConfig, Span
-from tests.store.conftest import open_store
+from tests.store.conftest import open_store, span_of
 
 pytestmark = pytest.mark.anyio
 RETRIED = RolloutConfig(max_attempts=2, retry_condition=("failed",))
@@ -23,11 +23,10 @@ async def begin(store: SqlStore):
 
 
 def gives(leased, number: int, reward: float, start_time: float, **attributes) -> Span:
-    return Span(
-        rollout_id=leased.rollout_id, attempt_id=leased.attempt.attempt_id, sequence_id=number, trace_id="0" * 32,
-        span_id=f"{number:016x}", name=ANNOTATION, start_time=start_time, end_time=start_time,
-        attributes=reward_attributes(reward) | attributes,
-    )  # fmt: skip
+    given = reward_attributes(reward) | attributes
+    return span_of(
+        leased, f"{number:016x}", name=ANNOTATION, sequence_id=number, start_time=start_time, attributes=given
+    )
 
 
 async def rewards(store: SqlStore) -> list[str]:

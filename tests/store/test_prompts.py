@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import sqlite3
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +23,12 @@ from agentlightning.store import prompts, schema, sqlite
 from agentlightning.store.base import LightningStore
 from agentlightning.store.prompts import shared_length
 from agentlightning.store.reader import StoreReader
-from agentlightning.store.sql import SqlStore
 from agentlightning.types import And, AttemptedRollout, Condition, Order, SampledChoice, Span, TokenCapture
+from tests.store.conftest import opened
 
 pytestmark = pytest.mark.anyio
 
 LATEST_FIRST = [Order(field="start_time", descending=True)]
-
-
-@contextlib.asynccontextmanager
-async def opened(address: Path | str) -> AsyncIterator[SqlStore]:
-    store = await SqlStore.open(address)
-    try:
-        yield store
-    finally:
-        await store.close()
 
 
 def words(seed: int, size: int = 300) -> str:
@@ -94,9 +85,6 @@ async def read_in_every_way(store: LightningStore, rollout_id: str, spans: Seque
             page = await store.page_spans(where, order=order, limit=1, cursor=cursor)
             one_by_one, cursor = [*one_by_one, *page.items], page.next_cursor
         assert one_by_one == wanted
-
-
-# --- what is read is what was written ----------------------------------------------------------------------------
 
 
 async def test_a_conversation_comes_back_as_it_was(store):
@@ -191,9 +179,6 @@ async def test_what_is_repeated_is_found_by_its_text(store):
     assert len((await store.page_spans(tools)).items) == 4
 
 
-# --- once --------------------------------------------------------------------------------------------------------
-
-
 async def test_what_calls_repeat_is_in_the_file_once(tmp_path):
     path = tmp_path / "store.db"
     async with opened(path) as store:
@@ -225,9 +210,6 @@ async def test_conversations_by_turns_and_an_imported_one_are_stored_once_too(tm
     for name in ("one.db", "two.db"):
         data = (tmp_path / name).read_bytes()
         assert [data.count(f"«{seed * 1000}»".encode()) for seed in (1, 2)] == [1, 1]
-
-
-# --- what is removed, refused, secret ----------------------------------------------------------------------------
 
 
 async def test_nothing_refers_to_what_was_removed(tmp_path):
@@ -299,9 +281,6 @@ async def test_a_base_that_is_missing_is_found(tmp_path):
         connection.execute("DELETE FROM spans WHERE sequence_id = 1")
     async with opened(path) as store:
         assert await store.check_store() == ["1 calls that go on from one that is not stored: 0000000000000001"]
-
-
-# --- a store of the layout before --------------------------------------------------------------------------------
 
 
 def as_before(address: Path | str) -> None:

@@ -42,8 +42,6 @@ CREATE TABLE spans (
 )
 """
 
-# --- the databases -----------------------------------------------------------------------------------------------
-
 
 class Database:
     def __init__(self, dialect: Any, connection: Any) -> None:
@@ -110,8 +108,6 @@ def database(request) -> Iterator[Database]:
         yield opened
 
 
-# --- against Python -----------------------------------------------------------------------------------------------
-
 thorough = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -144,9 +140,6 @@ def test_cursors_visit_every_row_once_and_in_order(database, fields):
     check()
 
 
-# --- what a filter means -----------------------------------------------------------------------------------------
-
-
 def test_a_filter_reads_naturally_as_json():
     filter = And([Condition("status", "in", ["failed"]), Not(Condition("metadata.score", "ge", 0.5))])
     text = (
@@ -173,13 +166,6 @@ def test_a_filter_reads_naturally_as_json():
 def test_json_that_is_no_filter_is_refused(text):
     with pytest.raises((msgspec.ValidationError, InvalidError)):
         msgspec.json.decode(text, type=Filter)
-
-
-def test_an_empty_and_asks_for_nothing_and_an_empty_or_finds_nothing(database):
-    assert len(database.find(ROLLOUTS, None)) == len(ROLLOUT_ROWS)
-    assert len(database.find(ROLLOUTS, And([]))) == len(ROLLOUT_ROWS)
-    assert database.find(ROLLOUTS, Or([])) == set()
-    assert database.find(ROLLOUTS, Condition("status", "in", [])) == set()
 
 
 def test_ten_thousand_values_fit_one_in(database):
@@ -233,8 +219,6 @@ def test_a_path_leads_to_the_key_of_that_name_or_else_inwards(database):
         wanted = [Condition("metadata.a.b", "eq", value), Condition("number", "gt", 1000)]
         assert database.find(ROLLOUTS, And(wanted)) == {(number,)}
 
-
-# --- what is refused ---------------------------------------------------------------------------------------------
 
 NO_DATABASE = Database("postgres", None)
 
@@ -313,9 +297,6 @@ def test_an_unknown_op_is_refused_with_a_hint():
 def test_rows_are_not_sorted_by_what_has_no_order(field):
     with pytest.raises(InvalidError, match=r"cannot be sorted by .*; sort by one of rollout_id, status"):
         NO_DATABASE.page(ROLLOUTS, None, [Order(field=field)], 1)
-
-
-# --- cursors -----------------------------------------------------------------------------------------------------
 
 
 def test_a_cursor_of_another_query_is_refused(database):

@@ -44,56 +44,29 @@ def span_of(*, rollout_id: str = "ro-1", attempt_id: str = "at-1", **fields) -> 
     return Span(**{**ids, "name": "n", "start_time": 1.0, "end_time": 2.0, **fields})
 
 
-# --- secrets -----------------------------------------------------------------------------------------------------
+CREDENTIALS = [
+    "authorization", "Authorization", "http.request.header.authorization",
+    "http.request.header.proxy-authorization", "http.response.header.set-cookie", "http.request.header.cookie.0",
+    "x-api-key", "api_key", "apiKey", "OPENAI_API_KEY", "config.db_password", "client_secret",
+    "aws_secret_access_key", "oauth.access_token", "refreshToken",
+]  # fmt: skip
+OTHERS = [
+    "gen_ai.usage.input_tokens", "gen_ai.token.type", "token", "next_token",
+    "agentlightning.call.time_to_first_token", "agentlightning.call.spliced_tokens", "authorization.scheme",
+    "keyboard", "api_key.count", "primary_key", "password_strength",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "authorization",
-        "Authorization",
-        "http.request.header.authorization",
-        "http.request.header.proxy-authorization",
-        "http.response.header.set-cookie",
-        "http.request.header.cookie.0",
-        "x-api-key",
-        "api_key",
-        "apiKey",
-        "OPENAI_API_KEY",
-        "config.db_password",
-        "client_secret",
-        "aws_secret_access_key",
-        "oauth.access_token",
-        "refreshToken",
-    ],
-)
+@pytest.mark.parametrize("name", CREDENTIALS)
 def test_what_is_called_a_credential_is_one(name):
     assert is_credential(name)
     assert without_secrets(span_of(attributes={name: "hunter2"})).attributes == {name: REDACTED}
     assert without_secrets(span_of(resource={name: ["a", "b"]})).resource == {name: REDACTED}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gen_ai.usage.input_tokens",
-        "gen_ai.token.type",
-        "token",
-        "next_token",
-        "agentlightning.call.time_to_first_token",
-        "agentlightning.call.spliced_tokens",
-        "authorization.scheme",
-        "keyboard",
-        "api_key.count",
-        "primary_key",
-        "password_strength",
-    ],
-)
+@pytest.mark.parametrize("name", OTHERS)
 def test_other_names_are_not(name):
     assert not is_credential(name)
-
-
-def test_a_flag_is_no_secret():
     assert without_secrets(span_of(attributes={"uses.api_key": True})).attributes == {"uses.api_key": True}
 
 
@@ -185,20 +158,12 @@ def test_json_within_json_stays_json_and_loses_only_the_secret(password, other, 
         assert text_without_secrets(nested(password)) == nested(REDACTED)
 
 
-@given(st.text())
-def test_arbitrary_text_is_cleaned_once_and_for_all(text):
-    once = text_without_secrets(text)
-    assert text_without_secrets(once) == once
-
-
 # What the patterns look for, and what they may run on through.
 FRAGMENTS = [
     '"password":', "'cookie': '", '\\"api_key\\": \\"', '"secret": ["', "password", '"', "'", "\\", '\\"', " ", "\n",
     ":", "[", ",", "bearer ", "Authorization: Basic ", "basic ", "sk-", "agl-aaaaaaaa.", "agl-", "aglk-", "glpat-",
     "hf_", "ghp_", "github_pat_", "sk_live_", "AKIA", ";base64,", "://", "://a:", "@", "a", "1", "=", "cookie.1", ".1",
 ]  # fmt: skip
-STARTS = ['"password":', '"password": ["', '\\"password\\": \\"', "Bearer ", "sk-", "://a:"]
-FILLS = [" ", "\\", "a", "1", '"', "\\n", '\\"', "password", '"password": ', "sk-a", "cookie.1"]
 
 
 def cost(text: str) -> float:
@@ -210,13 +175,6 @@ def cost(text: str) -> float:
         without_secrets(span_of(attributes={text: '"password"'}))
         costs.append(time.thread_time() - begin)
     return min(costs)
-
-
-@pytest.mark.parametrize("fill", FILLS)
-@pytest.mark.parametrize("start", STARTS)
-def test_a_text_of_any_kind_takes_time_in_proportion(start, fill):
-    short, long = (start + fill * (size // len(fill)) for size in (2**15, 2**17))
-    assert cost(long) < 10 * cost(short) + 0.002  # four times as long: 16 times the cost would be the square
 
 
 @settings(max_examples=30, deadline=None)
@@ -257,11 +215,6 @@ def test_secrets_beside_an_image_are_found(place):
     assert kept is not None and secret.split()[1] not in str(kept) and image[:5000] in str(kept)
 
 
-def test_a_span_without_a_secret_is_not_even_copied():
-    span = span_of(attributes={semconv.GEN_AI_INPUT_MESSAGES: '[{"role":"user","content":"hi"}]', "n": 1})
-    assert redaction()(span) is span
-
-
 async def test_secrets_reach_the_store_on_no_way(store, caplog):
     caplog.set_level(logging.INFO, "agentlightning.audit")
     leased = await store.start_rollout({"api_key": "the user's own input stays"})
@@ -276,9 +229,6 @@ async def test_secrets_reach_the_store_on_no_way(store, caplog):
         assert kept.attributes == {"authorization": REDACTED, "text": REDACTED}
     assert (await store.get_rollout_by_id(leased.rollout_id)).input == {"api_key": "the user's own input stays"}
     assert OPENAI_KEY not in caplog.text
-
-
-# --- content -----------------------------------------------------------------------------------------------------
 
 
 CONTENT = {
@@ -348,12 +298,8 @@ def test_capture_of_tokens_keeps_facts_and_tokens_and_no_content():
         events=(SpanEvent(name="exception", attributes={semconv.EXCEPTION_TYPE: "E"}, timestamp=1.5),),
         tokens=TOKENS,
     )
-
-
-def test_capture_off_keeps_no_tokens_either():
-    kept = redaction("off")(talking(**{"token.ids": [1, 2]}))
-    assert kept is not None
-    assert (kept.attributes, kept.tokens) == (FACTS, None)
+    off = redaction("off")(talking(**{"token.ids": [1, 2]}))
+    assert off is not None and (off.attributes, off.tokens) == (FACTS, None)
 
 
 def test_secrets_are_removed_from_what_is_kept_of_content():
@@ -366,9 +312,6 @@ def test_secrets_are_removed_from_what_is_kept_of_content():
 def test_another_capture_is_refused():
     with pytest.raises(ConfigError, match="full, tokens, off"):
         redaction("some")
-
-
-# --- the hook ----------------------------------------------------------------------------------------------------
 
 
 def without_ada(span: Span) -> Span | None:
@@ -418,8 +361,6 @@ async def test_nothing_is_written_if_the_hook_fails(hook, fault):
     assert await store.query_spans(ids["rollout_id"]) == []
     await store.close()
 
-
-# --- conversations that grow -------------------------------------------------------------------------------------
 
 PIECES = st.sampled_from(
     [

@@ -35,28 +35,14 @@ from agentlightning.types import (
     Rollout,
     RolloutConfig,
     SampledChoice,
-    Span,
     TokenCapture,
 )
+from tests.store.conftest import span_of
 
 pytestmark = pytest.mark.anyio
 
 EVERYTHING = And([])
 SECRET = 'Jürgen\'s secret "diary"'
-
-
-def a_span(rollout_id: str, attempt_id: str, span_id: str, name: str = "chat", **attributes) -> Span:
-    return Span(
-        rollout_id=rollout_id,
-        attempt_id=attempt_id,
-        sequence_id=0,
-        trace_id="t",
-        span_id=span_id,
-        name=name,
-        start_time=1.0,
-        end_time=2.0,
-        attributes=attributes,
-    )
 
 
 async def start(store: LightningStore, input: object = "a task", **fields) -> AttemptedRollout:
@@ -65,7 +51,10 @@ async def start(store: LightningStore, input: object = "a task", **fields) -> At
     rollout = await store.start_attempt(queued.rollout_id)
     ids = rollout.rollout_id, rollout.attempt.attempt_id
     await store.add_many_spans(
-        [a_span(*ids, "call", prompt=str(input)), a_span(*ids, "reward", REWARD, **{reward_value(0): 0.3})]
+        [
+            span_of(ids, "call", attributes={"prompt": str(input)}),
+            span_of(ids, "reward", name=REWARD, attributes={reward_value(0): 0.3}),
+        ]
     )
     return rollout
 
@@ -80,9 +69,6 @@ async def finish(store: LightningStore, input: object = "a task", **fields) -> R
 
 async def delete(store: LightningStore, where: Filter = EVERYTHING, **fields) -> Deleted:
     return await store.delete_rollouts(where=where, **fields)
-
-
-# --- removing ----------------------------------------------------------------------------------------------------
 
 
 async def test_a_removed_rollout_is_gone_with_all_that_belongs_to_it(store):
@@ -100,18 +86,8 @@ async def test_a_removed_rollout_is_gone_with_all_that_belongs_to_it(store):
     assert await store.check_store() == []
 
 
-async def test_rollouts_are_removed_by_when_they_ended(store):
-    early = await finish(store)
-    late = await finish(store)
-    assert early.end_time is not None and late.end_time is not None and early.end_time < late.end_time
-    unfinished = await start(store)
-    assert (await delete(store, ended_before(late.end_time))).rollouts == 1
-    left = await store.query_rollouts()
-    assert [rollout.rollout_id for rollout in left] == [late.rollout_id, unfinished.rollout_id]
-
-
 async def test_what_nobody_could_attribute_does_not_grow_old(store):
-    await store.add_span(a_span(UNATTRIBUTED, UNATTRIBUTED, "lost"))
+    await store.add_span(span_of((UNATTRIBUTED, UNATTRIBUTED), "lost"))
     assert await delete(store, ended_before(2e9)) == Deleted()
     assert len(await store.query_spans(UNATTRIBUTED)) == 1
     assert (await delete(store, Condition("rollout_id", "eq", UNATTRIBUTED))).spans == 1
@@ -127,18 +103,13 @@ async def test_more_rollouts_than_a_transaction_holds_are_all_removed(store):
 async def test_unfinished_rollouts_are_left_unless_asked_for(store):
     queued, running = await store.enqueue_rollout(1), await start(store)
     assert await delete(store) == Deleted()
-    assert (await delete(store, unfinished=True)).rollouts == 2
+    assert (await delete(store, Condition("status", "eq", "queuing"), unfinished=True)).rollouts == 1
+    assert [rollout.rollout_id for rollout in await store.query_rollouts()] == [running.rollout_id]
+    assert (await delete(store, unfinished=True)).rollouts == 1
     with pytest.raises(NotFoundError):
         await store.heartbeat(running.rollout_id, running.attempt.attempt_id, running.lease.token)
     assert await store.get_rollout_by_id(queued.rollout_id) is None
     assert await store.dequeue_rollout() is None
-
-
-async def test_unfinished_rollouts_can_be_chosen_by_their_status(store):
-    queued, running = await store.enqueue_rollout(1), await start(store)
-    assert (await delete(store, Condition("status", "eq", "queuing"), unfinished=True)).rollouts == 1
-    assert [rollout.rollout_id for rollout in await store.query_rollouts()] == [running.rollout_id]
-    assert await store.get_rollout_by_id(queued.rollout_id) is None
 
 
 async def test_a_group_goes_with_its_last_rollout(store):
@@ -201,19 +172,6 @@ async def test_a_rollout_is_not_old_while_one_of_its_group_is_not(store):
     assert (await delete(store, young)).rollouts == 2
 
 
-async def test_whoever_waits_for_a_removed_rollout_is_told(store):
-    working = await start(store)
-    waiting = asyncio.create_task(store.wait_for_rollouts([working.rollout_id], timeout=60))
-    await asyncio.sleep(0)
-    await delete(store, unfinished=True)
-    with anyio.fail_after(30):
-        with contextlib.suppress(NotFoundError):
-            # It was cancelled first, and may be seen so.
-            assert [rollout.status for rollout in await waiting] == ["cancelled"]
-    with pytest.raises(NotFoundError):
-        await store.wait_for_rollouts([working.rollout_id], timeout=60)
-
-
 async def test_whoever_waits_for_several_rollouts_is_told_that_one_was_removed(store):
     removed, working = await start(store, "removed"), await start(store)
     waiting = asyncio.create_task(store.wait_for_rollouts([removed.rollout_id, working.rollout_id], timeout=60))
@@ -222,9 +180,6 @@ async def test_whoever_waits_for_several_rollouts_is_told_that_one_was_removed(s
     await store.update_attempt(working.rollout_id, working.attempt.attempt_id, status="succeeded")
     with anyio.fail_after(30), pytest.raises(NotFoundError):
         await waiting
-
-
-# --- leaving no trace --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("store", ["http"], indirect=True)
@@ -340,7 +295,9 @@ async def test_writing_a_large_file_anew_costs_nobody_their_lease_or_time(tmp_pa
         rollout = await store.start_rollout("ZEBRA" if number % 2 else "horse", rollout_id=f"r-{number}")
         ids = rollout.rollout_id, rollout.attempt.attempt_id
         texts = [os.urandom(500_000).hex(" ", 4) for _ in range(10)]
-        await store.add_many_spans([a_span(*ids, f"{number}-{n}", text=text) for n, text in enumerate(texts)])
+        await store.add_many_spans(
+            [span_of(ids, f"{number}-{n}", attributes={"text": text}) for n, text in enumerate(texts)]
+        )
         await store.update_attempt(*ids, status="succeeded")
     attempted = await store.start_rollout("at work")
     ids = attempted.rollout_id, attempted.attempt.attempt_id
@@ -368,9 +325,6 @@ async def test_writing_a_large_file_anew_costs_nobody_their_lease_or_time(tmp_pa
     await store.close()
 
 
-# --- bringing in -------------------------------------------------------------------------------------------------
-
-
 def elsewhere(**changes) -> Call:
     """A rollout of another store that was tried twice."""
     rollout = Rollout(
@@ -386,7 +340,7 @@ def elsewhere(**changes) -> Call:
         Attempt(rollout_id="ro-1", attempt_id="at-1", sequence_id=1, start_time=2.0, end_time=3.0, status="failed"),
         Attempt(rollout_id="ro-1", attempt_id="at-2", sequence_id=2, start_time=4.0, end_time=9.0, status="succeeded"),
     ]
-    spans = [msgspec.structs.replace(a_span("ro-1", "at-2", "s"), sequence_id=5)]
+    spans = [span_of(("ro-1", "at-2"), "s", sequence_id=5)]
     return CALLS["import_rollout"](**{"rollout": rollout, "attempts": attempts, "spans": spans, **changes})
 
 
@@ -416,10 +370,10 @@ async def test_an_import_completes_a_group_that_is_here(store):
 
 
 async def test_unattributed_spans_are_imported_beside_those_that_are_here(store):
-    await store.add_span(a_span(UNATTRIBUTED, UNATTRIBUTED, "here"))
+    await store.add_span(span_of((UNATTRIBUTED, UNATTRIBUTED), "here"))
     rollout = await store.get_rollout_by_id(UNATTRIBUTED)
     attempts = await store.query_attempts(UNATTRIBUTED)
-    there = a_span(UNATTRIBUTED, UNATTRIBUTED, "there")
+    there = span_of((UNATTRIBUTED, UNATTRIBUTED), "there")
     await store.import_rollout(rollout=rollout, attempts=attempts, spans=[there])
     assert {span.span_id for span in await store.query_spans(UNATTRIBUTED)} == {"here", "there"}
 
@@ -437,7 +391,7 @@ FIRST, SECOND = elsewhere().attempts
         ({"attempts": [FIRST, changed(SECOND, status="running")]}, "not a finished attempt"),
         ({"attempts": [SECOND]}, "attempt 1 of ro-1 is missing"),
         ({"attempts": [FIRST], "spans": elsewhere().spans}, "not of an attempt"),
-        ({"spans": [a_span("ro-1", "somebody-elses", "s")]}, "not of an attempt"),
+        ({"spans": [span_of(("ro-1", "somebody-elses"), "s")]}, "not of an attempt"),
     ],
 )
 async def test_what_is_not_a_whole_finished_rollout_is_refused(store, changes, reason):
@@ -458,18 +412,15 @@ async def test_an_import_takes_nothing_from_another_rollout(store):
     assert await store.get_rollout_by_id("ro-1") is None
 
 
-# --- checking ----------------------------------------------------------------------------------------------------
-
-
 async def test_a_call_without_a_logprob_for_each_token_must_be_flagged(store):
     rollout = await store.start_rollout("a task")
     ids = rollout.rollout_id, rollout.attempt.attempt_id
     choice = SampledChoice(token_ids=(1, 2), logprobs=(-0.5,), finish_reason="stop")
     tokens = TokenCapture(prompt_token_ids=(), choices=(choice,))
-    flagged = a_span(*ids, "flagged", **{CALL_FLAG: "ids and logprobs differ in length"})
-    await store.add_span(changed(flagged, tokens=tokens))
+    flag = {CALL_FLAG: "ids and logprobs differ in length"}
+    await store.add_span(span_of(ids, "flagged", attributes=flag, tokens=tokens))
     assert await store.check_store() == []
-    await store.add_span(changed(a_span(*ids, "not-flagged"), tokens=tokens))
+    await store.add_span(span_of(ids, "not-flagged", tokens=tokens))
     (problem,) = await store.check_store()
     assert problem.endswith(": not-flagged")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sqlite3
 import sys
 from pathlib import Path
@@ -14,22 +13,10 @@ from agentlightning.errors import ConfigError, InvalidError, UnavailableError
 from agentlightning.store import attempts
 from agentlightning.store.reader import StoreReader
 from agentlightning.store.sql import SqlStore
-from agentlightning.types import Condition, EnqueueRolloutRequest, RolloutConfig, Span
+from agentlightning.types import Condition, EnqueueRolloutRequest, Span
+from tests.store.conftest import span_of
 
 pytestmark = pytest.mark.anyio
-
-
-def span_of(leased, number: int) -> Span:
-    return Span(
-        rollout_id=leased.rollout_id,
-        attempt_id=leased.attempt.attempt_id,
-        sequence_id=0,
-        trace_id="t",
-        span_id=str(number),
-        name="n",
-        start_time=float(number),
-        end_time=float(number),
-    )
 
 
 async def test_everything_is_there_after_closing_and_opening_again(tmp_path):
@@ -38,7 +25,7 @@ async def test_everything_is_there_after_closing_and_opening_again(tmp_path):
     run = await store.start_run("train", {"seed": 1})
     await store.next_policy_version(run.run_id)
     leased = await store.start_rollout({"question": "2+2"})
-    span = await store.add_span(span_of(leased, 1))
+    span = await store.add_span(span_of(leased))
     before = await store.statistics()
     await store.close()
     await store.close()
@@ -51,14 +38,6 @@ async def test_everything_is_there_after_closing_and_opening_again(tmp_path):
     assert await store.next_policy_version(run.run_id) == 2
     assert await store.get_next_span_sequence_id(leased.rollout_id, leased.attempt.attempt_id) == 2
     await store.close()
-
-
-async def test_keys_of_another_store_are_not_recognised(tmp_path):
-    one, other = await SqlStore.open(tmp_path / "one.db"), await SqlStore.open(tmp_path / "other.db")
-    leased = await one.start_rollout(1)
-    assert await other.find_key(api_key=leased.api_key) is None
-    await one.close()
-    await other.close()
 
 
 WRITER = """
@@ -119,7 +98,7 @@ async def test_what_was_acknowledged_survives_kill_9_and_nothing_is_half_there(t
 async def test_operations_that_share_a_commit_fail_alone():
     store = await SqlStore.open(":memory:")
     leased = await store.start_rollout(1)
-    good = [store.add_span(span_of(leased, number)) for number in range(5)]
+    good = [store.add_span(span_of(leased)) for number in range(5)]
     bad = [
         store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1), EnqueueRolloutRequest(input=2, rollout_id="a b")])
         for _ in range(3)
@@ -156,57 +135,6 @@ async def test_leases_are_put_back_although_one_of_the_rollouts_was_removed_mean
     await store._write(lambda tx: attempts.withdraw(tx, leased))
     assert [rollout.input for rollout in await store.dequeue_many_rollouts(3)] == [1, 2]
     await store.close()
-
-
-async def test_leases_get_a_grace_period_after_reopening(tmp_path):
-    now = 1000.0
-    path = tmp_path / "store.db"
-    store = await SqlStore.open(path, clock=lambda: now)
-    config = RolloutConfig(unresponsive_seconds=50)
-    leased = await store.start_rollout(1, config=config)
-    timed = await store.start_rollout(2, config=RolloutConfig(timeout_seconds=60))
-    await store.close()
-
-    now = 2000.0
-    store = await SqlStore.open(path, clock=lambda: now)
-    assert (await store.get_rollout_by_id(leased.rollout_id)).status == "preparing"
-    assert (await store.get_latest_attempt(timed.rollout_id)).status == "timeout", "time goes on while it is closed"
-    beat = await store.heartbeat(leased.rollout_id, leased.attempt.attempt_id, leased.lease.token)
-    assert beat.lease_expires == 2030.0
-    now = 2031.0
-    assert await store.expire_overdue() == 1
-    await store.close()
-
-
-async def test_a_hold_ends_with_the_store_and_what_was_held_is_remembered(tmp_path):
-    now = 1000.0
-    path = tmp_path / "store.db"
-    store = await SqlStore.open(path, clock=lambda: now, lease_seconds=1000)
-    both = [RolloutConfig(timeout_seconds=60), RolloutConfig(unresponsive_seconds=60)]
-    timed, silent = [await store.start_rollout(1, config=config) for config in both]
-    names = [(one.rollout_id, one.attempt.attempt_id) for one in (timed, silent)]
-    await store.extend_attempts(names, 20)
-    await store.close()
-
-    now = 1010.0
-    store = await SqlStore.open(path, clock=lambda: now, lease_seconds=1000)
-    assert [(await store.get_latest_attempt(name)).held_seconds for name, _ in names] == [20.0, 20.0]
-    await store.extend_attempts(names, 5)
-    for when, still in [(1074.9, 2), (1075.0, 1), (1084.9, 1), (1085.0, 0)]:
-        now = when
-        await store.expire_overdue()
-        statuses = [(await store.get_latest_attempt(name)).status for name, _ in names]
-        assert statuses.count("preparing") == still, when
-    assert statuses == ["timeout", "unresponsive"]
-    await store.close()
-
-
-async def test_a_store_is_used_by_one_process_at_a_time(tmp_path):
-    store = await SqlStore.open(tmp_path / "store.db")
-    with pytest.raises(ConfigError, match="in use by another process"):
-        await SqlStore.open(tmp_path / "store.db")
-    await store.close()
-    await (await SqlStore.open(tmp_path / "store.db")).close()
 
 
 async def test_a_store_has_one_owner_whatever_name_leads_to_it(tmp_path):
@@ -260,13 +188,6 @@ async def test_a_lease_is_of_a_thousand_rollouts_at_most():
     await store.close()
 
 
-async def test_a_closed_store_says_so():
-    store = await SqlStore.open(":memory:")
-    await store.close()
-    with pytest.raises(UnavailableError, match="closed"):
-        await store.enqueue_rollout(1)
-
-
 async def test_closing_a_store_tells_everybody_who_waits():
     store = await SqlStore.open(":memory:")
     run = await store.start_run("train", {})
@@ -282,59 +203,9 @@ async def test_closing_a_store_tells_everybody_who_waits():
     assert [type(result) for result in results] == [UnavailableError] * 3
 
 
-def _foreign_database(path: Path) -> None:
-    connection = sqlite3.connect(path)
-    connection.execute("CREATE TABLE theirs (x)")
-    connection.commit()
-    connection.close()
-
-
-def _text_file(path: Path) -> None:
-    path.write_text("dear diary\n" * 100)
-
-
-def _later_layout(path: Path) -> None:
-    asyncio.run(_make_store(path))
-    connection = sqlite3.connect(path)
-    connection.execute("PRAGMA user_version = 99")
-    connection.close()
-
-
 async def _make_store(path: Path) -> None:
     await (await SqlStore.open(path)).close()
     path.with_name(f"{path.name}-owner").unlink()
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (_foreign_database, "not an Agent Lightning store"),
-        (_text_file, "not an Agent Lightning store"),
-        (_later_layout, "layout 99"),
-    ],
-)
-async def test_a_file_that_is_not_ours_is_refused_untouched(tmp_path, make, message):
-    path = tmp_path / "file.db"
-    await asyncio.to_thread(make, path)
-    before, names = path.read_bytes(), os.listdir(tmp_path)
-    with pytest.raises(ConfigError, match=message):
-        await SqlStore.open(path)
-    assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == names
-
-
-async def test_a_damaged_store_is_refused_untouched(tmp_path):
-    path = tmp_path / "store.db"
-    await _make_store(path)
-    content = bytearray(path.read_bytes())
-    content[100:4096] = b"\xff" * 3996
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match="damaged"):
-        await SqlStore.open(path)
-    assert path.read_bytes() == content
-    path.write_bytes(content[:5000])
-    with pytest.raises(ConfigError, match="damaged"):
-        await SqlStore.open(path)
 
 
 @pytest.mark.parametrize("place", ["/proc/nowhere/store.db", "{tmp}/a-file/store.db", "{tmp}"])
@@ -342,13 +213,6 @@ async def test_a_place_that_cannot_be_written_is_refused(tmp_path, place):
     (tmp_path / "a-file").write_text("")
     with pytest.raises(ConfigError, match="cannot be used"):
         await SqlStore.open(place.format(tmp=tmp_path))
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-async def test_a_directory_without_permission_is_refused(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(ConfigError, match="cannot be used"):
-        await SqlStore.open(tmp_path / "store.db")
 
 
 @pytest.mark.parametrize("url", ["mysql://me:geheim1@db/agl", "sqlite:///store.db", "file:///store.db"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 from pathlib import Path
 
@@ -11,19 +10,18 @@ import pytest
 from agentlightning.errors import ConfigError, ConflictError, InvalidError
 from agentlightning.semconv import REWARD, reward_value
 from agentlightning.store.base import LightningStore
-from agentlightning.store.sql import SqlStore
 from agentlightning.store.transfer import Exported, Imported, export_rollouts, import_rollouts
 from agentlightning.types import (
     Condition,
     EnqueueRolloutRequest,
     RolloutConfig,
     SampledChoice,
-    Span,
     SpanEvent,
     SpanLink,
     SpanStatus,
     TokenCapture,
 )
+from tests.store.conftest import opened, span_of
 
 pytestmark = pytest.mark.anyio
 
@@ -53,14 +51,15 @@ async def live(store: LightningStore, number: int, **fields) -> str:
     await store.update_attempt(*ids, status="failed", metadata={"why": "…"})
     second = await store.start_attempt(first.rollout_id, worker_id="w")
     ids = first.rollout_id, second.attempt.attempt_id
-    common = {"rollout_id": ids[0], "attempt_id": ids[1], "trace_id": "ab" * 16, "start_time": 1.1, "end_time": 2.2}
+    common = {"trace_id": "ab" * 16, "start_time": 1.1, "end_time": 2.2}
     await store.extend_attempts([ids], 0.1)
     await store.add_many_spans(
         [
-            Span(
+            span_of(
+                ids,
+                "call",
                 **common,
                 sequence_id=7,
-                span_id="call",
                 name="chat",
                 parent_id="p",
                 status=SpanStatus(status_code="ERROR", description="no"),
@@ -70,7 +69,7 @@ async def live(store: LightningStore, number: int, **fields) -> str:
                 resource={"service.name": "x"},
                 tokens=TOKENS,
             ),
-            Span(**common, sequence_id=0, span_id="reward", name=REWARD, attributes={reward_value(0): 0.3}),
+            span_of(ids, "reward", **common, name=REWARD, attributes={reward_value(0): 0.3}),
         ]
     )
     await store.update_attempt(*ids, status="succeeded")
@@ -84,15 +83,6 @@ async def all_of(store: LightningStore) -> list[object]:
     ]
 
 
-@contextlib.asynccontextmanager
-async def other_store(address: object = ":memory:"):
-    store = await SqlStore.open(address)
-    try:
-        yield store
-    finally:
-        await store.close()
-
-
 @pytest.mark.parametrize("suffix", SUFFIXES)
 async def test_rollouts_come_back_as_they_were(store, tmp_path, suffix):
     path = tmp_path / f"rollouts.{suffix}"
@@ -100,7 +90,7 @@ async def test_rollouts_come_back_as_they_were(store, tmp_path, suffix):
         await live(store, number)
     assert await export_rollouts(store, path) == Exported(rollouts=3, attempts=6, spans=6)
     before = await all_of(store)
-    async with other_store() as other:
+    async with opened() as other:
         assert await import_rollouts(other, path) == Imported(rollouts=3)
         assert await all_of(other) == before
         (call, reward) = await other.query_spans(before[0][0].rollout_id)
@@ -114,26 +104,9 @@ async def test_rollouts_come_back_as_they_were(store, tmp_path, suffix):
             assert again.read_bytes() == path.read_bytes()
 
 
-async def test_rollouts_move_from_sqlite_to_postgres(tmp_path, postgres_database):
-    path = tmp_path / "rollouts.jsonl"
-    async with other_store(tmp_path / "store.db") as one, other_store(postgres_database) as other:
-        await live(one, 1)
-        await export_rollouts(one, path)
-        await import_rollouts(other, path)
-        assert await all_of(other) == await all_of(one)
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-async def test_an_empty_store_is_a_file_without_rollouts(tmp_path, suffix):
-    path = tmp_path / f"rollouts.{suffix}"
-    async with other_store() as store:
-        assert await export_rollouts(store, path) == Exported()
-        assert await import_rollouts(store, path) == Imported()
-
-
 async def test_many_rollouts_keep_their_order(tmp_path):
     path = tmp_path / "rollouts.jsonl.gz"
-    async with other_store() as store, other_store() as other:
+    async with opened() as store, opened() as other:
         await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=number) for number in range(100)])
         for _ in range(100):
             rollout = await store.dequeue_rollout()
@@ -143,19 +116,10 @@ async def test_many_rollouts_keep_their_order(tmp_path):
         assert [rollout.input for rollout in await other.query_rollouts()] == list(range(100))
 
 
-async def test_rollouts_are_chosen_by_a_filter(tmp_path):
-    async with other_store() as store:
-        for number in range(2):
-            await live(store, number)
-        first = (await store.query_rollouts())[0]
-        where = Condition("rollout_id", "eq", first.rollout_id)
-        assert (await export_rollouts(store, tmp_path / "one.jsonl", where=where)).rollouts == 1
-
-
 @pytest.mark.parametrize("suffix", SUFFIXES)
 async def test_unfinished_rollouts_are_not_exported(tmp_path, suffix):
     path = tmp_path / f"rollouts.{suffix}"
-    async with other_store() as store, other_store() as other:
+    async with opened() as store, opened() as other:
         await store.enqueue_rollout("queued")
         await store.start_rollout("at work")
         superseded = await store.start_rollout("ended by its second attempt")
@@ -168,7 +132,7 @@ async def test_unfinished_rollouts_are_not_exported(tmp_path, suffix):
 
 async def exported(path: Path) -> list[str]:
     """The lines of three rollouts."""
-    async with other_store() as store:
+    async with opened() as store:
         for number in range(3):
             await live(store, number)
         await export_rollouts(store, path)
@@ -195,7 +159,7 @@ async def test_a_malformed_line_is_named_and_nothing_of_it_is_stored(tmp_path, d
     damaged = [lines[0], "", damage(lines[1]), lines[2]]
     assert damaged[2] != lines[1]
     path.write_text("\n".join(damaged), errors="surrogateescape")
-    async with other_store() as store:
+    async with opened() as store:
         with pytest.raises(InvalidError, match=r"rollouts\.jsonl, line 3"):
             await import_rollouts(store, path)
         for rollout in await store.query_rollouts():
@@ -211,7 +175,7 @@ async def test_a_rollout_that_takes_anothers_place_is_a_conflict_at_its_line(tmp
     lines = await exported(path)
     name = lines[0].partition('"rollout_id":"')[2].partition('"')[0]
     path.write_text("\n".join([lines[1], lines[0], lines[0].replace(name, "ro-other")]))
-    async with other_store() as store:
+    async with opened() as store:
         with pytest.raises(ConflictError, match=r"line 3: something of this name is stored already"):
             await import_rollouts(store, path)
 
@@ -220,7 +184,7 @@ async def test_a_damaged_file_is_refused(tmp_path):
     await exported(tmp_path / "rollouts.jsonl")
     whole = gzip.compress((tmp_path / "rollouts.jsonl").read_bytes())
     damaged = tmp_path / "damaged.jsonl.gz"
-    async with other_store() as store:
+    async with opened() as store:
         for data in (whole[: len(whole) // 2], b"no gzip"):
             damaged.write_bytes(data)
             with pytest.raises((ConfigError, InvalidError), match=r"damaged\.jsonl\.gz"):
@@ -231,7 +195,7 @@ async def test_a_damaged_file_is_refused(tmp_path):
 
 async def test_a_file_appears_once_it_is_complete_and_is_not_overwritten_unasked(tmp_path):
     path = tmp_path / "rollouts.jsonl"
-    async with other_store() as store:
+    async with opened() as store:
         await store.enqueue_rollout(1)
         with pytest.raises(InvalidError):
             await export_rollouts(store, path, where=Condition("nonsense", "eq", 1))
