@@ -56,7 +56,7 @@ class TrainedPolicy:
 
 
 class Stopped(AgentLightningError):
-    """The user, or the time limit, asked the job to end; what was reached is saved."""
+    """The user, or the time limit, asked the job to end; its progress is saved."""
 
 
 @dataclass

@@ -125,9 +125,9 @@ def _tags(place: Any, fields: Sequence[str]) -> Iterable[str]:
     values = cast(Mapping[str, Any], place) if isinstance(place, Mapping) else {}
     for field in fields:
         value = values.get(field)
-        for one in cast(list[Any], value) if isinstance(value, list | tuple) else [value]:
-            if isinstance(one, str | int | float):
-                yield str(one) if field == "tags" else f"{field}={one}"
+        for tag in cast(list[Any], value) if isinstance(value, list | tuple) else [value]:
+            if isinstance(tag, str | int | float):
+                yield str(tag) if field == "tags" else f"{field}={tag}"
 
 
 # --- summing up --------------------------------------------------------------------------------------------------
@@ -158,9 +158,9 @@ def compare(first: Sequence[Measured], second: Sequence[Measured], measures: Mea
     if not both:
         raise ConfigError("they have no task in common, the same input in both; evaluate both on the same dataset")
     first, second = ([rollout for rollout in side if rollout.task in both] for side in (first, second))
-    one, other = _attempts(first), _attempts(second)
-    measures = replace(measures, ks=measures.ks or _usual_ks([*one.values(), *other.values()]))
-    before, after = _values(one, measures), _values(other, measures)
+    first_attempts, second_attempts = _attempts(first), _attempts(second)
+    measures = replace(measures, ks=measures.ks or _usual_ks([*first_attempts.values(), *second_attempts.values()]))
+    before, after = _values(first_attempts, measures), _values(second_attempts, measures)
     differences = {
         name: {task: after[name][task] - value for task, value in of_tasks.items() if task in after[name]}
         for name, of_tasks in before.items()
@@ -170,7 +170,10 @@ def compare(first: Sequence[Measured], second: Sequence[Measured], measures: Mea
         second=summarise(second, measures),
         unpaired=len(tried ^ tried_too),
         differences=_differences(differences, measures.confidence),
-        tags={tag: _differences(_only(differences, own), measures.confidence) for tag, own in _by_tag(one).items()},
+        tags={
+            tag: _differences(_only(differences, own), measures.confidence)
+            for tag, own in _by_tag(first_attempts).items()
+        },
     )
 
 
@@ -191,8 +194,12 @@ def _usual_ks(attempts: Iterable[list[Measured]]) -> tuple[int, ...]:
 def _values(attempts: _Attempts, measures: Measures) -> _Values:
     """The mean reward of each task, and pass@k of tasks with at least k attempts."""
     most = max(map(len, attempts.values()))
-    passed = {task: sum(_passes(one, measures.threshold) for one in of_task) for task, of_task in attempts.items()}
-    values = {"reward": {task: fmean(one.reward or 0.0 for one in of_task) for task, of_task in attempts.items()}}
+    passed = {
+        task: sum(_passes(rollout, measures.threshold) for rollout in of_task) for task, of_task in attempts.items()
+    }
+    values = {
+        "reward": {task: fmean(rollout.reward or 0.0 for rollout in of_task) for task, of_task in attempts.items()}
+    }
     for k in measures.ks or _usual_ks(attempts.values()):
         if not 1 <= k <= most:
             raise ConfigError(f"pass@{k} needs {k} attempts at a task, and the most that one has is {most}")
@@ -201,8 +208,8 @@ def _values(attempts: _Attempts, measures: Measures) -> _Values:
     return values
 
 
-def _passes(one: Measured, threshold: float) -> bool:
-    return one.reward is not None and one.reward >= threshold - _CLOSE
+def _passes(rollout: Measured, threshold: float) -> bool:
+    return rollout.reward is not None and rollout.reward >= threshold - _CLOSE
 
 
 def _by_tag(attempts: _Attempts) -> dict[str, set[str]]:
@@ -229,8 +236,10 @@ def _estimates(values: _Values, confidence: float) -> dict[str, Estimate]:
 
 def _differences(values: _Values, confidence: float) -> dict[str, Difference]:
     return {
-        name: Difference(one.value, one.tasks, one.interval, paired_p_value(np.array(list(values[name].values()))))
-        for name, one in _estimates(values, confidence).items()
+        name: Difference(
+            estimate.value, estimate.tasks, estimate.interval, paired_p_value(np.array(list(values[name].values())))
+        )
+        for name, estimate in _estimates(values, confidence).items()
     }
 
 

@@ -89,5 +89,8 @@ class OPD(GRPO):
             self.teacher_coefficient * difference + self.reward_coefficient * item.advantages
             for item, difference in zip(items, differences, strict=True)
         )
-        made = (replace(item, advantages=one.astype(np.float32)) for item, one in zip(items, sums, strict=True))
+        made = (
+            replace(item, advantages=advantages.astype(np.float32))
+            for item, advantages in zip(items, sums, strict=True)
+        )
         return [[[next(made) for _ in calls] for calls in group] for group in credited]

@@ -80,37 +80,41 @@ async def explain_token(
     NotFoundError where no step trained the rollout, or it has no such call or token. ConfigError where the algorithm
     needs `policies` for its values, or cannot be made again."""
     mark, step = read_mark(directory), trained_step(directory, rollout_id)
-    run = next((one for one in await store.query_runs() if one.run_id == mark.run_id), None)
+    run = next((run for run in await store.query_runs() if run.run_id == mark.run_id), None)
     if run is None:
         raise NotFoundError(f"the store has no run {mark.run_id}, which {directory} is of")
     algorithm = _algorithm(run, policies, directory)
     models = list(run.manifest["config"]["models"])
     groups = [await trace_group(store, names, algorithm, models) for names in step.groups]
-    traced = next(one for group in groups for one in group if one.rollout.rollout_id == rollout_id)
-    one = _call(traced, call, token)
+    traced = next(traced for group in groups for traced in group if traced.rollout.rollout_id == rollout_id)
+    transition = _call(traced, call, token)
     rewarded = [rewarded_group(group, algorithm.unrewarded) for group in groups]
     enough = [group for group in rewarded if len(group.rewards) >= algorithm.fewest_rewarded]
     own = next((group for group in enough if traced.rollout in group.rollouts), None)
     if own is None:
         raise NotFoundError(f"rollout {rollout_id} counts for nothing: it has no reward, or its group has too few")
-    learner = None if policies is None else policies.learners[one.model]
+    learner = None if policies is None else policies.learners[transition.model]
     critics = dict.fromkeys(models) if policies is None else policies.critics(algorithm)
-    of_model = enough if len(models) == 1 else [group.of_model(one.model) for group in enough]
-    credited = _credited(algorithm, of_model, one, critics[one.model])
+    of_model = enough if len(models) == 1 else [group.of_model(transition.model) for group in enough]
+    credited = _credited(algorithm, of_model, transition, critics[transition.model])
     number = own.rollouts.index(traced.rollout)
     terms = " + ".join(f"{name} {value:g}" for name, value in own.terms[number].items())
     stages = [
         Stage("reward", own.rewards[number], f"R = {terms}"),
+<<<<<<< HEAD
         *_return(algorithm, own if len(models) == 1 else own.of_model(one.model), one),
+=======
+        *_return(algorithm, own, transition),
+>>>>>>> main
         *_advantage(algorithm, own, credited, token),
     ]
-    sequences = make_batches(algorithm, rewarded, critics)[one.model].sequences
+    sequences = make_batches(algorithm, rewarded, critics)[transition.model].sequences
     advantage = np.float32(credited.advantages[token])
-    found = next((each for each in sequences if _place(each, one, token, advantage) is not None), None)
+    found = next((each for each in sequences if _place(each, transition, token, advantage) is not None), None)
     if found is None:
         stages.append(Stage("mask", 0.0, "not in the batch: its whole group has advantage 0, or it weighs 0"))
     else:
-        watched = _Watched(learner, found, len(one.prompt_ids) + token, advantage)
+        watched = _Watched(learner, found, len(transition.prompt_ids) + token, advantage)
         learned = cast("Learner", watched)
         for _ in optimiser_steps(learned, sequences, algorithm, seed=mark.seed, step=step.step, version=None):
             if learner is None and watched.stages:
@@ -119,10 +123,10 @@ async def explain_token(
     return TokenPath(
         rollout_id=rollout_id,
         step=step.step,
-        call=one.call_index,
+        call=transition.call_index,
         token=token,
-        token_id=int(one.response_ids[token]),
-        logprob=float(one.logprobs[token]),
+        token_id=int(transition.response_ids[token]),
+        logprob=float(transition.logprobs[token]),
         exact=learner is not None,
         stages=tuple(stages),
     )
@@ -204,7 +208,7 @@ def _return(algorithm: Reinforcement, group: RewardedGroup, call: Transition) ->
         return []
     plain = replace(credit, baseline=no_baseline, baseline_options={})
     items = [item for rollout in plain.advantages([group])[0] for item in rollout]
-    value = next(one for one in items if one.transition.span_id == call.span_id).advantages[0]
+    value = next(item for item in items if item.transition.span_id == call.span_id).advantages[0]
     return [Stage("return", float(value), f"x of the call: {function_name(credit.returns, {})}")]
 
 
@@ -236,18 +240,18 @@ class _Watched:
         from torch import from_numpy
 
         if self.learner is None:
-            return [from_numpy(one.logprobs) for one in batch]
+            return [from_numpy(sequence.logprobs) for sequence in batch]
         return self.learner.logprobs(batch, temperature)
 
     def step(self, part: Sequence[TrainingSequence], loss: Loss, version: int | None = None) -> dict[str, float]:
         self.steps += 1
         before = 0
-        for one in part:
+        for sequence in part:
             # A correction replaces advantages and log-probabilities of a sequence, and may leave tokens out.
-            same = one.token_ids is self.sequence.token_ids
-            for place in np.flatnonzero(same & (one.positions == self.position)):
-                self.stages += self._explained(part, one, int(place), before + int(place), loss)
-            before += len(one.positions)
+            same = sequence.token_ids is self.sequence.token_ids
+            for place in np.flatnonzero(same & (sequence.positions == self.position)):
+                self.stages += self._explained(part, sequence, int(place), before + int(place), loss)
+            before += len(sequence.positions)
         return {} if self.learner is None else self.learner.step(part, loss, version)
 
     def _explained(
@@ -258,8 +262,8 @@ class _Watched:
 
         weights = aggregation_weights(part, loss.aggregation, loss.constant_length)
         tokens = Tokens(part)
-        parts = (np.concatenate([getattr(one, name) for one in part]) for name in ("logprobs", "advantages"))
-        old, advantages = (from_numpy(one) for one in parts)
+        parts = (np.concatenate([getattr(member, name) for member in part]) for name in ("logprobs", "advantages"))
+        old, advantages = (from_numpy(array) for array in parts)
         logprobs = cat(list(self.logprobs(part, loss.temperature))).clone().requires_grad_()
         per_token, clipped, _ = policy_loss(logprobs, old, advantages, from_numpy(tokens.calls), loss, tokens)
         weighted = from_numpy(np.concatenate([w[:count] for w, count in zip(weights, tokens.lengths, strict=True)]))
@@ -267,7 +271,7 @@ class _Watched:
         assert logprobs.grad is not None
         present, gradient = float(logprobs[at].detach()), float(logprobs.grad[at])
         aggregation = function_name(loss.aggregation, {}) if callable(loss.aggregation) else loss.aggregation
-        rollouts, ratio = len({one.rollout_id for one in part}), math.exp(present - float(old[at]))
+        rollouts, ratio = len({member.rollout_id for member in part}), math.exp(present - float(old[at]))
         if loss.old == "proximal":
             factor = float(sequence.advantages[place] / self.advantage) if self.advantage else 1.0
             yield Stage("correction", factor, "by which the advantage is multiplied, for the weights that sampled")

@@ -81,7 +81,7 @@ def _print_list(listed: Sequence[ListedRollout], place: str, more: int) -> None:
     from agentlightning.display import duration
 
     rows: list[tuple[object, ...]] = []
-    for rollout, reward in [(one.rollout, one.reward) for one in listed]:
+    for rollout, reward in [(entry.rollout, entry.reward) for entry in listed]:
         started = time.strftime("%m-%d %H:%M:%S", time.localtime(rollout.start_time))
         took = "" if rollout.end_time is None else duration(rollout.end_time - rollout.start_time)
         ids = (rollout.rollout_id, rollout.status, rollout.mode, started)

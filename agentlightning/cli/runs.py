@@ -74,16 +74,16 @@ async def stored_runs(path: Path, place: Place) -> list[StoredRun]:
     """The runs of the named store or server, or else of the stores below `path`, oldest first."""
     found: list[StoredRun] = []
     places = [place] if place.named else list(map(Place, stores_below(path)))
-    for one in places:
+    for source in places:
         try:
-            async with one.open(reading=True) as store:
+            async with source.open(reading=True) as store:
                 for run in await store.query_runs():
-                    found.append(StoredRun(one, run, tuple(await store.query_metrics(run.run_id))))
+                    found.append(StoredRun(source, run, tuple(await store.query_metrics(run.run_id))))
         except ConfigError as error:
             if len(places) == 1:
                 raise
             click.echo(f"left out: {error}", err=True)
-    return sorted(found, key=lambda one: one.run.start_time)
+    return sorted(found, key=lambda stored: stored.run.start_time)
 
 
 async def choose_run(name: str | None, place: Place) -> StoredRun:

@@ -184,7 +184,7 @@ def _wanted(kind: str, models: tuple[str, ...], labels: tuple[str, ...], pairs: 
 
 @contextlib.contextmanager
 def _destination(file: str) -> Generator[Path]:
-    """The file to write to, or one that goes to the hub when it is complete."""
+    """The file to write to, or a file that goes to the hub when it is complete."""
     if not is_hub_name(file):
         yield Path(file)
         return

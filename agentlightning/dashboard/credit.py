@@ -110,30 +110,32 @@ class TracedGroup:
         if problem is None and not advantages:
             problem = "no rollout here has both a reward and a call that trains"
 
-        def member(row: RolloutRow, one: TracedRollout) -> CreditMember:
-            of_tokens = [advantages[call.span_id] for call in one.transitions if call.span_id in advantages]
+        def member(row: RolloutRow, traced: TracedRollout) -> CreditMember:
+            of_tokens = [advantages[call.span_id] for call in traced.transitions if call.span_id in advantages]
             return CreditMember(
                 row=row,
                 advantage=float(np.concatenate(of_tokens).mean()) if of_tokens else None,
-                terms=dict(one.reward_terms),
-                calls=[_credited(call, returns, advantages) for call in one.transitions],
+                terms=dict(traced.reward_terms),
+                calls=[_credited(call, returns, advantages) for call in traced.transitions],
             )
 
-        members = [member(row, one) for row, one in zip(rows, self.traced, strict=True)]
+        members = [member(row, traced) for row, traced in zip(rows, self.traced, strict=True)]
         return CreditView(group=self.group, credit=settings, problem=problem, members=members)
 
 
-def _credited(one: Transition, returns: Mapping[str, FloatArray], advantages: Mapping[str, FloatArray]) -> CreditedCall:
+def _credited(
+    call: Transition, returns: Mapping[str, FloatArray], advantages: Mapping[str, FloatArray]
+) -> CreditedCall:
     return CreditedCall(
-        span_id=one.span_id,
-        call_index=one.call_index,
-        agent=one.agent,
-        prompt_tokens=len(one.prompt_ids),
-        sampled_tokens=len(one.response_ids),
-        given=one.reward,
-        tools=[{"tool": tool.tool, "status": tool.status, "duration": tool.duration} for tool in one.tools],
-        return_=float(returns[one.span_id][0]) if one.span_id in returns else None,
-        advantage=float(advantages[one.span_id].mean()) if one.span_id in advantages else None,
+        span_id=call.span_id,
+        call_index=call.call_index,
+        agent=call.agent,
+        prompt_tokens=len(call.prompt_ids),
+        sampled_tokens=len(call.response_ids),
+        given=call.reward,
+        tools=[{"tool": tool.tool, "status": tool.status, "duration": tool.duration} for tool in call.tools],
+        return_=float(returns[call.span_id][0]) if call.span_id in returns else None,
+        advantage=float(advantages[call.span_id].mean()) if call.span_id in advantages else None,
     )
 
 

@@ -49,7 +49,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 class _Seen(msgspec.Struct, frozen=True):
     """One rollout: its measures, and counts of its behaviour."""
 
-    one: Measured
+    measured: Measured
     counts: dict[str, float]
 
 
@@ -60,13 +60,15 @@ async def progress(store: LightningStore, run_id: str) -> Progress:
         step = rollout.metadata.get(EVALUATED_STEP)
         if isinstance(step, int) and rollout.status in ("succeeded", "failed"):
             by_step.setdefault(step, []).append(rollout)
-    seen = [[await _see(store, one) for one in by_step[step][:_MOST]] for step in sorted(by_step)]
-    names = list(dict.fromkeys(name for part in seen for one in part for name in one.counts))
-    tags = sorted({tag for part in seen for one in part for tag in one.one.tags})
+    seen = [[await _see(store, rollout) for rollout in by_step[step][:_MOST]] for step in sorted(by_step)]
+    names = list(dict.fromkeys(name for part in seen for rollout in part for name in rollout.counts))
+    tags = sorted({tag for part in seen for rollout in part for tag in rollout.measured.tags})
     return Progress(
         steps=sorted(by_step),
         rewards=[_row(tag or ALL, [_rewards(part, tag) for part in seen]) for tag in ("", *tags)],
-        behaviour=[_row(name, [[one.counts.get(name, 0.0) for one in part] for part in seen]) for name in names],
+        behaviour=[
+            _row(name, [[rollout.counts.get(name, 0.0) for rollout in part] for part in seen]) for name in names
+        ],
         tasks=_pairs(seen[0], seen[-1]) if len(seen) > 1 else [],
     )
 
@@ -85,7 +87,7 @@ async def _see(store: LightningStore, rollout: Rollout) -> _Seen:
 
 def _rewards(part: Sequence[_Seen], tag: str) -> list[float]:
     """A failed rollout counts 0, as in every evaluation."""
-    return [seen.one.reward or 0.0 for seen in part if not tag or tag in seen.one.tags]
+    return [seen.measured.reward or 0.0 for seen in part if not tag or tag in seen.measured.tags]
 
 
 def _row(name: str, values: Sequence[Sequence[float]]) -> Row:
@@ -93,16 +95,16 @@ def _row(name: str, values: Sequence[Sequence[float]]) -> Row:
 
 
 def _pairs(first: Sequence[_Seen], last: Sequence[_Seen]) -> list[TaskPair]:
-    newest = {seen.one.task: seen.one for seen in last}
+    newest = {seen.measured.task: seen.measured for seen in last}
     pairs = [
         TaskPair(
-            task=seen.one.task,
-            before=seen.one.reward or 0.0,
-            after=newest[seen.one.task].reward or 0.0,
-            first_id=seen.one.rollout_id,
-            last_id=newest[seen.one.task].rollout_id,
+            task=seen.measured.task,
+            before=seen.measured.reward or 0.0,
+            after=newest[seen.measured.task].reward or 0.0,
+            first_id=seen.measured.rollout_id,
+            last_id=newest[seen.measured.task].rollout_id,
         )
         for seen in first
-        if seen.one.task in newest
+        if seen.measured.task in newest
     ]
     return sorted(pairs, key=lambda pair: -abs(pair.after - pair.before))[:_SHOWN]

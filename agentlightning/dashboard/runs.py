@@ -302,7 +302,7 @@ async def prompts(store: LightningStore, run: Run) -> Prompts:
     """The candidates that the run stored as versions of its resources (`algorithm.apo.lineage`)."""
     updates = [resource for resource in await store.query_resources() if resource.run_id == run.run_id]
     rounds = [found for update in updates if (found := _read(update.metadata.get("round"), Round))]
-    scores = {name: score for one in rounds for name, score in one.scores.items()}
+    scores = {name: score for past in rounds for name, score in past.scores.items()}
     tried: dict[str, TriedPrompt] = {}
     for entry in reversed(updates):
         made = mapping(entry.metadata.get("candidate"))

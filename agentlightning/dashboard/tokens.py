@@ -99,7 +99,7 @@ class Tokenizers:
         # Training does not change the tokenizer, so any checkpoint has it.
         folder = Path(address).parent
         files = [folder / "start" / _FILE, *sorted(folder.glob(f"checkpoints/*/{_FILE}"))]
-        file = next((one for one in files if one.is_file()), None)
+        file = next((file for file in files if file.is_file()), None)
         if file is None or importlib.util.find_spec("tokenizers") is None:
             return None
         if file not in self._read:
@@ -129,18 +129,18 @@ def token_view(
 ) -> TokenView:
     """The call of a span, or the first one; `group` has the rollouts to compare with. NotFoundError if the rollout has
     no such call that trains."""
-    one = next((call for call in traced.transitions if span_id in (None, call.span_id)), None)
-    if one is None:
+    shown = next((call for call in traced.transitions if span_id in (None, call.span_id)), None)
+    if shown is None:
         why = traced.left_out.get(span_id or "") or "no call of it is recorded with token ids that train"
         raise NotFoundError(f"there are no tokens to show of rollout {traced.rollout.rollout_id}: {why}")
     name, token_bytes = tokenizer or (None, None)
     breaks = continuity(traced.transitions, spans).breaks
-    found = next((each for each in breaks if each.call_index == one.call_index), None)
-    earlier = [call for call in traced.transitions if call.call_index < one.call_index]
-    shared = [shared_length(np.concatenate([call.prompt_ids, call.response_ids]), one.prompt_ids) for call in earlier]
-    prompt, sampled = one.prompt_ids.tolist(), one.response_ids.tolist()
+    found = next((each for each in breaks if each.call_index == shown.call_index), None)
+    earlier = [call for call in traced.transitions if call.call_index < shown.call_index]
+    shared = [shared_length(np.concatenate([call.prompt_ids, call.response_ids]), shown.prompt_ids) for call in earlier]
+    prompt, sampled = shown.prompt_ids.tolist(), shown.response_ids.tolist()
     return TokenView(
-        span_id=one.span_id,
+        span_id=shown.span_id,
         calls=[
             TokenCall(
                 span_id=call.span_id,
@@ -156,9 +156,9 @@ def token_view(
         sampled=SampledTokens(
             ids=sampled,
             texts=texts_of(sampled, token_bytes),
-            logprobs=one.logprobs.tolist(),
-            versions=one.versions.tolist(),
-            advantages=_advantages(group, one.span_id),
+            logprobs=shown.logprobs.tolist(),
+            versions=shown.versions.tolist(),
+            advantages=_advantages(group, shown.span_id),
         ),
         found_break=None if found is None else _explained(found, token_bytes),
     )

@@ -1,6 +1,6 @@
 """Which agent of a program made a call, and which calls a choice of agents means.
 
-Knows steps and the messages of a call; it does not know what is trained or why.
+Knows steps and the messages of a call; it knows nothing about training.
 """
 
 from __future__ import annotations

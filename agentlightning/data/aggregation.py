@@ -29,7 +29,7 @@ class Tokens:
 
     def __init__(self, sequences: Sequence[TrainingSequence], *, observed: bool = False) -> None:
         rows = ((sequence, sequence.observed if observed else sequence) for sequence in sequences)
-        self._rows = [(one, of) for one, of in rows if of is not None]
+        self._rows = [(sequence, of) for sequence, of in rows if of is not None]
         self._observed = observed
         self.lengths = [len(of.positions) for _, of in self._rows]
         self._count = sum(self.lengths)
@@ -62,18 +62,20 @@ class Tokens:
     @cached_property
     def rollouts(self) -> npt.NDArray[np.int64]:
         """The number of each token's rollout, from 0, int64[N]."""
-        numbers = [self._numbers.get(one.rollout_id, 0) for one, _ in self._rows]
+        numbers = [self._numbers.get(sequence.rollout_id, 0) for sequence, _ in self._rows]
         return np.repeat(np.array(numbers, np.int64), self.lengths)
 
     @cached_property
     def origins(self) -> Sequence[Origin]:
         """The origin of each rollout, by its number."""
-        found = {one.rollout_id: one.origin or Origin() for one, _ in self._rows}
+        found = {sequence.rollout_id: sequence.origin or Origin() for sequence, _ in self._rows}
         return [found[name] for name in self._numbers]
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
-        names = dict.fromkeys(one.rollout_id for (one, _), count in zip(self._rows, self.lengths, strict=True) if count)
+        names = dict.fromkeys(
+            sequence.rollout_id for (sequence, _), count in zip(self._rows, self.lengths, strict=True) if count
+        )
         return {name: number for number, name in enumerate(names)}
 
     def each(self, value: Callable[[Origin], float]) -> npt.NDArray[np.float64]:
@@ -128,8 +130,8 @@ def aggregation_weights(
     tokens = Tokens(sequences, observed=True)
     observed = iter(_split(weights_of(tokens, aggregation, length), tokens.lengths))
     return [
-        own if one.observed is None else np.concatenate([own, next(observed) * one.observed.weights])
-        for own, one in zip(made, sequences, strict=True)
+        own if sequence.observed is None else np.concatenate([own, next(observed) * sequence.observed.weights])
+        for own, sequence in zip(made, sequences, strict=True)
     ]
 
 

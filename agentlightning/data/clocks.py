@@ -2,7 +2,7 @@
 
 A span around a call starts before it and ends after it. A tool starts after the call that requested it has ended, and
 ends before the call that receives its result. Each pair limits the offset of the agent's clock. Knows spans and their
-ids; it does not know what is rewarded or trained.
+ids; it knows nothing about rewards or training.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _between(tool: Span, call_id: str, calls: Sequence[Span], outputs: Sequence[
         return -math.inf, math.inf
     later = calls[callers[0] + 1 :]
     sent = ((call, text_of(call, semconv.GEN_AI_INPUT_MESSAGES) or "") for call in later)
-    receiver = next((one for one, messages in sent if messages.rfind(call_id) >= 0), None)  # usually near the end
+    receiver = next((call for call, messages in sent if messages.rfind(call_id) >= 0), None)  # usually near the end
     low = -math.inf if receiver is None else tool.end_time - receiver.start_time
     return low, tool.start_time - calls[callers[0]].end_time
 

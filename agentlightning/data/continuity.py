@@ -138,7 +138,7 @@ class _Call:
     @cached_property
     def history(self) -> list[Message]:
         """The messages with which a continuing call's request starts; empty if unknown."""
-        replies = [(str(message.get("role")), words_of(message)) for message in output_messages(self._attributes)[:1]]
+        replies = [(str(reply.get("role")), words_of(reply)) for reply in output_messages(self._attributes)[:1]]
         return [*self.messages, *replies] if self.messages and replies else []
 
     @property
@@ -170,19 +170,19 @@ def _intended(call: _Call, earlier: Sequence[_Call], continued: _Call | None) ->
     own = [other for other in earlier if other.speaker == call.speaker and other is not continued]
     if call.text is not None:
         glued = [other for other in own if (text := other.continuation) is not None and call.text.startswith(text)]
-        return (max(glued, key=lambda one: len(one.text or "")), "retokenised") if glued else None
+        return (max(glued, key=lambda other: len(other.text or "")), "retokenised") if glued else None
     if call.messages:
         answers = {other.history[-1] for other in earlier if other.history}
         least = len(continued.history) if continued else 0
         kept = [(*_kept(other.history, call.messages, answers), other.place, other) for other in own if other.history]
-        count, whole, _, one = max(kept, default=(0, False, 0, None))
-        return (one, "retokenised" if whole else "edited history") if one is not None and count > least else None
+        count, whole, _, parent = max(kept, default=(0, False, 0, None))
+        return (parent, "retokenised" if whole else "edited history") if parent is not None and count > least else None
     shared = [(shared_length(other.tokens, call.prompt), other.place, other) for other in own]
-    length, _, one = max(shared, default=(0, 0, None))
-    start = None if one is None else one.prompt if continued else one.root.prompt
-    if one is None or start is None or not len(start) <= length < len(call.prompt):
+    length, _, parent = max(shared, default=(0, 0, None))
+    start = None if parent is None else parent.prompt if continued else parent.root.prompt
+    if parent is None or start is None or not len(start) <= length < len(call.prompt):
         return None
-    return one, "unknown"
+    return parent, "unknown"
 
 
 def _kept(history: Sequence[Message], later: Sequence[Message], answers: set[Message]) -> tuple[int, bool]:
@@ -195,12 +195,12 @@ def _kept(history: Sequence[Message], later: Sequence[Message], answers: set[Mes
         s u a  →  s u          (0, False): repeats the question
         s u a  →  s v          (0, False): another conversation with the same start"""
     pairs = enumerate(zip(history, later, strict=False))
-    same = next((place for place, (one, other) in pairs if one != other), min(len(history), len(later)))
+    same = next((place for place, (old, new) in pairs if old != new), min(len(history), len(later)))
     if same == len(history):
         return same, True
     rest = set(later[same:])
     kept = [message for message in history[same:] if message in rest]
-    if any(message in answers and message[1] != _NOTHING_SAID for message in kept):
+    if any(message in answers and message[1] != _NO_WORDS for message in kept):
         return same + len(kept), False
     replaced = same == len(history) - 1 and same < len(later) and later[same][0] == "assistant"
     return (same if replaced else 0), False
@@ -226,7 +226,7 @@ def _break(call: _Call, earlier: _Call, kind: BreakKind) -> Break:
 
 # --- words --------------------------------------------------------------------------------------------------------
 
-_NOTHING_SAID: Final = msgspec.json.encode(("", ()))
+_NO_WORDS: Final = msgspec.json.encode(("", ()))
 
 
 def words_of(message: Mapping[str, Any]) -> bytes:

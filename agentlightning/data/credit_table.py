@@ -151,7 +151,7 @@ class Credit:
             of_tokens = [np.repeat(advantages, tokens) if advantages.shape == tokens.shape else advantages]
         for array in of_tokens:
             _check(self.baseline, array, tokens.sum(), f"{len(tokens)} transitions or each of their tokens")
-        split = [np.split(token.astype(np.float32), np.cumsum(tokens)[:-1]) for token in of_tokens]
+        split = [np.split(array.astype(np.float32), np.cumsum(tokens)[:-1]) for array in of_tokens]
         credited = map(CreditedTransition, transitions, *split)
         return [[[next(credited) for _ in calls] for calls in group.transitions] for group in groups]
 
@@ -228,7 +228,7 @@ def make_credit(
 
 def _terms(groups: Sequence[RewardedGroup]) -> dict[str, Float64Array]:
     """The terms of R of each rollout, float64[R] by name; 0 if missing."""
-    terms = [one for of in groups for one in of.terms or [{"final": reward} for reward in of.rewards]]
+    terms = [term for of in groups for term in of.terms or [{"final": reward} for reward in of.rewards]]
     names = {name: None for term in terms for name in term}
     return {name: np.array([term.get(name, 0.0) for term in terms], np.float64) for name in names}
 

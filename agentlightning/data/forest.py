@@ -61,10 +61,10 @@ def prefix_order(sequences: Sequence[IntArray]) -> tuple[list[int], Slots]:
     return order, shared
 
 
-def shared_length(one: IntArray, other: IntArray) -> int:
+def shared_length(first: IntArray, second: IntArray) -> int:
     """How many leading tokens two sequences share."""
-    length = min(len(one), len(other))
-    different = one[:length] != other[:length]
+    length = min(len(first), len(second))
+    different = first[:length] != second[:length]
     return int(different.argmax()) if different.any() else length
 
 

@@ -60,7 +60,11 @@ def find_function(
         raise ConfigError(f"{what} is {given!r}; give {names}a function, or file.py:function")
     parameters = inspect.signature(function).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        names = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY or one.default is not one.empty]
+        names = [
+            parameter.name
+            for parameter in parameters
+            if parameter.kind is parameter.KEYWORD_ONLY or parameter.default is not parameter.empty
+        ]
         for name in options:
             if name not in names:
                 takes = nearest(name, names) if names else "it has none"
@@ -103,7 +107,9 @@ def function_name(function: Callable[..., Any], known: Mapping[str, Callable[...
     """The function's name for messages: its name in `known`, or its own."""
     if isinstance(function, functools.partial):
         return function_name(function.func, known)
-    return next((name for name, one in known.items() if one is function), getattr(function, "__name__", repr(function)))
+    return next(
+        (name for name, entry in known.items() if entry is function), getattr(function, "__name__", repr(function))
+    )
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -126,8 +126,8 @@ class _Receivers:
         named: dict[str, list[Span]] = {}
         for step, _ in self._calls:
             ids = {request.id for request in tool_requests(step.span)}
-            for one in ids | {str(step.span.attributes.get(semconv.GEN_AI_RESPONSE_ID))}:
-                named.setdefault(one, []).append(step.span)
+            for call_id in ids | {str(step.span.attributes.get(semconv.GEN_AI_RESPONSE_ID))}:
+                named.setdefault(call_id, []).append(step.span)
         return named
 
 
@@ -243,8 +243,8 @@ PLAIN: Final = RewardSpec()
 
 
 def relative_costs(costs: Sequence[float], earned: Sequence[bool]) -> list[float]:
-    """½ − (cost − least) / (most − least) of each rollout of a group, at most 0 for one that earned nothing; 0 if all
-    cost the same (the length reward of Kimi k1.5, arXiv:2501.12599).
+    """½ − (cost − least) / (most − least) of each rollout of a group, at most 0 if it earned nothing; 0 if all cost the
+    same (the length reward of Kimi k1.5, arXiv:2501.12599).
 
     ([10, 30, 20, 10], [True, True, True, False]) → [0.5, −0.5, 0, 0]."""
     least, most = min(costs, default=0.0), max(costs, default=0.0)

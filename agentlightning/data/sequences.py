@@ -117,7 +117,7 @@ class TrainingSequence:
     def only(self, kept: npt.NDArray[np.bool_]) -> TrainingSequence:
         """The same row with only some of its sampled tokens, bool[N]."""
         names = ("positions", "logprobs", "advantages", "versions", "values", "value_targets")
-        parts: dict[str, Any] = {name: one[kept] for name in names if (one := getattr(self, name)) is not None}
+        parts: dict[str, Any] = {name: array[kept] for name in names if (array := getattr(self, name)) is not None}
         _, numbers = np.unique(self.transitions[kept], return_inverse=True)
         return replace(self, transitions=numbers.astype(np.int32), **parts)
 
@@ -252,10 +252,10 @@ def weighed(
     """A rollout's calls with the token weights that `weigh` returns for each. ConfigError if some are missing."""
     if weigh is None or not calls:
         return calls
-    found = [np.asarray(one, np.float32) for one in weigh([item.transition for item in calls])]
+    found = [np.asarray(weights, np.float32) for weights in weigh([item.transition for item in calls])]
     if len(found) != len(calls):
         raise ConfigError(f"token_weights must return an array for each of {len(calls)} calls, not {len(found)}")
-    return [replace(item, weights=one) for item, one in zip(calls, found, strict=True)]
+    return [replace(item, weights=weights) for item, weights in zip(calls, found, strict=True)]
 
 
 def _joined(parts: Sequence[FloatArray | None]) -> FloatArray | None:
@@ -326,7 +326,10 @@ def pack(
     if sum(map(len, weights)) > sum(lengths):
         observed = [of[count:] for of, count in zip(weights, lengths, strict=True)]
         weights = [of[:count] for of, count in zip(weights, lengths, strict=True)]
-        places += [np.zeros(0, np.int32) if one.observed is None else one.observed.positions for one in sequences]
+        places += [
+            np.zeros(0, np.int32) if sequence.observed is None else sequence.observed.positions
+            for sequence in sequences
+        ]
         lengths += [len(part) for part in observed]
         rows = np.concatenate([rows, rows])
     if forest is not None:

@@ -56,5 +56,5 @@ def _state(span: Span) -> str | None:
         return None
     value = span.attributes.get(STATE)
     if value is None:
-        value = {name: one for name, one in span.attributes.items() if name.startswith(f"{STATE}.")} or None
+        value = {name: item for name, item in span.attributes.items() if name.startswith(f"{STATE}.")} or None
     return None if value is None else msgspec.json.encode(value, order="sorted").decode()

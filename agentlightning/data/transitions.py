@@ -193,7 +193,7 @@ def _sort_calls(
     pattern = None if calls.agents is None else agent_pattern(calls.agents)
     incomplete, discarded = _lacks_a_call(spans), discarded_calls(spans)
     before, images = "", False  # messages of the previous call, and whether they contain an image
-    for span in sorted((one for one in spans if one.span_id in names and _samples(one)), key=call_order):
+    for span in sorted((call for call in spans if call.span_id in names and _samples(call)), key=call_order):
         agent = names[span.span_id]
         reasons = list(_call_reasons(span, calls, incomplete=incomplete, discarded=call_index(span) in discarded))
         if not chosen(pattern, agent):
@@ -261,7 +261,7 @@ def _final_attempt(spans: Sequence[Span]) -> list[Span]:
 
 
 def _lacks_a_call(spans: Sequence[Span]) -> bool:
-    """Whether a call is missing, such as 2 in 0, 1, 3: then the attempt is incomplete, and nothing of it trains."""
+    """Whether a call is missing, such as 2 in 0, 1, 3: then the attempt is incomplete, and none of its calls train."""
     indices = {index for span in spans if (index := call_index(span)) is not None}
     return any(index not in indices for index in range(len(indices)))
 
@@ -306,7 +306,7 @@ def has_images(messages: str, after: int = 0) -> bool:
         if dialects.mapping(part).get("type") in _IMAGE_PARTS:
             return True
         inner = [dialects.mapping(part).get(name) for name in ("content", "output")]
-        parts += [one for one in (*dialects.items(part), *inner) if one]
+        parts += [child for child in (*dialects.items(part), *inner) if child]
     return False
 
 

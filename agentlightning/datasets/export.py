@@ -106,10 +106,10 @@ def dpo_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
     if len(group) < 2 or group[0].rollout.group_id is None:
         found.left_out[NO_GROUP] += len(group)
         return found
-    rewarded = [(one.reward, one) for one in group if one.reward is not None]
+    rewarded = [(recorded.reward, recorded) for recorded in group if recorded.reward is not None]
     found.left_out[NO_REWARD] += len(group) - len(rewarded)
     rewarded.sort(key=lambda pair: -pair[0])
-    members = [(reward, _calls(one, wanted, found.left_out)) for reward, one in rewarded]
+    members = [(reward, _calls(recorded, wanted, found.left_out)) for reward, recorded in rewarded]
     pairs: dict[tuple[str, ...], list[tuple[float, ChatCall, ChatCall]]] = {}
     for (high, better), (low, worse) in itertools.combinations(members, 2):
         if wanted.min_reward is not None and high < wanted.min_reward:
@@ -121,7 +121,7 @@ def dpo_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
         else:
             pairs.setdefault(pair[0].sent, []).append((high - low, *pair))
     for candidates in pairs.values():
-        chosen = candidates if wanted.all_pairs else [max(candidates, key=lambda one: one[0])]
+        chosen = candidates if wanted.all_pairs else [max(candidates, key=lambda candidate: candidate[0])]
         found.left_out[LESSER_PAIR] += len(candidates) - len(chosen)
         for _, better, worse in chosen:
             _add_pair(found, better, worse)
@@ -158,7 +158,7 @@ def labelled(group: Sequence[Recorded], wanted: Wanted, left_out: Counter[str]) 
 def _kept(group: Sequence[Recorded], wanted: Wanted, left_out: Counter[str]) -> Iterator[Recorded]:
     """The rollouts kept by labels and rewards, and the corrected ones. Of several best ones, the first."""
     asked = wanted.min_reward is not None or wanted.best_of_group
-    best = max(group, key=lambda one: -math.inf if one.reward is None else one.reward)
+    best = max(group, key=lambda recorded: -math.inf if recorded.reward is None else recorded.reward)
     grouped = group[0].rollout.group_id is not None
     for recorded in labelled(group, wanted, left_out):
         if annotation_of(recorded.rollout).answer is not None:

@@ -189,7 +189,9 @@ class Engine:
         """The pieces of prompts to compute now: unfinished sequences first, then new ones in order."""
         pieces: list[tuple[Generation, Piece]] = []
         if self._deterministic:  # one at a time
-            unfinished = next((one for one in self._running.values() if not self._decodable(one)), None)
+            unfinished = next(
+                (generation for generation in self._running.values() if not self._decodable(generation)), None
+            )
             if unfinished is None and self._waiting and self._slots.free:
                 unfinished = self._waiting.popleft()
             if unfinished is not None:
@@ -285,7 +287,11 @@ class Engine:
         """Draw and deliver the next token of each sequence from logits `[n, vocabulary]`."""
         slots = np.array([generation.slot for generation in generations], dtype=np.int64)
         indices = np.array([generation.sampled for generation in generations], dtype=np.int64)
-        masks = {row: one.request.masks for row, one in enumerate(generations) if one.request.masks is not None}
+        masks = {
+            row: generation.request.masks
+            for row, generation in enumerate(generations)
+            if generation.request.masks is not None
+        }
         token_ids, logprobs = self._sampler.sample(_masked(logits, masks) if masks else logits, slots, indices)
         version = self.version
         for generation, token_id, logprob in zip(generations, token_ids, logprobs, strict=True):
@@ -357,7 +363,7 @@ def _invalid(message: str) -> BackendError:
 def _masked(logits: Tensor, masks: Mapping[int, Masks]) -> Tensor:
     """Logits `[n, vocabulary]` with −∞ for what the masks of some rows do not allow."""
     logits = logits.clone()
-    for row, one in masks.items():
-        bits = np.unpackbits(np.frombuffer(one.allowed, np.uint8), count=logits.shape[-1], bitorder="little")
+    for row, mask in masks.items():
+        bits = np.unpackbits(np.frombuffer(mask.allowed, np.uint8), count=logits.shape[-1], bitorder="little")
         logits[row].masked_fill_(torch.from_numpy(bits == 0).to(logits.device), float("-inf"))
     return logits

@@ -81,13 +81,15 @@ def _rewards(episode: Any) -> Mapping[str, float]:
     """The rewards of the trained roles, by name, or by role and name if there are several. Metrics become a span."""
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        raise EpisodeError("; ".join(f"{one.type}: {one.message}" for one in errors) or "the episode did not finish")
+        raise EpisodeError(
+            "; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode did not finish"
+        )
     traces = [trace for trace in episode.traces if trace.agent.trainable]
     rewards: dict[str, float] = {}
     metrics: dict[str, float] = {}
     for trace in traces:
         role = f"{trace.agent.name}." if len(traces) > 1 else ""
-        rewards |= {f"{role}{name}": one.value for name, one in trace.rewards.items() if one is not None}
+        rewards |= {f"{role}{name}": reward.value for name, reward in trace.rewards.items() if reward is not None}
         metrics |= {f"{role}{name}": value for name, value in trace.metrics.items() if value is not None}
     if metrics:
         emit_annotation({"metrics": metrics})

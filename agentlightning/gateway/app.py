@@ -52,7 +52,7 @@ class Gateway:
 
     def hold(self, *names: str, seconds: float | None = None, holder: str = _HOLD) -> None:
         """New calls of these models (without names: of all there are) wait from now on; running ones go on. Nothing is
-        refused. After `seconds`, where given, calls are let through; said again, these count anew. Each `holder` holds
+        refused. After `seconds`, where given, calls are let through; a repeated call restarts them. Each `holder` holds
         by itself.
 
         NotFoundError for a name there is not."""

@@ -149,7 +149,7 @@ class RelayedAnswer(msgspec.Struct, frozen=True):
 class Backend(Protocol):
     """Answers calls. `name` is what spans say of it, such as its URL. `captures_tokens` says whether exact ids and
     logprobs are returned. `relays` are the endpoints (`embeddings`, `responses` …) that it answers in their own
-    protocol; all others reach it as `ModelCall`s. One that is `seeded` is given a seed with every call of an attempt,
+    protocol; all others reach it as `ModelCall`s. A `seeded` backend gets a seed with every call of an attempt,
     others only in a deterministic run, as a seed slows them down."""
 
     name: str

@@ -270,7 +270,7 @@ _numbers = itertools.count()
 
 
 def _new_span_id() -> str:
-    """One that nobody can guess, so that no other span takes its place. To ask the system for randomness would let go
+    """An id that nobody can guess, so that no other span takes its place. To ask the system for randomness would let go
     of the interpreter's lock in the middle of each call."""
     return hashlib.blake2b(b"%d" % next(_numbers), key=_SECRET, digest_size=8).hexdigest()
 

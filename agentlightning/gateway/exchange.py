@@ -74,11 +74,11 @@ class Exchange:
         self.in_call = self.shielded = False
         self.status = 0
         self._connection, self._transport = connection, connection.transport
-        self._continues = continues  # the client waits to be told before it sends the body
+        self._continues = continues  # the client waits for "100 Continue" before it sends the body
         self._task: asyncio.Task[object] | None = None
         self._next, self._fields = 200, _JSON
         self._parts: list[bytes] = []  # of the body, to be sent in this turn of the event loop
-        # What uvicorn's protocol, which reads the request, knows of one that is being answered.
+        # What uvicorn's protocol, which reads the request, knows of a request that is being answered.
         self.keep_alive = keep_alive
         self.body = bytearray()
         self.more_body = True

@@ -97,7 +97,7 @@ class Recorder:
         except Exception as raised:  # noqa: BLE001 - each of those who wait gets it
             error = raised
             if len(batch) > 1 and not isinstance(error, UnavailableError):
-                await asyncio.gather(*(self._write([one]) for one in batch))
+                await asyncio.gather(*(self._write([recorded]) for recorded in batch))
                 return
         for _, stored in batch:
             if stored is None:

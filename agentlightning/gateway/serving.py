@@ -54,7 +54,7 @@ _Handler: TypeAlias = Callable[[Endpoint, Exchange], Awaitable[None]]
 
 
 class Route(NamedTuple):
-    """What answers a kind of request. `template` is its path with the names of what varies in braces; errors are told
+    """What answers a kind of request. `template` is its path with the names of what varies in braces; errors are sent
     in the endpoint's protocol."""
 
     template: str

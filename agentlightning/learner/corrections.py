@@ -123,7 +123,9 @@ def _ratio(behaviour: Tensor, proximal: Tensor, transitions: Tensor, level: Leve
     return over_transitions(proximal - behaviour, transitions, _OVER[level]).exp()
 
 
-CORRECTIONS: Final[dict[str, CorrectionFunction]] = {one.__name__: one for one in (truncate, mask, bound)}
+CORRECTIONS: Final[dict[str, CorrectionFunction]] = {
+    function.__name__: function for function in (truncate, mask, bound)
+}
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class Corrections:
             given = "truncate" if old == "proximal" else []
         several = cast("list[Any]", list(given) if isinstance(given, list | tuple) else [given])
         functions = [read_function("correction", item, CORRECTIONS) for item in several]
-        found = [(function_name(one, CORRECTIONS), one) for one in functions]
+        found = [(function_name(function, CORRECTIONS), function) for function in functions]
         for name, function in found:
             if mark_of(function, "weighs", True) and old == "behaviour":
                 raise ConfigError(
@@ -227,7 +229,7 @@ def corrected(
     sequences = [item.sequence for item in part]
     transitions = Tokens(sequences).calls
     proximal = [item.proximal for item in part]
-    logprobs = ([one.logprobs for one in sequences], proximal, present or proximal)
+    logprobs = ([sequence.logprobs for sequence in sequences], proximal, present or proximal)
     behaviour_to_present = (from_numpy(np.concatenate(logprob)) for logprob in logprobs)
     weights, kept, masked = corrections.of(*behaviour_to_present, transitions=from_numpy(transitions))
     calls, left = len(np.unique(transitions)), len(np.unique(transitions[kept.numpy()]))
@@ -239,13 +241,13 @@ def corrected(
     if old == "proximal" and bool(kept.any()):
         own = weights[kept]
         metrics |= {"weight_mean": float(own.mean()), "weight_min": float(own.min()), "weight_max": float(own.max())}
-    ends = np.cumsum([len(one.positions) for one in sequences])[:-1]
+    ends = np.cumsum([len(sequence.positions) for sequence in sequences])[:-1]
     made: list[TrainingSequence] = []
-    for one, of, keeps in zip(part, np.split(weights.numpy(), ends), np.split(kept.numpy(), ends), strict=True):
-        sequence = one.sequence
+    for item, of, keeps in zip(part, np.split(weights.numpy(), ends), np.split(kept.numpy(), ends), strict=True):
+        sequence = item.sequence
         if old == "proximal":
             advantages = (sequence.advantages * of).astype(sequence.advantages.dtype)
-            sequence = replace(sequence, logprobs=one.proximal, advantages=advantages)
+            sequence = replace(sequence, logprobs=item.proximal, advantages=advantages)
         if keeps.any() or sequence.observed is not None:
             made.append(sequence if keeps.all() else sequence.only(keeps))
     return made, metrics

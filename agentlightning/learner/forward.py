@@ -81,7 +81,9 @@ class ValueModel(torch.nn.Module):
 
     def __init__(self, model: PreTrainedModel, config: Critic) -> None:
         super().__init__()
-        frozen: dict[int, Any] = {id(one): one for one in model.parameters() if not one.requires_grad}
+        frozen: dict[int, Any] = {
+            id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad
+        }
         own = cast(PreTrainedModel, model.base_model)
         self.trunk = copy.deepcopy(own, frozen) if config.trunk == "separate" else None
         size: int = model.config.get_text_config().hidden_size
@@ -103,14 +105,16 @@ class ValueModel(torch.nn.Module):
     def load(self, directory: Path) -> None:
         """Load what `save` wrote. OSError or SafetensorError if it cannot be read, ValueError if it does not fit."""
         own, saved = self._trained(), load_file(directory / CRITIC_FILE)
-        if {name: one.shape for name, one in own.items()} != {name: one.shape for name, one in saved.items()}:
+        if {name: weight.shape for name, weight in own.items()} != {
+            name: weight.shape for name, weight in saved.items()
+        }:
             raise ValueError(f"{CRITIC_FILE} belongs to another critic")
         with torch.no_grad():
             for name, parameter in own.items():
                 parameter.copy_(saved[name])
 
     def _trained(self) -> dict[str, Tensor]:
-        return {name: one.detach() for name, one in self.named_parameters() if one.requires_grad}
+        return {name: parameter.detach() for name, parameter in self.named_parameters() if parameter.requires_grad}
 
 
 class Sampled(NamedTuple):

@@ -108,7 +108,9 @@ class FsdpLearner:
         return self._call("step", batch if asks else _without_origins(batch), loss, version)
 
     def logprobs(self, batch: Sequence[TrainingSequence], temperature: float = 1.0) -> list[Tensor]:
-        return [torch.from_numpy(one) for one in self._call("logprobs_as_arrays", _without_origins(batch), temperature)]
+        return [
+            torch.from_numpy(array) for array in self._call("logprobs_as_arrays", _without_origins(batch), temperature)
+        ]
 
     def export(self, directory: Path, form: WeightsForm) -> None:
         self._call("export", directory.absolute(), form)

@@ -103,7 +103,7 @@ def over_transitions(values: Tensor, transitions: Tensor, over: Literal["token",
 
 
 LOSSES: Final[dict[str, LossFunction]] = {
-    one.__name__: one for one in (ppo_clip, policy_gradient, importance_sampling, gspo, cispo)
+    function.__name__: function for function in (ppo_clip, policy_gradient, importance_sampling, gspo, cispo)
 }
 
 
@@ -222,11 +222,11 @@ def policy_loss(
 def _with_metrics(loss: Loss, answer: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
     """A function's result as (loss of each token, metrics of each token)."""
     values, metrics = cast("tuple[Any, Any]", answer) if isinstance(answer, tuple) else (answer, {})
-    for name, one in metrics.items():
-        if getattr(one, "shape", None) != values.shape:
+    for name, metric in metrics.items():
+        if getattr(metric, "shape", None) != values.shape:
             raise ConfigError(
                 f"loss {loss.name} must return a number for each of {len(values)} tokens as its metric {name!r}, whose "
-                f"mean is shown; it returned {one!r:.200}"
+                f"mean is shown; it returned {metric!r:.200}"
             )
     return values, metrics
 

@@ -45,11 +45,11 @@ class MemoryEstimate:
     def total(self) -> int:
         return sum(dataclasses.astuple(self))
 
-    def over(self, processes: int, *, one_memory: bool) -> MemoryEstimate:
+    def over(self, processes: int, *, shared_memory: bool) -> MemoryEstimate:
         """The estimate for weights sharded over so many processes: the total in one memory, or that of a single
         process."""
-        parts = ("activations", "logits") if one_memory else ("weights", "gradients", "optimizer", "reference")
-        factor = processes if one_memory else 1 / processes
+        parts = ("activations", "logits") if shared_memory else ("weights", "gradients", "optimizer", "reference")
+        factor = processes if shared_memory else 1 / processes
         return dataclasses.replace(self, **{name: int(getattr(self, name) * factor) for name in parts})
 
     def check(self, available: int, *, loaded: bool = False) -> None:
@@ -185,6 +185,8 @@ def _kept(model: PreTrainedModel, ids: torch.Tensor) -> int:
 def _targets(model: PreTrainedModel, lora: LoRA) -> list[Any]:
     head, names = model.get_output_embeddings(), (lora.targets,) if isinstance(lora.targets, str) else lora.targets
     linear = [
-        (name, one) for name, one in model.named_modules() if isinstance(one, torch.nn.Linear) and one is not head
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
     ]
-    return [one for name, one in linear if names == ("all-linear",) or name.rpartition(".")[2] in names]
+    return [module for name, module in linear if names == ("all-linear",) or name.rpartition(".")[2] in names]

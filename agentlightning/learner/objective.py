@@ -47,7 +47,7 @@ def objective(
     old, advantages, weights, transitions, versions = (from_numpy(part).to(logprobs.device) for part in arrays)
     tokens = Tokens(micro.sequences)
     per_token, clipped, metrics = losses.policy_loss(logprobs, old, advantages, transitions, loss, tokens)
-    measured = {"clip_fraction": clipped, **{f"loss/{name}": one for name, one in metrics.items()}}
+    measured = {"clip_fraction": clipped, **{f"loss/{name}": metric for name, metric in metrics.items()}}
     if reference is not None:
         divergence = losses.kl(logprobs, reference, loss.kl_estimator)
         per_token = per_token + loss.kl_coefficient * divergence

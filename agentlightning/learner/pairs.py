@@ -249,7 +249,7 @@ class PairSettings:
             device=device,
         )
         if self._processes is not None:
-            estimate = estimate.over(self._processes, one_memory=device.type == "cpu")
+            estimate = estimate.over(self._processes, shared_memory=device.type == "cpu")
         note = f" (training takes up to {estimate.total / GIB:.1f} GiB"
         if available is None:
             return estimate, f"{note})"

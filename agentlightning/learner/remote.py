@@ -224,7 +224,7 @@ class RemoteSampler:
             self._usable.set()
 
     async def _load(self, servers: Sequence[VllmBackend | SglangBackend], weights: Weights) -> None:
-        """Load the weights on these servers; one that fails gets no calls. BackendError if all fail."""
+        """Load the weights on these servers; a server that fails gets no calls. BackendError if all fail."""
         if self.takes == "whole":
             in_flight = "pause" if self.pauses else "finish"
             update = WeightUpdate(policy_version=weights.version, path=str(weights.place), in_flight=in_flight)

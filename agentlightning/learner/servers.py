@@ -51,7 +51,7 @@ def other_gpus(processes: int | None, *, devices: int, first: int = 0) -> Share 
     None if the learner has the only one. ConfigError if several processes leave none."""
     learners = processes or 1
     known = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(devices)))
-    if left := [one for place, one in enumerate(known.split(",")) if not first <= place < first + learners]:
+    if left := [device for place, device in enumerate(known.split(",")) if not first <= place < first + learners]:
         return Share(environment={"CUDA_VISIBLE_DEVICES": ",".join(left)})
     if processes is None:
         return None

@@ -114,38 +114,38 @@ class ShardedLearner(TorchLearner):
     def _write(self, directory: Path, weights: dict[str, Tensor]) -> None:
         if dist.get_rank() == 0:
             kinds = {id(weight): weight.to(self._dtype) for weight in weights.values()}  # tied weights stay tied
-            self.policy.save(directory, {name: kinds[id(one)] for name, one in weights.items()})
+            self.policy.save(directory, {name: kinds[id(weight)] for name, weight in weights.items()})
 
     def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
         """The state with whole tensors, on the CPU of the first process; empty in the others. Shared tensors are
         gathered once."""
         found: dict[int, Tensor | None] = {}
 
-        def whole(one: Any) -> Any:
-            if not isinstance(one, DTensor):
-                return one
-            if id(one) not in found:
-                tensor: Tensor = cast(Any, one.detach()).full_tensor()
-                found[id(one)] = tensor.cpu() if dist.get_rank() == 0 else None
-            return found[id(one)]
+        def whole(leaf: Any) -> Any:
+            if not isinstance(leaf, DTensor):
+                return leaf
+            if id(leaf) not in found:
+                tensor: Tensor = cast(Any, leaf.detach()).full_tensor()
+                found[id(leaf)] = tensor.cpu() if dist.get_rank() == 0 else None
+            return found[id(leaf)]
 
         return tree_map(whole, state)
 
     def _placed(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         own = self.model.state_dict()
-        return {name: _like(one, own[name]) if name in own else one for name, one in weights.items()}
+        return {name: _like(weight, own[name]) if name in own else weight for name, weight in weights.items()}
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
         trained = self._masters.trained
         moments = {
-            number: {key: _like(one, trained[number]) if one.dim() else one for key, one in of_one.items()}
-            for number, of_one in state["optimizer"]["state"].items()
+            number: {key: _like(value, trained[number]) if value.dim() else value for key, value in values.items()}
+            for number, values in state["optimizer"]["state"].items()
         }
         self.optimizer.load_state_dict({**state["optimizer"], "state": moments})
         with torch.no_grad():
             if masters := state.get("masters"):
-                for one, saved in zip(trained, masters, strict=True):
-                    one.copy_(_like(saved, one))
+                for weight, saved in zip(trained, masters, strict=True):
+                    weight.copy_(_like(saved, weight))
 
 
 def _spread(model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype) -> None:

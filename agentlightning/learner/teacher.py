@@ -129,13 +129,13 @@ async def _score_all(server: TeacherServer, sequences: Sequence[TrainingSequence
     """TrainingError if the server fails to score a sequence."""
     connection, at_once = _connected(server), asyncio.Semaphore(_AT_ONCE)
 
-    async def of_one(sequence: TrainingSequence) -> FloatArray:
+    async def score(sequence: TrainingSequence) -> FloatArray:
         async with at_once:
             found = await _score(server, connection, sequence.token_ids.tolist())
         return found[sequence.positions]
 
     try:
-        return await asyncio.gather(*map(of_one, sequences))
+        return await asyncio.gather(*map(score, sequences))
     except (BackendError, LookupError, TypeError, ValueError) as error:
         problem = f"the teacher at {server.vllm} does not answer: {_why(error)}"
         raise TrainingError(f"{problem}. What was learned is saved: --resume continues") from None
@@ -147,7 +147,7 @@ async def _score(server: TeacherServer, connection: Connection, ids: list[int]) 
     """The log-probability of each token given those before it; NaN for the first."""
     asked = {"model": server.model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 1}
     answer = (await _ask(connection, "v1/completions", asked))["choices"][0]["prompt_logprobs"]
-    found = [one[str(token)]["logprob"] for one, token in zip(answer[1:], ids[1:], strict=True)]
+    found = [logprobs[str(token)]["logprob"] for logprobs, token in zip(answer[1:], ids[1:], strict=True)]
     return np.array([np.nan, *found], np.float32)
 
 

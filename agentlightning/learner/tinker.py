@@ -102,7 +102,7 @@ def open_tinker(
     with _explained(sdk):
         service = sdk.ServiceClient(base_url=url, api_key=os.environ.get("TINKER_API_KEY", "tml-none"))
         offered = service.get_server_capabilities().supported_models
-        names = [one.model_name for one in offered if one.model_name]
+        names = [offer.model_name for offer in offered if offer.model_name]
     served = {os.path.abspath(name): name for name in names}.get(os.path.abspath(model))  # some are directories
     if served is None:
         raise ConfigError(f"learner: {place.url} serves {', '.join(names)}, and not the model {model!r}")

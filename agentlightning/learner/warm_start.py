@@ -127,8 +127,8 @@ def warm_start(
 def measure_copying(learner: TorchLearner, examples: Sequence[Example]) -> dict[str, float]:
     """Per kind, the mean probability of the copied tokens, each given all that precedes it."""
     probabilities: dict[str, list[float]] = defaultdict(list)
-    for one, logprobs in zip(examples, learner.logprobs([example.sequence for example in examples]), strict=True):
-        probabilities[one.kind] += logprobs.exp().numpy()[one.copied].tolist()
+    for example, logprobs in zip(examples, learner.logprobs([example.sequence for example in examples]), strict=True):
+        probabilities[example.kind] += logprobs.exp().numpy()[example.copied].tolist()
     return {kind: sum(values) / len(values) for kind, values in sorted(probabilities.items()) if values}
 
 

@@ -54,7 +54,7 @@ class OpenTelemetryTracer(AttemptTracer):
             contexts.detach(token)
 
     def enclosing(self, parent_id: str | None) -> str | None:
-        # An operation is the current span of OpenTelemetry's context as well, so that one of the SDK's is inside it.
+        # An operation is the current span of OpenTelemetry's context as well, so that spans of the SDK are inside it.
         current = trace.get_current_span().get_span_context().span_id
         return f"{current:016x}" if current in self._open else parent_id
 

@@ -89,7 +89,7 @@ def _grow(tree: Tree, steps: Sequence[Step], spans: Sequence[Span], limit: int) 
     branches: list[Tree] = []
     for step, place in shown[:limit]:
         line = _line(step)
-        line.plain = printable(line.plain.replace("\n", " "))  # names, too, are what an agent said
+        line.plain = printable(line.plain.replace("\n", " "))  # names, too, come from the agent
         branches.append((tree if place is None else branches[place]).add(line))
     if len(shown) > limit:
         tree.add(Text(f"… and {len(shown) - limit} more", "bold"))
@@ -103,7 +103,7 @@ def arranged(steps: Sequence[Step], spans: Sequence[Span]) -> list[tuple[Step, i
     shown: dict[str, int | None] = {}
     found: list[tuple[Step, int | None]] = []
     folded: dict[int | None, list[Step]] = {}  # what is not worth a line of its own, by what it is shown below
-    working: dict[str, list[Span]] = {}  # by the agent's name; the one that began last is the last
+    working: dict[str, list[Span]] = {}  # by the agent's name; the span that began last is the last
     for step in steps:
         span = step.span
         place = _nearest(span, above, shown)

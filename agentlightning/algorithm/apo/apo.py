@@ -81,14 +81,14 @@ class BeamSearch:
         if exhausted := next((result for result in made if isinstance(result, OutOfBudget)), None):
             raise exhausted
         candidates = [result for result in made if isinstance(result, Candidate)]
-        failures = {f"r{number}-{slot}": one for slot, one in enumerate(made) if isinstance(one, Exception)}
+        failures = {f"r{number}-{slot}": result for slot, result in enumerate(made) if isinstance(result, Exception)}
         if not candidates and all(isinstance(failure, BackendError) for failure in failures.values()):
             raise TrainingError(
                 f"the optimiser's model failed all {len(failures)} times in round {number}: "
                 f"{next(iter(failures.values()))}. What was measured is kept: fix it, and resume the run"
             )
         ranking = await self._race([*beam, *candidates], number, 0, self._batch, width)
-        rejected = {name: str(one) for name, one in failures.items()}
+        rejected = {name: str(failure) for name, failure in failures.items()}
         await self._end_round(number, ranking[:width], [*beam, *candidates], rejected)
 
     async def _branch(
@@ -136,7 +136,8 @@ class BeamSearch:
             tasks = order if len(racing) == 1 else order[:rung]
             await self.measuring.measure([(candidate, "val", task) for candidate in racing for task in tasks])
             standings = {
-                one.name: Standing(self.measuring.rewards(one.name, tasks), self._expected(one)) for one in racing
+                candidate.name: Standing(self.measuring.rewards(candidate.name, tasks), self._expected(candidate))
+                for candidate in racing
             }
             racing = [self.lineage.candidates[name] for name in survivors(standings, keep, self.settings.confidence)]
         return racing
@@ -150,7 +151,11 @@ class BeamSearch:
         self, number: int, beam: list[Candidate], racing: list[Candidate], rejected: dict[str, str], final: bool = False
     ) -> None:
         names, calls = [candidate.name for candidate in beam], dict(self.budget.optimizer)
-        scores = {one.name: self.measuring.score(one.name) for one in racing if self.measuring.measured(one.name)}
+        scores = {
+            candidate.name: self.measuring.score(candidate.name)
+            for candidate in racing
+            if self.measuring.measured(candidate.name)
+        }
         await self.lineage.publish(
             Round(number=number, beam=names, scores=scores, rejected=rejected, calls=calls, final=final)
         )
@@ -177,7 +182,7 @@ class BeamSearch:
 
     async def _shown_rollouts(self, name: str, parent: Candidate) -> list[str]:
         drawn = random.Random(f"{self.context.seed}-{name}").sample(self._gradient_measures(parent), self._shown)
-        return [await self.measuring.in_words((one.name, mode, task)) for one, mode, task in drawn]
+        return [await self.measuring.in_words((candidate.name, mode, task)) for candidate, mode, task in drawn]
 
 
 @dataclass

@@ -57,7 +57,7 @@ class Lineage:
     """The candidates of one run by name, and its rounds."""
 
     def __init__(self, context: RunContext, base: ResourcesUpdate, wanted: tuple[str, ...]) -> None:
-        there = {name: one for name, one in base.resources.items() if isinstance(one, PromptTemplate)}
+        there = {name: resource for name, resource in base.resources.items() if isinstance(resource, PromptTemplate)}
         if unknown := [name for name in wanted if name not in there]:
             raise ConfigError(f"templates: there is no prompt template {unknown[0]!r}; {nearest(unknown[0], there)}")
         if not there:

@@ -70,8 +70,10 @@ class Measuring:
 
     async def measure(self, wanted: Iterable[tuple[Candidate, Mode, int]]) -> None:
         """Run the missing rollouts and wait for all. OutOfBudget before the first, if not all fit."""
-        asked: dict[Measure, Candidate] = {(one.name, mode, number): one for one, mode, number in wanted}
-        missing = {measure: one for measure, one in asked.items() if measure not in self.outcomes}
+        asked: dict[Measure, Candidate] = {
+            (candidate.name, mode, number): candidate for candidate, mode, number in wanted
+        }
+        missing = {measure: candidate for measure, candidate in asked.items() if measure not in self.outcomes}
         if not missing:
             return
         self._budget.require(len(missing))

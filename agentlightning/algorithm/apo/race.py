@@ -60,7 +60,7 @@ def halved(count: int, keep: int) -> int:
 
 def is_worse(rewards: Sequence[float], leader: Sequence[float], spread: float, confidence: float) -> bool:
     """Whether `rewards` are clearly lower than the leader's on the same tasks, by the module's formula."""
-    differences = [reward - other for reward, other in zip(rewards, leader, strict=True)]
+    differences = [reward - best for reward, best in zip(rewards, leader, strict=True)]
     mean, count = statistics.fmean(differences), len(differences)
     variance = (sum((difference - mean) ** 2 for difference in differences) + spread**2) / count
     return mean + statistics.NormalDist().inv_cdf(confidence) * math.sqrt(variance / count) < 0

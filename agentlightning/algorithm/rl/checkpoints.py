@@ -129,7 +129,9 @@ class Checkpoints:
 def _highest(places: list[Path]) -> Path | None:
     """The checkpoint with the highest recorded reward."""
     states = {path: _read_state(path) for path in places}
-    rewards = {path: one.best_reward if path.name == "best" else one.recent_reward for path, one in states.items()}
+    rewards = {
+        path: state.best_reward if path.name == "best" else state.recent_reward for path, state in states.items()
+    }
     known = {path: reward for path, reward in rewards.items() if reward is not None}
     return max(known, key=known.__getitem__, default=None)
 

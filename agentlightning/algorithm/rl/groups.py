@@ -92,9 +92,9 @@ async def trace_group(
     calls, traced = algorithm.call_filter(*models), list[TracedRollout]()
     for name in rollout_ids:
         spans = await store.query_spans(name, "latest")
-        one = await asyncio.to_thread(trace_rollout, rollouts[name], spans, calls=calls, reward=algorithm.reward)
-        found = await asyncio.to_thread(continuity, one.transitions, spans)
-        traced.append(replace(one, breaks=found.breaks))
+        rollout = await asyncio.to_thread(trace_rollout, rollouts[name], spans, calls=calls, reward=algorithm.reward)
+        found = await asyncio.to_thread(continuity, rollout.transitions, spans)
+        traced.append(replace(rollout, breaks=found.breaks))
     return compare_costs(traced, algorithm.reward)
 
 
@@ -305,7 +305,9 @@ class Groups:
         await store.enqueue_many_rollouts(
             [request for name, ticket in missing.items() for request in self._requests(name, ticket)]
         )
-        complete = sorted((one.finished_index, one.group_id, one) for one in groups if one.finished_index is not None)
+        complete = sorted(
+            (group.finished_index, group.group_id, group) for group in groups if group.finished_index is not None
+        )
         for finished, name, group in complete:
             if finished <= passed:
                 rollouts = await trace_group(store, group.rollout_ids, self.algorithm, self.context.policies)

@@ -52,7 +52,9 @@ def rollout_metrics(groups: Sequence[CompleteGroup], dropped: Dropped | None = N
         **_counted("kept", *(traced.kept.elements() for traced in rollouts)),
         **_counted("rewards_lost", *(traced.rewards_lost.elements() for traced in rollouts)),
         **_counted(
-            "unmerged", (one.kind for one in breaks), (f"{one.agent}/{one.kind}" for one in breaks if one.agent)
+            "unmerged",
+            (found.kind for found in breaks),
+            (f"{found.agent}/{found.kind}" for found in breaks if found.agent),
         ),
         **_counted("staleness", sorted(str(age) for group in groups for age in group.staleness)),
         **_counted("groups_dropped", dropped.reasons.elements()),

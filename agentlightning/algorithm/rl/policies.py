@@ -48,8 +48,8 @@ class Policies:
 
     def critics(self, algorithm: RLSettings) -> dict[str, Values | None]:
         """The critic of each policy, if the algorithm trains one."""
-        has_one = algorithm.trained_critic is not None
-        return {name: learner.values if has_one else None for name, learner in self.learners.items()}
+        has_critic = algorithm.trained_critic is not None
+        return {name: learner.values if has_critic else None for name, learner in self.learners.items()}
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """The result of `work` in the thread of the gradient steps."""
@@ -163,7 +163,7 @@ def optimiser_steps(
         for some in minibatches(prepared, count, seed, step, epoch):
             present = None
             if moved and corrections.ask_present:
-                of_part = learner.logprobs([one.sequence for one in some], loss.temperature)
+                of_part = learner.logprobs([item.sequence for item in some], loss.temperature)
                 present = [tensor.numpy() for tensor in of_part]
             part, masked = corrected(some, corrections, loss.old, present)
             moved |= bool(part)

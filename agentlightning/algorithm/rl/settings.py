@@ -340,12 +340,12 @@ def _read(what: str, given: Any, known: Mapping[str, Callable[..., Any]] = {}) -
 
 
 def _invalid(item: Any) -> Iterator[Any]:
-    """What of a credited transition is not as it must be."""
+    """The invalid parts of a credited transition."""
     if not isinstance(item, CreditedTransition):
         yield item
         return
     given: tuple[Any, ...] = (item.advantages, item.values, item.value_targets)
-    for one in given:
-        of_tokens = isinstance(one, np.ndarray) and one.shape == item.transition.response_ids.shape
-        if one is not None and not (of_tokens and one.dtype.kind == "f" and bool(np.isfinite(one).all())):
-            yield one
+    for array in given:
+        of_tokens = isinstance(array, np.ndarray) and array.shape == item.transition.response_ids.shape
+        if array is not None and not (of_tokens and array.dtype.kind == "f" and bool(np.isfinite(array).all())):
+            yield array

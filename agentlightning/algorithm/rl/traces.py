@@ -118,15 +118,17 @@ async def read_groups(
     models: set[str] = set()
     spelled: set[bool | None] = set()
     async for group in recorded_groups(traces, finished_rollouts(run_id)):
-        alone = [trace_rollout(one.rollout, one.spans, calls=calls, reward=algorithm.reward) for one in group]
+        alone = [
+            trace_rollout(recorded.rollout, recorded.spans, calls=calls, reward=algorithm.reward) for recorded in group
+        ]
         traced = compare_costs(alone, algorithm.reward)
-        for one, recorded in zip(traced, group, strict=True):
-            outcomes[one.outcome] += 1
-            excluded += one.excluded
-            if one.excluded[OTHER_MODEL]:
+        for rollout, recorded in zip(traced, group, strict=True):
+            outcomes[rollout.outcome] += 1
+            excluded += rollout.excluded
+            if rollout.excluded[OTHER_MODEL]:
                 models |= {model_name(span.attributes) or "" for span in recorded.spans if span.tokens is not None}
             if tokens is not None:
-                spelled |= _spelled(tokens, one, recorded.spans, place)
+                spelled |= _spelled(tokens, rollout, recorded.spans, place)
         context.progress.advance(outcomes.total())
         rewarded = rewarded_group(traced, algorithm.unrewarded)
         if algorithm.why_useless(rewarded) is None and algorithm.trains_on(rewarded):

@@ -1,8 +1,8 @@
 """Any server of OpenAI's protocols as a backend: vLLM, this project's own, a hosted API.
 
 Asks for exact token ids the way vLLM gives them (`return_token_ids`, logprobs, usage). A streamed call is streamed
-upstream, so that a disconnect cancels there and partial answers are known; one that nobody sees before its end is not.
-Knows that protocol; no models, spans or store.
+upstream, so that a disconnect cancels there and partial answers are known; a call that nobody
+sees before its end is not. Knows that protocol; no models, spans or store.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from agentlightning.types import FinishReason
 
 # What is let through of the agent's headers: nothing that names a key or an account.
 HEADERS: Final = frozenset({"accept", "anthropic-beta", "anthropic-version", "openai-beta", "user-agent"})
-_INPUTS: Final = ("messages", "input")  # fields that hold what the model is told
+_INPUTS: Final = ("messages", "input")  # fields that hold the input of the model
 _KEPT_BYTES: Final = 8 * 1024 * 1024  # of one answer, for its span
 
 
