@@ -21,7 +21,7 @@ ROOM_LINES = {
     "learner": 4_660,
     "data": 3_323,
     "runner": 3_212,
-    "cli": 4_264,
+    "cli": 4_260,
     "server": 4_080,
     "tracing": 2_714,
     ".": 1_529,

@@ -101,11 +101,7 @@ async def explain_token(
     terms = " + ".join(f"{name} {value:g}" for name, value in own.terms[number].items())
     stages = [
         Stage("reward", own.rewards[number], f"R = {terms}"),
-<<<<<<< HEAD
-        *_return(algorithm, own if len(models) == 1 else own.of_model(one.model), one),
-=======
-        *_return(algorithm, own, transition),
->>>>>>> main
+        *_return(algorithm, own if len(models) == 1 else own.of_model(transition.model), transition),
         *_advantage(algorithm, own, credited, token),
     ]
     sequences = make_batches(algorithm, rewarded, critics)[transition.model].sequences
