@@ -351,7 +351,7 @@ class IssuedKey(ApiKey, frozen=True, kw_only=True):
 
 class Credential(Noun, frozen=True, kw_only=True):
     """What the holder of a key may do. With an `attempt`, (rollout_id, attempt_id): call the gateway for it and add its
-    spans, and its rewards if `rewards`. Otherwise: what its scopes say. With a `worker_id`, the attempt is the one that
+    spans, and its rewards if `rewards`. Otherwise: what its scopes say. With a `worker_id`, the attempt is whichever
     this worker holds now."""
 
     name: str

@@ -239,8 +239,8 @@ async def guarded(work: Awaitable[Any]) -> Answer:
 async def in_own_thread(function: Callable[[], Any]) -> Any:
     """Call a blocking function in a daemon thread with the context of the caller.
 
-    Each call has its own thread: one that hangs cannot be stopped, and must neither block a pool nor keep the process
-    alive. If the awaiting task is cancelled, the thread is abandoned."""
+    Each call has its own thread: a call that hangs cannot be stopped, and must neither block a pool nor keep the
+    process alive. If the awaiting task is cancelled, the thread is abandoned."""
     loop = asyncio.get_running_loop()
     answered: asyncio.Future[Answer] = loop.create_future()
     context = contextvars.copy_context()

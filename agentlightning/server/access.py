@@ -30,7 +30,7 @@ _SCOPES: Final[tuple[KeyScope, ...]] = ("read", "grader", "worker", "trainer", "
 
 
 class UnauthenticatedError(ForbiddenError):
-    """No key, or one that nobody issued (HTTP 401)."""
+    """No key, or a key that nobody issued (HTTP 401)."""
 
 
 _ATTEMPT_TOTAL: Final = 256 << 20  # bytes of spans from an attempt's key

@@ -84,7 +84,7 @@ class ConfinedStore(LightningStore):
 
 def page_views(store: LightningStore, models: ModelTable) -> tuple[Sequence[type[Call]], Perform]:
     """The views of the page, and what makes one for a caller."""
-    served = {one.name: one.backend.token_bytes for one in models if isinstance(one.backend, SpellsTokens)}
+    served = {entry.name: entry.backend.token_bytes for entry in models if isinstance(entry.backend, SpellsTokens)}
 
     def address_of(rollout_id: str) -> str | None:
         return store.address_of(rollout_id) if isinstance(store, ManyStores) else getattr(store, "address", None)

@@ -84,7 +84,7 @@ class EventRoutes:
                 yield _RESET
                 checked = time.monotonic()
                 while (several := await self._next(queue, stopping)) is not None:
-                    if any(one is None or one.keys for one in several) or _due(checked, self._heartbeat):
+                    if any(batch is None or batch.keys for batch in several) or _due(checked, self._heartbeat):
                         await self._admit(request)  # the key may have been revoked, or have expired
                         checked = time.monotonic()
                     events = [event async for event in self._events(several)] if several else [_HEARTBEAT]
@@ -120,7 +120,7 @@ class EventRoutes:
         if None in several:
             yield _RESET
             return
-        changes = Changes.merged(one for one in several if one is not None)
+        changes = Changes.merged(batch for batch in several if batch is not None)
         changed = dict.fromkeys([*changes.touched, *changes.finished])
         with_spans = dict.fromkeys(changes.spans)
         found = await self._look_up([*changed, *with_spans])
@@ -143,7 +143,7 @@ class EventRoutes:
         """Those that exist, from the store's memory where they are in it."""
         names = list(dict.fromkeys(rollout_ids))
         rollouts = await asyncio.gather(*map(self._store.get_rollout_by_id, names))
-        return {name: one for name, one in zip(names, rollouts, strict=True) if one is not None}
+        return {name: rollout for name, rollout in zip(names, rollouts, strict=True) if rollout is not None}
 
 
 def _due(checked: float, seconds: float) -> bool:

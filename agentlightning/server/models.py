@@ -176,7 +176,7 @@ class UpdateModel(Call, frozen=True, kw_only=True):
 
 
 class Followers(Protocol):
-    """Processes that have the same models. `settled` returns when all have carried out what they were told."""
+    """Processes that have the same models. `settled` returns when all have carried out all orders."""
 
     def tell(self, name: str, content: Any) -> None: ...
     async def settled(self) -> None: ...
@@ -251,8 +251,8 @@ class Models:
         return UpdatedModel(servers=await update_weights(self.gateway, call.name, update))
 
     async def _require_free(self, entry: ModelEntry, call: RegisterModel) -> None:
-        """ConflictError where the name is another's whose servers live: one that has died does not come back for it,
-        nor does one whose address is the newcomer's by now."""
+        """ConflictError where the name is another's whose servers live: a server that has died does not come back for
+        it, nor does a server whose address is the newcomer's by now."""
         present = self._models.get(entry.name)
         if call.replace or present is None or present.name != entry.name or _urls(present) == _urls(entry):
             return
@@ -285,7 +285,7 @@ class Models:
             paused=gate.held_by(_PAGE),
             running=running,
             waiting=waiting,
-            policy_version=min((one.connection.version for one in servers_of(entry.backend)), default=own),
+            policy_version=min((server.connection.version for server in servers_of(entry.backend)), default=own),
         )
 
 
@@ -339,22 +339,22 @@ async def _lives(backend: Backend) -> bool:
 
 
 async def _replicas(backend: Backend) -> list[ReplicaDescription]:
-    """What is known of a backend's servers; one that stands alone is asked for its health now."""
+    """What is known of a backend's servers; a server that stands alone is asked for its health now."""
     if isinstance(backend, Replicas):
-        replicas = [(one, one.running, one.ejected_since is None) for one in backend.replicas]
+        replicas = [(replica, replica.running, replica.ejected_since is None) for replica in backend.replicas]
     else:
         replicas = [
-            (Replica(one), one.connection.running, await one.connection.healthy(_HEALTH_SECONDS))
-            for one in servers_of(backend)
+            (Replica(server), server.connection.running, await server.connection.healthy(_HEALTH_SECONDS))
+            for server in servers_of(backend)
         ]
     return [
         ReplicaDescription(
-            base_url=one.backend.name,
-            kind=one.backend.kind,
-            healthy=healthy and not one.backend.connection.unusable,
+            base_url=replica.backend.name,
+            kind=replica.backend.kind,
+            healthy=healthy and not replica.backend.connection.unusable,
             running=running,
-            ejected_since=one.ejected_since,
-            why=one.backend.connection.unusable or one.why,
+            ejected_since=replica.ejected_since,
+            why=replica.backend.connection.unusable or replica.why,
         )
-        for one, running, healthy in replicas
+        for replica, running, healthy in replicas
     ]

@@ -108,7 +108,7 @@ def document(
 def _simple(schema: Any) -> Any:
     """The same schema without `prefixItems`, which many tools mistake: a pair of numbers is two items, all numbers."""
     if isinstance(schema, list | tuple):
-        return [_simple(one) for one in cast("list[Any]", schema)]
+        return [_simple(item) for item in cast("list[Any]", schema)]
     if not isinstance(schema, dict):
         return schema
     parts = {name: _simple(value) for name, value in cast(Json, schema).items() if name != "prefixItems"}
@@ -138,7 +138,7 @@ def _operation(kind: type[Call], shape: Json, answer: Json) -> Json:
     if parameters:
         operation["parameters"] = parameters
     if in_query and NoneType in getattr(kind.returns, "__args__", ()):
-        (answer,) = (one for one in answer["anyOf"] if one != {"type": "null"})  # None is a 404
+        (answer,) = (option for option in answer["anyOf"] if option != {"type": "null"})  # None is a 404
     failures = {code: {"$ref": f"#/components/responses/{code}"} for code in _FAILURES}
     operation["responses"] = {"200": {"description": "Done.", "content": _content(answer)}} | failures
     return operation

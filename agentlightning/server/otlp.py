@@ -64,7 +64,7 @@ def _read(
     """The spans of an export under the attempts they belong to, but for those whose content the caller may not add; why
     not, of each of these. ForbiddenError where that is all of them.
 
-    An attempt's key decides: a span without ids is that attempt's, one that names another attempt is a ForbiddenError.
+    An attempt's key decides: a span without ids is that attempt's, a span of another attempt is a ForbiddenError.
     Otherwise a span belongs to whom it names."""
     nobody = caller.attempt or (UNATTRIBUTED, UNATTRIBUTED)
     spans: list[Span] = []

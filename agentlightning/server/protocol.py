@@ -66,10 +66,10 @@ class ServerProtocol(HttpToolsProtocol):
     """A connection. Its first request, and each that follows, is an LLM call or one of the application's.
 
     A request whose head does not end is refused: it would be gathered in memory, and copied again with each part. A
-    connection on which no whole head comes is closed as one that is kept alive is. A
-    request that another process is to answer (`place`) takes its connection there. One that comes before the answer to
-    an earlier one cannot: the connection ends with that answer, and the client sends the request again. `received` is
-    what another process has read of a connection that it passed on."""
+    connection on which no whole head comes is closed as an idle connection is. A request that another process is to
+    answer (`place`) takes its connection there. A request that comes before the answer to an earlier request cannot:
+    the connection ends with that answer, and the client sends the request again. `received` is what another process has
+    read of a connection that it passed on."""
 
     _gathered = 0  # bytes since the last head, or part of a body, was complete
     answering: Exchange | None = None

@@ -239,7 +239,7 @@ async def lent(
 
 
 async def _remove(client: LightningStoreClient, call: RemoveModel) -> None:
-    with suppress(AgentLightningError):  # one that is gone routes nowhere; one that refuses has not registered it
+    with suppress(AgentLightningError):  # a server that is gone routes nowhere; if it refuses, it has not registered it
         await client.perform(call)
 
 

@@ -1,4 +1,4 @@
-"""A process that answers LLM calls beside the one that owns the store: `python -m agentlightning.server.worker FD`.
+"""A process that answers LLM calls beside the process that owns the store: `python -m agentlightning.server.worker FD`.
 
 It reads and writes the store through a pipe to the owner, which also says which models there are, holds their calls and
 names their versions. An attempt's calls are all answered by one process, which numbers them. Knows no REST: connections
@@ -269,7 +269,7 @@ async def _run(descriptor: int) -> None:
     async with HttpServer(app, host=settings.host, port=settings.port, place=place):
         ready.set()
         reporting = asyncio.create_task(worker.report(), name="reports to the owner")
-        ends = [asyncio.create_task(one.wait()) for one in (stop, pipe.closed)]
+        ends = [asyncio.create_task(event.wait()) for event in (stop, pipe.closed)]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     await worker.gateway.close()
     reporting.cancel()

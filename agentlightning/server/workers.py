@@ -51,8 +51,8 @@ class Workers:
         self._stopping = False
 
     async def start(self, settings: Callable[[int], Settings]) -> None:
-        """Return when all of them answer calls; `settings` gives what worker number `index` is told at its beginning,
-        now and when it is started again. Raises what keeps one from it."""
+        """Return when all of them answer calls; `settings` gives worker number `index` its settings, now and when
+        it is started again. Raises what keeps a worker from starting."""
         self._settings = settings
         begun = [asyncio.get_running_loop().create_future() for _ in range(self._count)]
         self._tasks = [
@@ -73,16 +73,16 @@ class Workers:
         await asyncio.gather(*keeping, *self._tasks, return_exceptions=True)
 
     def tell(self, name: str, content: Any = None) -> None:
-        """Tell all of them; each carries out what it is told in this order."""
+        """Tell all of them; each carries out its orders in sequence."""
         for pipe in self._pipes.values():
             pipe.tell(name, content)
 
     async def ask(self, name: str, content: Any = None) -> None:
-        """Return when each has carried it out; one that dies has."""
+        """Return when each has carried it out; a worker that dies counts as done."""
         await asyncio.gather(*(pipe.ask(name, content) for pipe in self._pipes.values()), return_exceptions=True)
 
     async def settled(self) -> None:
-        """Return when all have carried out what they were told."""
+        """Return when all have carried out all orders."""
         await self.ask("settle")
 
     async def _keep(self, index: int, ready: asyncio.Future[None]) -> None:
@@ -185,7 +185,7 @@ class SharedGateway(Gateway):
         self.workers.tell("turn away")
 
     def counts(self, name: str) -> tuple[int, int]:
-        several = [super().counts(name), *(one.gates.get(name, (0, 0)) for one in self.workers.reports.values())]
+        several = [super().counts(name), *(report.gates.get(name, (0, 0)) for report in self.workers.reports.values())]
         return sum(running for running, _ in several), sum(waiting for _, waiting in several)
 
     @property
@@ -199,18 +199,20 @@ class SharedGateway(Gateway):
 
 
 def versions_of(entry: ModelEntry) -> Versions:
-    servers = {one.name: (one.connection.version, one.connection.unusable) for one in servers_of(entry.backend)}
+    servers = {
+        server.name: (server.connection.version, server.connection.unusable) for server in servers_of(entry.backend)
+    }
     return Versions(model=entry.name, servers=servers)
 
 
 def _summed(several: Iterable[CallStatistics]) -> CallStatistics:
     whole = CallStatistics()
-    for one in several:
-        whole.calls += one.calls
-        whole.untrainable += one.untrainable
-        whole.undelivered += one.undelivered
-        whole.held += one.held
-        whole.held_seconds += one.held_seconds
+    for statistics in several:
+        whole.calls += statistics.calls
+        whole.untrainable += statistics.untrainable
+        whole.undelivered += statistics.undelivered
+        whole.held += statistics.held
+        whole.held_seconds += statistics.held_seconds
     return whole
 
 
