@@ -101,14 +101,14 @@ async def explain_token(
     terms = " + ".join(f"{name} {value:g}" for name, value in own.terms[number].items())
     stages = [
         Stage("reward", own.rewards[number], f"R = {terms}"),
-        *_return(algorithm, own, transition),
+        *_return(algorithm, own if len(models) == 1 else own.of_model(transition.model), transition),
         *_advantage(algorithm, own, credited, token),
     ]
     sequences = make_batches(algorithm, rewarded, critics)[transition.model].sequences
     advantage = np.float32(credited.advantages[token])
     found = next((each for each in sequences if _place(each, transition, token, advantage) is not None), None)
     if found is None:
-        stages.append(Stage("mask", 0.0, "the whole group has advantage 0 and is not in the batch"))
+        stages.append(Stage("mask", 0.0, "not in the batch: its whole group has advantage 0, or it weighs 0"))
     else:
         watched = _Watched(learner, found, len(transition.prompt_ids) + token, advantage)
         learned = cast("Learner", watched)
@@ -215,7 +215,9 @@ def _place(sequence: TrainingSequence, call: Transition, token: int, advantage: 
     if sequence.rollout_id != call.rollout_id or not np.array_equal(sequence.token_ids[:end], ids):
         return None
     found = np.flatnonzero(sequence.positions == len(call.prompt_ids) + token)
-    return next((int(at) for at in found if sequence.advantages[at] == advantage), None)
+    if len(found) == 1:
+        return int(found[0])
+    return next((int(at) for at in found if np.float32(sequence.advantages[at]) == advantage), None)
 
 
 @dataclass

@@ -80,7 +80,11 @@ class TracedGroup:
         """An advantage for each sampled token, float32[T], by the call's span id, for the calls that count. ConfigError
         if the settings do not go together."""
         group = rewarded_group(self.traced, self.training.unrewarded)
-        credited = settings.credit(self.training.reward).advantages([group])[0]
+        credit = settings.credit(self.training.reward)
+        models = {call.model for calls in group.transitions for call in calls}
+        # As in training, the calls of several policies are compared among their own.
+        own = [group.of_model(model) for model in models] if len(models) > 1 else [group]
+        credited = [rollout for part in own for rollout in credit.advantages([part])[0]]
         return {item.transition.span_id: item.advantages for rollout in credited for item in rollout}
 
     def credited(self, rows: Sequence[RolloutRow]) -> CreditView:

@@ -208,6 +208,8 @@ class ShowTree(View, frozen=True, kw_only=True):
 
     async def read(self, sources: Sources) -> credit.PrefixTree:
         group = await sources.group(self.group_id)
+        if not group.traced:
+            raise NotFoundError(f"the group {self.group_id!r} has no rollouts yet")
         spelled = await sources.tokenizers.token_bytes(group.traced[0].rollout.rollout_id)
         return await asyncio.to_thread(credit.prefix_tree, group.traced, spelled)
 

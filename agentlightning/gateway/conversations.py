@@ -93,7 +93,9 @@ def _scope(caller: Caller) -> str:
 
 
 def _captured(attributes: Attributes) -> list[dict[str, Any]] | None:
-    """The conversation of a captured call; None if its response was not to be stored."""
+    """The conversation of a captured call; None if its response was not to be stored, or texts are not captured."""
+    if semconv.GEN_AI_INPUT_MESSAGES not in attributes or semconv.GEN_AI_OUTPUT_MESSAGES not in attributes:
+        return None
     request = _CAPTURED.decode(str(attributes[semconv.CALL_REQUEST]))
     if request.store is False:
         return None

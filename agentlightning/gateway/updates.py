@@ -117,7 +117,7 @@ async def _finished(gateway: Gateway, name: str, seconds: float) -> None:
         async with asyncio.timeout(seconds):
             await gateway.idle(name)
     except TimeoutError:
-        running = gateway.models.gate(name).running
+        running, _ = gateway.counts(name)
         raise UnavailableError(
             f"{running} calls of the model {name!r} have not finished within {seconds:g} seconds; no weights were "
             "changed: give them more `seconds`, or pause them with in_flight='pause'"

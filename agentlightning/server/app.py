@@ -49,18 +49,15 @@ def create_app(
     body_limit: int = BODY_LIMIT,
     rate_limit: float | None = None,
     access_log: bool = False,
-    guarded: bool = False,
     longest_poll: float = LONGEST_POLL,
     readings: Sequence[Reading] = (),
     keys: LightningStore | None = None,
 ) -> Starlette:
     """The application: health, metrics and description; the calls, events and page of an open `store`; the gateway.
 
-    Without an `admin_key` only programs of this machine are answered. `guarded`: something around it asks for a key.
-    Limits are in bytes and in requests per second of a caller. Without a `store`, `keys` knows the callers."""
-    if admin_key is not None and len(admin_key) < 8:
-        raise ConfigError("the admin key is shorter than 8 characters; choose one that cannot be guessed")
-    protected = admin_key is not None
+    Without an `admin_key` only programs of this machine are answered. Limits are in bytes and in requests per second
+    of a caller. Without a `store`, `keys` knows the callers."""
+    protected = _is_set(admin_key)
     known_by = keys if store is None else store
     access = None if known_by is None else Access(known_by, admin_key)
     routes = health_routes(store)
@@ -86,8 +83,7 @@ def create_app(
     if gateway is not None:
         stops.append(gateway.turn_away)
         shown += gateway_readings(gateway)
-        if not guarded:
-            gateway.keep_to_this_machine()
+        gateway.keep_to_this_machine()
         if access is not None:
             gateway.admit_sessions(access.sessions.key_of)
     routes.append((metrics := ServerMetrics(store, access, shown)).route())
@@ -101,9 +97,16 @@ def create_app(
     answers = dict.fromkeys((AgentLightningError, HTTPException, Exception), _answer_to)
     app = _Application(routes=routes, middleware=layers, exception_handlers=answers)
     app.state.calls = None if gateway is None else LlmCalls(gateway.serving, listeners, limits)
-    app.state.protected = guarded or protected
+    app.state.protected = protected
     app.state.stop_waiting = tuple(stops)
     return app
+
+
+def _is_set(admin_key: str | None) -> bool:
+    """Whether there is an admin key. ConfigError if it could be guessed."""
+    if admin_key is not None and len(admin_key) < 8:
+        raise ConfigError("the admin key is shorter than 8 characters; choose one that cannot be guessed")
+    return admin_key is not None
 
 
 def _performed(

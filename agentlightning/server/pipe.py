@@ -115,6 +115,8 @@ class Pipe(asyncio.Protocol):
             content = _encode(await self._answer(name, frame.content))
         except AgentLightningError as raised:
             content, error = _encode(str(raised)), type(raised).__name__
+            if not frame.number:  # nobody waits for the answer
+                _log.error("%s failed: %s", name, raised)
         except Exception:  # noqa: BLE001 - a defect ends nobody else's requests
             _log.exception("%s failed unexpectedly", name)
             content, error = _encode("a defect of the server; its log has the details"), "AgentLightningError"

@@ -8,6 +8,7 @@ with other requests are passed on to the owner.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import socket
 import sys
@@ -19,6 +20,7 @@ from typing import Any, Final
 import msgspec
 
 from agentlightning.data.references import load_reference
+from agentlightning.errors import UnavailableError
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.models import ModelEntry, ModelTable
@@ -160,8 +162,6 @@ class Worker:
         )
         for versions in settings.versions:
             self._set_versions(versions)
-        for hold in settings.holds:
-            self._hold(hold)
 
     async def obey(self, name: str, content: msgspec.Raw) -> None:
         async with self._obeying:
@@ -179,7 +179,7 @@ class Worker:
                 case "versions":
                     self._set_versions(_read(content, Versions))
                 case "hold":
-                    self._hold(_read(content, Hold))
+                    self.hold(_read(content, Hold))
                 case "release":
                     hold = _read(content, Hold)
                     self.gateway.release_gates(map(self.gateway.models.gate, hold.names), hold.holder)
@@ -218,7 +218,7 @@ class Worker:
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
-    def _hold(self, hold: Hold) -> None:
+    def hold(self, hold: Hold) -> None:
         self.gateway.hold_gates(map(self.gateway.models.gate, hold.names), hold.holder, hold.seconds)
 
     def _set_versions(self, versions: Versions) -> None:
@@ -254,6 +254,8 @@ async def _run(descriptor: int) -> None:
     settings = await begun
     configure_logging(settings.log_format)
     worker = await asyncio.to_thread(Worker, settings, pipe)
+    for hold in settings.holds:
+        worker.hold(hold)
     app = create_app(
         None,
         gateway=worker.gateway,
@@ -271,7 +273,8 @@ async def _run(descriptor: int) -> None:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     await worker.gateway.close()
     reporting.cancel()
-    await pipe.ask("report", worker.report_now())  # everything before it has arrived
+    with contextlib.suppress(UnavailableError):  # the owner was killed
+        await pipe.ask("report", worker.report_now())  # everything before it has arrived
 
 
 def main() -> None:

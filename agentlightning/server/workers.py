@@ -87,7 +87,7 @@ class Workers:
 
     async def _keep(self, index: int, ready: asyncio.Future[None]) -> None:
         """Run worker number `index`, again when it dies."""
-        while True:
+        while not self._stopping:
             try:
                 await self._run(index, ready)
             except Exception as error:  # noqa: BLE001 - whoever waits for the first start gets it
@@ -109,11 +109,9 @@ class Workers:
                 pass_fds=[its.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
             )
-        loop = asyncio.get_running_loop()
-        _, pipe = await loop.create_unix_connection(
-            lambda: Pipe(lambda name, content: self._answer(index, name, content)), sock=ours
-        )
+        pipe = Pipe(lambda name, content: self._answer(index, name, content))
         try:
+            await asyncio.get_running_loop().create_unix_connection(lambda: pipe, sock=ours)
             self._pipes[index] = pipe  # from here on it hears of changes, behind what it begins with
             assert self._settings is not None
             await pipe.ask("begin", self._settings(index))
@@ -121,7 +119,7 @@ class Workers:
                 ready.set_result(None)
             await process.wait()
         finally:
-            del self._pipes[index]
+            self._pipes.pop(index, None)
             pipe.close()
             if process.returncode is None:
                 process.kill()

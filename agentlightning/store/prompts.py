@@ -251,7 +251,7 @@ class WholePrompts:
 
 def _row(columns: SpanColumns) -> _Row:
     attributes = codec.from_json(columns.attributes)
-    own: dict[str, _Part] = {name: attributes[name] for name in REPEATED if name in attributes}
+    own: dict[str, _Part] = {name: attributes[name] for name in REPEATED if isinstance(attributes.get(name), str)}
     if columns.prompt_token_ids is not None:
         own[_IDS] = columns.prompt_token_ids
     return _Row(columns.base, repeated_counts(columns.repeated), own)

@@ -15,7 +15,7 @@ from agentlightning.semconv import CALL_FLAG
 from agentlightning.store import codec, lifecycle, query
 from agentlightning.store.attempts import cancel_rollout, insert_attempt
 from agentlightning.store.database import Connection
-from agentlightning.store.outcomes import note_error
+from agentlightning.store.outcomes import recall
 from agentlightning.store.prompts import SpanRow
 from agentlightning.store.query import Query
 from agentlightning.store.rollouts import ACTIVE, TERMINAL, find_rollout
@@ -114,8 +114,8 @@ def import_rollout(tx: Transaction, rollout: Rollout, attempts: Sequence[Attempt
     ROLLOUTS.insert(tx.connection, rollout, attempts=len(attempts))
     for attempt in attempts:
         insert_attempt(tx.connection, attempt, attempt.start_time, attempt.start_time)
-        note_error(tx.connection, attempt.rollout_id, attempt.sequence_id, attempt.metadata.get("reason"))
     add_spans(tx, rows)
+    recall(tx.connection, rollout.rollout_id)
     tx.changes.touched.append(rollout.rollout_id)
     tx.changes.finished.append(rollout.rollout_id)
     if rollout.group_id is not None:

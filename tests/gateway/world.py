@@ -48,7 +48,7 @@ async def serving(app: Any, **settings: Any) -> AsyncIterator[str]:
 @asynccontextmanager
 async def serving_gateway(gateway: Gateway) -> AsyncIterator[str]:
     """Serve a gateway's calls on a free port, to whoever asks; gives its root URL."""
-    async with HttpServer(create_app(None, gateway=gateway, guarded=True)) as http:
+    async with HttpServer(create_app(None, gateway=gateway)) as http:
         yield http.url
 
 

@@ -187,7 +187,7 @@ class Endless:
         async with serving(app) as url:
             backend = HttpBackend(f"{url}/v1")
             gateway = Gateway(ModelTable([ModelEntry("policy", backend)]))
-            async with HttpServer(create_app(None, gateway=gateway, guarded=True)) as server:
+            async with HttpServer(create_app(None, gateway=gateway)) as server:
                 yield server, gateway
             await gateway.close()
 
@@ -231,7 +231,7 @@ async def test_a_running_call_is_answered_before_the_server_stops(stream: bool) 
 
     async with Late(GOOD).backend() as backend:
         gateway = Gateway(ModelTable([ModelEntry("policy", backend)]))
-        server = HttpServer(create_app(None, gateway=gateway, guarded=True))
+        server = HttpServer(create_app(None, gateway=gateway))
         await server.start()
         async with connected(server.url) as client:
             client.send(post(body=asked(stream=stream)))

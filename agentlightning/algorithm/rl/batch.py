@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias, TypeVar, cast
@@ -42,9 +43,12 @@ def recorded_batches(directory: Path) -> dict[int, RecordedBatch]:
     path = directory / BATCHES_FILE
     try:
         lines = path.read_bytes().splitlines()
-        batches = [msgspec.json.decode(line, type=RecordedBatch) for line in lines if line.strip()]
-    except (OSError, msgspec.MsgspecError) as error:
+    except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}; a training run writes it as it goes") from None
+    batches: list[RecordedBatch] = []
+    for line in lines:
+        with suppress(msgspec.MsgspecError):  # a line that a full disk or a kill cut short; its step was repeated
+            batches.append(msgspec.json.decode(line, type=RecordedBatch))
     if not batches:
         raise ConfigError(f"{path} holds no step: the run trained nothing yet")
     return {batch.step: batch for batch in batches}

@@ -214,7 +214,7 @@ class Groups:
         if len(kept) == len(staleness):
             return replace(group, staleness=tuple(staleness))
         self._dropped.rollouts[STALE] += len(staleness) - len(kept)
-        rollouts = tuple(group.rollouts[index] for index in kept)
+        rollouts = tuple(compare_costs([group.rollouts[index] for index in kept], self.algorithm.reward))
         rewarded = rewarded_group(rollouts, self.algorithm.unrewarded)
         if self.algorithm.why_useless(rewarded):
             self._dropped.groups.append((STALE, group))

@@ -176,8 +176,11 @@ class Loop:
         """Record the step's training data before training."""
         names = tuple(tuple(traced.rollout.rollout_id for traced in group.rollouts) for group in groups)
         path = self.job.context.directory / BATCHES_FILE
-        with explained("the record of steps", path), path.open("ab") as file:
-            file.write(msgspec.json.encode(RecordedBatch(step, self.job.state.policy_version, names)) + b"\n")
+        line = msgspec.json.encode(RecordedBatch(step, self.job.state.policy_version, names)) + b"\n"
+        with explained("the record of steps", path), path.open("a+b") as file:
+            file.seek(max(0, file.tell() - 1))
+            cut_short = file.read() not in (b"", b"\n")  # by a full disk or a kill
+            file.write(b"\n" + line if cut_short else line)
 
     async def _check_trainable(self, rollouts: Sequence[TracedRollout]) -> None:
         """TrainingError if nothing can be learned from these rollouts, for a reason that would also hold for others."""
