@@ -1,6 +1,6 @@
 """Runs side by side: settings, results, curves, data quality, and the prompts they tried.
 
-Knows runs, metrics and resources. Metric names are those of `algorithm.rl.batch` and of the loop.
+Knows runs, metrics and resources. Metric names are those of `algorithm.rl.metrics` and of the loop.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _HOLD: Final = "hold"  # who holds where nobody else is named
 
 
 class Gateway:
-    """Answers calls of OpenAI's and Anthropic's protocols from the models of a table and captures them into a store.
+    """Answers calls of OpenAI's, Anthropic's and Google's protocols, and captures them into a store.
 
     The call of an attempt is durable before the end of its answer is sent. Recording a call that no attempt made never
     delays its answer, and what does not fit is counted. Without a store nothing is attributed or captured. With an

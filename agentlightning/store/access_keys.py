@@ -62,8 +62,8 @@ def issue_worker_key(tx: Transaction, worker_id: str) -> str:
 
 
 def held_by(connection: Connection, worker_id: str) -> list[tuple[str, str]]:
-    """(rollout_id, attempt_id) of the attempts that a worker holds: the active ones, or else an unresponsive one that
-    it can still revive."""
+    """(rollout_id, attempt_id) of the attempts that a worker holds: the active ones, or else an unresponsive
+    attempt that it can still revive."""
     held = connection.execute(
         "SELECT rollout_id, attempt_id FROM attempts WHERE status IN ('preparing', 'running') AND worker_id = ?",
         (worker_id,),
@@ -81,7 +81,7 @@ def held_by(connection: Connection, worker_id: str) -> list[tuple[str, str]]:
 
 
 def revoke_key(tx: Transaction, key_id: str) -> ApiKey:
-    """Revoke a key at once and for good. One that has ended stays unchanged."""
+    """Revoke a key at once and for good. An ended key stays unchanged."""
     tx.connection.execute(
         "UPDATE api_keys SET revoke_time = ? WHERE key_id = ? AND revoke_time IS NULL", (tx.now, key_id)
     )

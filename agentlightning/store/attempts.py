@@ -170,7 +170,7 @@ def start_rollout(
 
 
 def start_attempt(tx: Transaction, rollout_id: str, worker_id: str | None, attempt_id: str | None) -> AttemptedRollout:
-    """Start another attempt, which is now the one that changes the rollout."""
+    """Start another attempt. From now on only this attempt changes the rollout."""
     touch_worker(tx, worker_id)
     earlier = _handed_out_again(tx, attempt_id, rollout_id)
     return earlier or _start(tx, require_rollout(tx.connection, rollout_id), worker_id, attempt_id)

@@ -146,9 +146,9 @@ class LightningStore(abc.ABC):
         offset: int = 0,
     ) -> list[Rollout]:
         """The rollouts that match all given filters, in the order they were queued."""
-        one_of = {"rollout_id": rollout_id_in, "status": status_in, "mode": mode_in}
+        any_of = {"rollout_id": rollout_id_in, "status": status_in, "mode": mode_in}
         equal = {"run_id": run_id, "group_id": group_id}
-        conditions = [Condition(field=name, op="in", value=list(v)) for name, v in one_of.items() if v is not None]
+        conditions = [Condition(field=name, op="in", value=list(v)) for name, v in any_of.items() if v is not None]
         conditions += [Condition(field=name, op="eq", value=v) for name, v in equal.items() if v is not None]
         wanted = And(conditions if where is None else [*conditions, where])
         found: list[Rollout] = []

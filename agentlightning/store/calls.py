@@ -54,8 +54,10 @@ def call(
         hints = get_type_hints(function)
         parameters = list(inspect.signature(function).parameters.values())[1:]
         fields = [
-            (one.name, hints[one.name]) if one.default is one.empty else (one.name, hints[one.name], one.default)
-            for one in parameters
+            (parameter.name, hints[parameter.name])
+            if parameter.default is parameter.empty
+            else (parameter.name, hints[parameter.name], parameter.default)
+            for parameter in parameters
         ]
         about = {"method": function.__name__, "route": route, "scope": scope, "audited": audited, "ids": ids or {}}
         kind = msgspec.defstruct(

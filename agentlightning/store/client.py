@@ -165,8 +165,8 @@ def _named(call: Call) -> Call:
     if call.method == "enqueue_many_rollouts":
         requests: Sequence[EnqueueRolloutRequest] = getattr(call, "requests")  # noqa: B009 - it has this field
         given["requests"] = [
-            one if one.rollout_id is not None else msgspec.structs.replace(one, rollout_id=new_id("ro"))
-            for one in requests
+            request if request.rollout_id is not None else msgspec.structs.replace(request, rollout_id=new_id("ro"))
+            for request in requests
         ]
     return msgspec.structs.replace(call, **given) if given else call
 

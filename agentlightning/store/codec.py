@@ -29,7 +29,7 @@ from agentlightning.types import (
 
 _ID: Final = re.compile(r"[A-Za-z0-9_.:\-]{1,200}")
 _LARGEST_SEQUENCE_ID: Final = 2**53
-_DEEPEST: Final = 200  # levels of nesting; the decoders of another process may have less room than this one
+_DEEPEST: Final = 200  # levels of nesting; the decoders of another process may have less room than this process
 _INT32: Final = "i"
 _FLOAT32: Final = "f"
 ID_SIZE: Final = 4  # bytes of a token id, and of a logprob
@@ -212,7 +212,7 @@ def larger(spans: Sequence[Span], limit: int) -> bool:
         for name, value in (item for several in attributes for item in several.items()):
             if isinstance(value, list | tuple):
                 size += len(value)
-                size += sum(len(one) for one in value if isinstance(one, str)) if size <= limit else 0
+                size += sum(len(text) for text in value if isinstance(text, str)) if size <= limit else 0
             else:
                 size += len(value) if isinstance(value, str) else 1
             size += len(name)
@@ -271,14 +271,14 @@ def _check_attributes(attributes: Attributes, place: str) -> None:
     for name, value in attributes.items():
         if isinstance(value, str | bool):
             continue
-        for one in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(one, float):
-                check_finite(one, f"attribute {name!r} {place}")
-            elif isinstance(one, int):
-                if not -(2**63) <= one < 2**63:
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, float):
+                check_finite(item, f"attribute {name!r} {place}")
+            elif isinstance(item, int):
+                if not -(2**63) <= item < 2**63:
                     raise InvalidError(f"attribute {name!r} {place} exceeds 64 bits; give it as text")
-            elif not isinstance(one, str):
-                kind = type(one).__name__
+            elif not isinstance(item, str):
+                kind = type(item).__name__
                 raise InvalidError(
                     f"attribute {name!r} {place} is or holds a {kind}; give texts, numbers, booleans, or a list of them"
                 )
@@ -287,10 +287,10 @@ def _check_attributes(attributes: Attributes, place: str) -> None:
 def token_columns(tokens: TokenCapture, prompt_ids: bytes | None = None) -> Tokens:
     """Binary columns of a capture. InvalidError if an id is not an int32."""
     ids, logprobs, choices = b"", b"", list[_Choice]()
-    for one in tokens.choices:
-        ids += _pack(_INT32, one.token_ids)
-        logprobs += _pack(_FLOAT32, one.logprobs)
-        choices.append(_Choice(len(one.token_ids), len(one.logprobs), one.finish_reason, one.versions))
+    for choice in tokens.choices:
+        ids += _pack(_INT32, choice.token_ids)
+        logprobs += _pack(_FLOAT32, choice.logprobs)
+        choices.append(_Choice(len(choice.token_ids), len(choice.logprobs), choice.finish_reason, choice.versions))
     prompt = packed_ids(tokens.prompt_token_ids) if prompt_ids is None else prompt_ids
     return Tokens(prompt, ids, logprobs, to_json(choices, "the choices of a call"))
 

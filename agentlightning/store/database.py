@@ -125,8 +125,8 @@ class DatabaseThread:
         self._thread.start()
 
     def submit(self, operation: Operation[T], notes: Any = None, seconds: float | None = None) -> asyncio.Future[T]:
-        """Hand an operation over; the future is resolved after its transaction is committed. One that only reads may
-        be limited to some `seconds`."""
+        """Hand an operation over; the future is resolved after its transaction is committed. An operation that only
+        reads may be limited to some `seconds`."""
         if self._closed:
             raise UnavailableError("the store is closed")
         if asyncio.get_running_loop() is not self._loop:
@@ -187,7 +187,9 @@ class DatabaseThread:
             else:
                 for job in batch:
                     outcomes.append(self._run_apart(job))
-            notes = [one.job.notes for one in outcomes if one.error is None and one.job.notes is not None]
+            notes = [
+                outcome.job.notes for outcome in outcomes if outcome.error is None and outcome.job.notes is not None
+            ]
             changed = self._before_commit(self._connection, notes)
             self._connection.commit()
         except Exception as error:  # noqa: BLE001 - every caller of the batch gets it

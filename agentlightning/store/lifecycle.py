@@ -173,8 +173,8 @@ def update(standing: Standing, status: AttemptStatus, now: float, lease_seconds:
 
 
 def hear(standing: Standing, now: float, lease_seconds: float) -> Standing:
-    """A call or span of the attempt arrived: it is running, or revived. An ended attempt, or one that is not the latest
-    of an unfinished rollout, stays."""
+    """A call or span of the attempt arrived: it is running, or revived. An attempt stays as it is if it has ended, or
+    is not the latest of an unfinished rollout."""
     silent_from = max(now, standing.held_until)  # of several calls one may be held on while another is answered
     if standing.attempt_status == "running":
         return replace(standing, last_activity=silent_from)
@@ -203,8 +203,8 @@ def hold(standing: Standing, now: float, seconds: float) -> Standing:
 
 
 def beat(standing: Standing, now: float, lease_seconds: float) -> Standing:
-    """A heartbeat extends the lease of an active attempt, and revives one whose lease ran out. It does not revive an
-    attempt that fell silent: a hung agent may still send heartbeats."""
+    """A heartbeat extends the lease of an active attempt, and revives an attempt whose lease ran out. It does not
+    revive an attempt that fell silent: a hung agent may still send heartbeats."""
     lost_lease = standing.end_time is not None and standing.end_time >= standing.lease_expires
     if standing.is_revivable and lost_lease:
         standing = move(standing, "running", now)

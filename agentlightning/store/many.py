@@ -26,7 +26,7 @@ from agentlightning.store.reader import StoreReader
 from agentlightning.store.transaction import Changes
 from agentlightning.types import Filter, Order, Outcome, Run
 
-_DEEPEST: Final = 6  # folders below one that is searched
+_DEEPEST: Final = 6  # folders below a searched folder
 _SKIPPED: Final = frozenset({"checkpoints", "node_modules", "site-packages"})
 _LOOK_SECONDS: Final = 2.0
 _REMEMBERED: Final = 100_000  # ids whose store is known
@@ -44,7 +44,7 @@ class ManyStores(LightningStore):
         self._files: dict[Path, _File] = {}  # as they were found
         self._homes: OrderedDict[tuple[str, str], LightningStore] = OrderedDict()
         self._queues: set[asyncio.Queue[Changes | None]] = set()
-        self._one_look = asyncio.Lock()
+        self._look_lock = asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None
         self.problems: dict[Path, str] = {}
 
@@ -80,7 +80,7 @@ class ManyStores(LightningStore):
         asked = msgspec.structs.asdict(call)
         for field in _IDS:
             if field in asked and asked[field] is not None:
-                return await self._of_one(call, field, asked[field])
+                return await self._ask_home(call, field, asked[field])
         if "cursor" in asked:
             return await self._page(call, asked)
         if call.method == "query_runs":
@@ -88,9 +88,9 @@ class ManyStores(LightningStore):
         answers = [await store.perform(call) for store in self._all().values()]
         if call.method == "statistics":
             return dict(sum(map(Counter, answers), Counter[str]()))
-        if all(isinstance(one, list) for one in answers):
-            return [item for one in answers for item in one]
-        return next((one for one in answers if one is not None), None)
+        if all(isinstance(answer, list) for answer in answers):
+            return [item for answer in answers for item in answer]
+        return next((answer for answer in answers if answer is not None), None)
 
     async def _runs(self, call: Call) -> list[Run]:
         """Each run once, also if a store was copied, with its store's name."""
@@ -119,7 +119,7 @@ class ManyStores(LightningStore):
         if len(self._homes) > _REMEMBERED:
             self._homes.popitem(last=False)
 
-    async def _of_one(self, call: Call, field: str, value: str) -> Any:
+    async def _ask_home(self, call: Call, field: str, value: str) -> Any:
         """The answer of the store that has it: the first that is not None."""
         home = self._homes.get((field, value))
         answer: Any = None
@@ -139,7 +139,7 @@ class ManyStores(LightningStore):
         """A page: of the store that has the run or rollouts asked for, else of all, merged."""
         stores = self._all()
         named = _ids_in(asked["where"])
-        home = next((self._homes[one] for one in named if one in self._homes), None)
+        home = next((self._homes[key] for key in named if key in self._homes), None)
         if home is None and named:
             for store in stores.values():
                 if (await store.perform(msgspec.structs.replace(call, limit=1, cursor=None))).items:
@@ -151,8 +151,8 @@ class ManyStores(LightningStore):
         return await self._merged(call, asked, stores)
 
     async def _merged(self, call: Call, asked: dict[str, Any], stores: Mapping[str, LightningStore]) -> Any:
-        """A page of the rows of all stores, sorted together; its cursor holds one of each store that has more. A row
-        may come twice if its store is written to meanwhile, and none is left out."""
+        """A page of the rows of all stores, sorted together; its cursor holds a cursor of each store that has more. A
+        row may come twice if its store is written to meanwhile, and none is left out."""
         begun = _cursors(asked["cursor"], stores)
         end = None if asked["limit"] is None else asked["limit"] + asked["offset"]
         whole = msgspec.structs.replace(call, limit=end, offset=0, with_total=False)
@@ -179,19 +179,19 @@ class ManyStores(LightningStore):
         total = None
         if asked["with_total"]:
             counted = msgspec.structs.replace(call, limit=0, offset=0, cursor=None)
-            total = sum([(await one.perform(counted)).total or 0 for one in stores.values()])
+            total = sum([(await store.perform(counted)).total or 0 for store in stores.values()])
         cursor = msgspec.json.encode(following).decode() if following else None
         return call.returns(items=tuple(items[asked["offset"] :]), total=total, next_cursor=cursor)
 
     async def _sorted(self, call: Call, order: Sequence[Order], pages: Sequence[Any]) -> list[tuple[int, int]]:
         """Page and index of each row, sorted together; those of one page stay in their order."""
         outcomes: dict[str, Outcome] = {}
-        if any(one.field in ("reward", "error") for one in order):
+        if any(key.field in ("reward", "error") for key in order):
             names = [item.rollout_id for page in pages for item in page.items]
-            outcomes = {one.rollout_id: one for one in await self.query_outcomes(names)}
+            outcomes = {outcome.rollout_id: outcome for outcome in await self.query_outcomes(names)}
         rows: list[tuple[tuple[_SortKey, ...], int, int]] = []
         for place, page in enumerate(pages):
-            keys = (tuple(_SortKey.of(item, one, outcomes) for one in order) for item in page.items)
+            keys = (tuple(_SortKey.of(item, key, outcomes) for key in order) for item in page.items)
             rows += [(most, place, index) for index, most in enumerate(itertools.accumulate(keys, max))]
         return [(place, index) for _, place, index in sorted(rows)]
 
@@ -208,7 +208,7 @@ class ManyStores(LightningStore):
 
     async def _look(self) -> None:
         """Open new files, close those that are gone or replaced, and announce writes."""
-        async with self._one_look:
+        async with self._look_lock:
             stamps = await asyncio.to_thread(lambda: dict(_stamped(self._folders)))
             before = {path: file.stamp for path, file in self._files.items()}
             for path, file in list(self._files.items()):
@@ -217,7 +217,7 @@ class ManyStores(LightningStore):
                     for key in [key for key, store in self._homes.items() if store is file.store]:
                         del self._homes[key]
                     await file.store.close()
-            for path, stamp in sorted(stamps.items(), key=lambda one: one[1].written):
+            for path, stamp in sorted(stamps.items(), key=lambda item: item[1].written):
                 if path in self._files:
                     self._files[path].stamp = stamp
                     continue
@@ -298,7 +298,7 @@ def _files(top: Path) -> Generator[Path]:
         yield top
     for place, below, files in os.walk(top):
         deep = len(Path(place).relative_to(top).parts) >= _DEEPEST
-        below[:] = [] if deep else sorted(one for one in below if one[0] != "." and one not in _SKIPPED)
+        below[:] = [] if deep else sorted(name for name in below if name[0] != "." and name not in _SKIPPED)
         yield from (Path(place, name) for name in files if name.endswith(".sqlite"))
 
 
@@ -307,7 +307,7 @@ def _stamped(tops: Sequence[Path]) -> Generator[tuple[Path, _Stamp]]:
         with contextlib.suppress(OSError):  # it goes as we look
             found, log = [file.stat()], file.with_name(f"{file.name}-wal")
             found += [log.stat()] if log.exists() else []
-            written, size = max(one.st_mtime for one in found), sum(one.st_size for one in found)
+            written, size = max(stat.st_mtime for stat in found), sum(stat.st_size for stat in found)
             yield file, _Stamp(found[0].st_ino, written, size)
 
 
@@ -317,5 +317,5 @@ def _ids_in(where: Filter | None) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     for part in parts:
         if part.field in _IDS and part.op in ("eq", "in"):
-            found += [(part.field, one) for one in (part.value if part.op == "in" else [part.value])]
-    return sorted(found, key=lambda one: _IDS.index(one[0]))
+            found += [(part.field, value) for value in (part.value if part.op == "in" else [part.value])]
+    return sorted(found, key=lambda pair: _IDS.index(pair[0]))

@@ -26,7 +26,7 @@ _STATUS: Final = ("UNSET", "OK", "ERROR")
 def span_of(
     rollout_id: str, attempt_id: str, sequence_id: int | None, span: Any, still_open_at: int | None = None
 ) -> Span:
-    """The span, as one of that attempt. Without a `sequence_id` it keeps the one in its attributes, or gets the
+    """The span, as a span of that attempt. Without a `sequence_id` it keeps the id in its attributes, or gets the
     attempt's next when stored. A span that has not ended ends at `still_open_at` (nanoseconds since the epoch).
     InvalidError without that, or for another object."""
     try:

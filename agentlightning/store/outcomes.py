@@ -17,7 +17,7 @@ from agentlightning.types import Outcome
 
 _AT_ONCE: Final = 500  # ids in one query
 _RETURNED: Final = 1e11
-"""Seconds by which a reward that was returned comes after every other one, as `tracing.rewards` has it."""
+"""Seconds by which a reward that was returned comes after every other reward, as `tracing.rewards` has it."""
 
 
 def query_outcomes(tx: Transaction, rollout_ids: Sequence[str]) -> list[Outcome]:

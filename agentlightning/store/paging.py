@@ -96,14 +96,14 @@ def _keys(orders: Sequence[Order], of: Fields, dialect: Dialect) -> list[_Key]:
     if len(orders) > _MOST_ORDERS:
         raise InvalidError(f"{len(orders)} sort keys are too many; give at most {_MOST_ORDERS}")
     keys: list[_Key] = []
-    for one in orders:
-        if of.kind(one.field) not in ("text", "number", "boolean"):
+    for order in orders:
+        if of.kind(order.field) not in ("text", "number", "boolean"):
             sortable = ", ".join(name for name, column in of.columns.items() if column.kind != "json")
-            raise InvalidError(f"rows cannot be sorted by {one.field}; sort by one of {sortable}")
-        column = of.columns[one.field]
+            raise InvalidError(f"rows cannot be sorted by {order.field}; sort by one of {sortable}")
+        column = of.columns[order.field]
         if column.nullable:
-            keys.append(_Key(f"(CASE WHEN {column.sql} IS NULL THEN 1 ELSE 0 END)", one.nulls == "first"))
-        keys.append(_key(column, one.descending, dialect))
+            keys.append(_Key(f"(CASE WHEN {column.sql} IS NULL THEN 1 ELSE 0 END)", order.nulls == "first"))
+        keys.append(_key(column, order.descending, dialect))
     return [*keys, *(_key(column, False, dialect) for column in of.unique)]
 
 

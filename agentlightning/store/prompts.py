@@ -32,7 +32,7 @@ REPEATED: Final = (
 """The attributes of calls that are stored in part."""
 _IDS: Final = ""  # in place of an attribute's name
 _LEAST: Final = 256  # characters, or bytes, of a part that are worth a reference
-_LONGEST_CHAIN: Final = 256  # from a row to the one that is stored whole
+_LONGEST_CHAIN: Final = 256  # from a row to the row that is stored whole
 _BRANCHES: Final = 4  # of an attempt, each of which may go on
 _REMEMBERED: Final = 1 << 26  # bytes
 
@@ -95,30 +95,30 @@ class Prompts:
         key = (row.rollout_id, row.attempt_id)
         kept = [*self._of.pop(key, ()), prompt]
         self._size += prompt.size
-        gone = [one for one in kept if prompt.goes_on and one.span_id == prompt.base] or kept[:-_BRANCHES]
-        for one in gone:
-            kept.remove(one)
-            self._size -= one.size
+        gone = [earlier for earlier in kept if prompt.goes_on and earlier.span_id == prompt.base] or kept[:-_BRANCHES]
+        for earlier in gone:
+            kept.remove(earlier)
+            self._size -= earlier.size
         self._of[key] = tuple(kept)
         while self._size > _REMEMBERED:
-            self._size -= sum(one.size for one in self._of.popitem(last=False)[1])
+            self._size -= sum(earlier.size for earlier in self._of.popitem(last=False)[1])
 
     def prepare(self, spans: Sequence[Span], redact: Redact, *, whole: bool) -> list[Prepared]:
-        """Spans with their rows. A base is one of the prompts here, or that of an earlier one of these spans; there is
+        """Spans with their rows. A base is a prompt remembered here, or that of an earlier span in `spans`; there is
         none if rows are to be `whole`."""
         prepared: list[Prepared] = []
         among = Prompts()
         for given in spans:
             span = redact(given)
             if span is None:
-                one = Prepared(None, SpanRow(given.rollout_id, given.attempt_id, None))
+                entry = Prepared(None, SpanRow(given.rollout_id, given.attempt_id, None))
             elif semconv.CALL_ENDPOINT not in span.attributes:
-                one = Prepared(span, _row_of(span, codec.span_columns(span)))
+                entry = Prepared(span, _row_of(span, codec.span_columns(span)))
             else:
-                one = _prepared(span, () if whole else (*self.of(span), *among.of(span)))
-                if one.prompt is not None and len(spans) > 1:
-                    among.remember(one.row, one.prompt)
-            prepared.append(one)
+                entry = _prepared(span, () if whole else (*self.of(span), *among.of(span)))
+                if entry.prompt is not None and len(spans) > 1:
+                    among.remember(entry.row, entry.prompt)
+            prepared.append(entry)
         return prepared
 
 
@@ -140,11 +140,11 @@ def _prepared(span: Span, known: Sequence[Prompt]) -> Prepared:
         return Prepared(span, _row_of(span, codec.span_columns(span)))
     prompt = Prompt(span.span_id, parts)
     repeated, most, base = dict[str, int](), 0, None
-    for one in known:
-        if one.chain < _LONGEST_CHAIN:
-            counts = _repeated(parts, one.parts)
+    for candidate in known:
+        if candidate.chain < _LONGEST_CHAIN:
+            counts = _repeated(parts, candidate.parts)
             if sum(counts.values()) > most:
-                repeated, most, base = counts, sum(counts.values()), one
+                repeated, most, base = counts, sum(counts.values()), candidate
     if base is not None:
         prompt.base, prompt.chain = base.span_id, base.chain + 1
         prompt.goes_on = all(repeated.get(name, 0) >= len(part) - 1 for name, part in base.parts.items())
@@ -173,17 +173,17 @@ def _repeated(parts: Mapping[str, _Part], base: Mapping[str, _Part]) -> dict[str
     return counts
 
 
-def shared_length(one: _Part, other: _Part) -> int:
+def shared_length(first: _Part, second: _Part) -> int:
     """How many characters, or bytes, two texts begin with alike; compared in ever longer pieces, then in halves."""
-    most, same, step = min(len(one), len(other)), 0, 4096
-    if one == other:
+    most, same, step = min(len(first), len(second)), 0, 4096
+    if first == second:
         return most
-    while same < most and one[same : same + step] == other[same : same + step]:
+    while same < most and first[same : same + step] == second[same : same + step]:
         same, step = same + step, 2 * step
     same, end = min(same, most), min(same + step, most)
     while same < end:
         middle = (same + end + 1) // 2
-        if one[same:middle] == other[same:middle]:
+        if first[same:middle] == second[same:middle]:
             same = middle
         else:
             end = middle - 1
@@ -210,8 +210,8 @@ class WholePrompts:
     @classmethod
     def stored(cls, connection: Connection) -> WholePrompts:
         """Those of a store's rows, looked up one by one."""
-        one = f"SELECT {SPAN_COLUMNS} FROM spans WHERE attempt = ? AND span_id = ?"
-        return cls(lambda attempt, span_id: SpanColumns._make(connection.execute(one, (attempt, span_id)).fetchone()))
+        sql = f"SELECT {SPAN_COLUMNS} FROM spans WHERE attempt = ? AND span_id = ?"
+        return cls(lambda attempt, span_id: SpanColumns._make(connection.execute(sql, (attempt, span_id)).fetchone()))
 
     def span(self, rollout_id: str, attempt_id: str, attempt: int, columns: SpanColumns) -> Span:
         """The span of a row."""

@@ -142,7 +142,7 @@ def _check_size(filter: Filter) -> None:
             raise InvalidError(
                 f"the filter is too large: at most {_MOST_CONDITIONS} conditions, nested at most {_DEEPEST} deep"
             )
-        level = [inner for one in level for inner in one.of]
+        level = [inner for outer in level for inner in outer.of]
 
 
 def _conditions(filter: Filter) -> Generator[Filter]:
@@ -162,10 +162,10 @@ def _check(asked: Filter, of: Fields) -> None:
     if op == "in" and not isinstance(value, list | tuple):
         raise InvalidError(f"`in` on {name} takes a list of values, not {_shown(value)}")
     takes = _takes(op, kind)
-    for one in value if op == "in" else [value]:
-        if _kind(one, name) not in takes:
+    for item in value if op == "in" else [value]:
+        if _kind(item, name) not in takes:
             expected = f"it takes {' or '.join(takes)}" if takes else f"that cannot be asked of a {kind}"
-            raise InvalidError(f"`{op}` on {name} was given {_shown(one)}; {expected}")
+            raise InvalidError(f"`{op}` on {name} was given {_shown(item)}; {expected}")
 
 
 def _takes(op: str, kind: str) -> Sequence[Kind]:
@@ -176,7 +176,7 @@ def _takes(op: str, kind: str) -> Sequence[Kind]:
         return ["text"] if kind in ("text", "json") else []
     if kind == "json" or (kind in ("tag", "boolean") and op in _COMPARED):
         return []
-    return [one for one in _TAKES[op] if one in ("text" if kind == "tag" else kind, "null")]
+    return [value_kind for value_kind in _TAKES[op] if value_kind in ("text" if kind == "tag" else kind, "null")]
 
 
 def _kind(value: Any, name: object) -> Kind:
@@ -210,7 +210,7 @@ def _shown(value: object) -> str:
 def _plainer(asked: Filter, of: Fields) -> Filter:
     """The same filter without `ne`, and with texts as they are and as JSON writes them."""
     if asked.field is None:
-        return msgspec.structs.replace(asked, of=tuple(_plainer(one, of) for one in asked.of))
+        return msgspec.structs.replace(asked, of=tuple(_plainer(inner, of) for inner in asked.of))
     if asked.op == "ne":
         return Not(msgspec.structs.replace(asked, op="eq"))
     if of.kind(asked.field) == "json":
@@ -231,12 +231,12 @@ class Query:
         where = And([]) if where is None else where
         _check_size(where)
         conditions = list(_conditions(where))
-        for one in conditions:
-            _check(one, of)
+        for condition in conditions:
+            _check(condition, of)
         self._where = _plainer(where, of)
         self._parameters: list[Any] = []
         self._sql = self._condition(self._where)
-        names = dict.fromkeys(str(one.field) for one in conditions)
+        names = dict.fromkeys(str(condition.field) for condition in conditions)
         self._paths = [name for name in names if name not in of.columns]
         self._named = [name for name in names if name in of.columns]
         self._read = [*(of.columns[name].sql for name in self._named), of.document_column] if self._paths else []
@@ -274,10 +274,10 @@ class Query:
     def _condition(self, asked: Filter) -> str:
         match asked.op:
             case "and" | "or":
-                parts = [self._condition(one) for one in asked.of] or ["TRUE" if asked.op == "and" else "FALSE"]
+                parts = [self._condition(inner) for inner in asked.of] or ["TRUE" if asked.op == "and" else "FALSE"]
                 return f"({f' {asked.op} '.join(parts)})"
             case "not":
-                if any(one.field not in self._of.columns for one in _conditions(asked)):
+                if any(condition.field not in self._of.columns for condition in _conditions(asked)):
                     return "TRUE"  # what may match a path may also match its negation
                 return f"(NOT {self._condition(asked.of[0])})"
             case op:
@@ -337,9 +337,9 @@ class Query:
     def _holds(self, asked: Filter, values: Mapping[str, Sequence[Any]]) -> bool:
         match asked.op:
             case "and":
-                return all(self._holds(one, values) for one in asked.of)
+                return all(self._holds(inner, values) for inner in asked.of)
             case "or":
-                return any(self._holds(one, values) for one in asked.of)
+                return any(self._holds(inner, values) for inner in asked.of)
             case "not":
                 return not self._holds(asked.of[0], values)
             case op:
@@ -358,9 +358,9 @@ def _fits(value: Any, op: str, wanted: Any) -> bool:
         case "eq":
             return _same(value, wanted)
         case "in":
-            return any(_same(value, one) for one in wanted)
+            return any(_same(value, item) for item in wanted)
         case "contains" if isinstance(value, list):
-            return any(_same(one, wanted) for one in value)
+            return any(_same(item, wanted) for item in value)
         case "contains":
             return isinstance(value, str) and isinstance(wanted, str) and wanted in value
         case _:

@@ -70,7 +70,7 @@ def query_resources(tx: Transaction) -> list[ResourcesUpdate]:
 
 
 def start_run(tx: Transaction, kind: str, manifest: Mapping[str, Any], run_id: str | None) -> Run:
-    """Record a run, or set the stored one to running."""
+    """Record a run, or set the stored run to running."""
     run = Run(
         run_id=codec.new_id("run") if run_id is None else codec.check_id(run_id, "run_id"),
         kind=kind,

@@ -105,7 +105,9 @@ def _replaced(
         name=text(span.name),
         status=SpanStatus(status_code=span.status.status_code, description=description),
         attributes=attributes(span.attributes),
-        events=tuple(replace(one, name=text(one.name), attributes=attributes(one.attributes)) for one in span.events),
+        events=tuple(
+            replace(event, name=text(event.name), attributes=attributes(event.attributes)) for event in span.events
+        ),
         links=tuple(replace(link, attributes=attributes(link.attributes)) for link in span.links),
         resource=attributes(span.resource),
     )
@@ -179,16 +181,16 @@ def text_without_secrets(text: str) -> str:
 
 def settings_without_secrets(value: Any) -> Any:
     """Settings or a command line without the values of secret names, at any depth."""
-    if isinstance(value, list):  # of flags, perhaps: what follows one that names a credential is one
+    if isinstance(value, list):  # perhaps flags: the value after a credential's flag is secret
         items = cast("list[Any]", value)
-        flags = [is_credential(one) if isinstance(one, str) and one[:2] == "--" else False for one in items]
-        return [settings_without_secrets(one) for one, flag in zip(items, [False, *flags], strict=False) if not flag]
+        flags = [is_credential(item) if isinstance(item, str) and item[:2] == "--" else False for item in items]
+        return [settings_without_secrets(item) for item, flag in zip(items, [False, *flags], strict=False) if not flag]
     if isinstance(value, str) and value.startswith("--") and is_credential(value.partition("=")[0]):
         return value.partition("=")[0]
     if not isinstance(value, dict):
         return value
     named = cast("dict[str, Any]", value)
-    return {name: settings_without_secrets(one) for name, one in named.items() if not is_credential(name)}
+    return {name: settings_without_secrets(setting) for name, setting in named.items() if not is_credential(name)}
 
 
 _LONGEST_NAME: Final = 120  # of what is looked at of a name, from its end

@@ -33,7 +33,7 @@ def ended_before(time: float) -> Filter:
     group may be awaited. Spans without an attempt have no age: more may be added at any time."""
     return And(
         [
-            Condition("end_time", "lt", time),  # the next one says so too, and takes longer to find out
+            Condition("end_time", "lt", time),  # the next condition says so too, and takes longer to find out
             Condition("group_end_time", "lt", time),
             Condition("rollout_id", "ne", UNATTRIBUTED),
         ]
@@ -78,11 +78,11 @@ def _matching(tx: Transaction, where: Filter, unfinished: bool, condition: str) 
     return list(matching.rows("number, rollout_id, status, group_id", rest, most=_AT_ONCE))
 
 
-def summed(one: Deleted, other: Deleted) -> Deleted:
+def summed(first: Deleted, second: Deleted) -> Deleted:
     return Deleted(
-        rollouts=one.rollouts + other.rollouts,
-        attempts=one.attempts + other.attempts,
-        spans=one.spans + other.spans,
+        rollouts=first.rollouts + second.rollouts,
+        attempts=first.attempts + second.attempts,
+        spans=first.spans + second.spans,
     )
 
 

@@ -113,7 +113,7 @@ def enqueue_many_rollouts(tx: Transaction, requests: Sequence[EnqueueRolloutRequ
 
 
 def create_rollout(tx: Transaction, request: EnqueueRolloutRequest, *, queued: bool = True) -> Rollout:
-    """Queue a rollout, or return the stored one with this id and input."""
+    """Queue a rollout, or return the stored rollout with this id and input."""
     if request.rollout_id is not None:
         codec.check_id(request.rollout_id, "rollout_id")
         if request.rollout_id == UNATTRIBUTED:
@@ -203,7 +203,7 @@ def check_page(limit: int | None, offset: int) -> None:
 
 
 def create_group(tx: Transaction, size: int, run_id: str | None, group_id: str | None) -> Group:
-    """Create a group. A stored one must have the same size and run."""
+    """Create a group. A stored group must have the same size and run."""
     if size < 1:
         raise InvalidError(f"the size of a group is {size}; it must be at least 1")
     if run_id is not None:

@@ -37,7 +37,7 @@ _DROPPED: Final = Stored(0, None)
 
 
 def add_spans(tx: Transaction, rows: Sequence[SpanRow]) -> list[Stored]:
-    """Store spans, all or none. OutdatedError if the base of one is not stored in its attempt."""
+    """Store spans, all or none. OutdatedError if a span's base is not stored in its attempt."""
     by_attempt: dict[tuple[str, str], list[int]] = {}
     for index, row in enumerate(rows):
         by_attempt.setdefault((row.rollout_id, row.attempt_id), []).append(index)

@@ -120,7 +120,7 @@ class SqlStore(LightningStore):
         self._alarm = Alarm()
         self._clocks = asyncio.Lock()  # held while nobody can be heard
         self._subscribers: Subscribers[Changes] = Subscribers()
-        self._keys: dict[str, ApiKey] = {}  # issued ones that were shown to be valid, by secret
+        self._keys: dict[str, ApiKey] = {}  # issued keys that were shown to be valid, by secret
         self._latest: dict[str, Attempt] = {}  # by rollout
         self._announced = 0
         self._closed = False
@@ -388,7 +388,7 @@ class SqlStore(LightningStore):
             return await self._find_worker(worker_id)
         if not api_key.startswith(access_keys.PREFIX):
             return None
-        valid = self._keys  # another dict from the moment a key is revoked, also while this one is being looked up
+        valid = self._keys  # another dict from the moment a key is revoked, also while this key is being looked up
         key = valid.get(api_key)
         if key is None:
             key = await self._look_up(lambda tx: access_keys.find(tx.connection, api_key))

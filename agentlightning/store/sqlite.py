@@ -216,7 +216,7 @@ def connect(path: Path, synchronous: Synchronous, *, read_only: bool = False) ->
 
 
 def open_store(address: str, synchronous: Synchronous, read_seconds: float) -> Opened:
-    """The store in a file, which this process then owns, or one in memory. The caller limits queries."""
+    """The store in a file, which this process then owns, or a store in memory. The caller limits queries."""
     if address == ":memory:":
         memory = _open(":memory:")
         _lay_out(memory)

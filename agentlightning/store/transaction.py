@@ -36,12 +36,12 @@ class Changes(msgspec.Struct):
     @classmethod
     def merged(cls, several: Iterable[Changes]) -> Changes:
         whole = cls()
-        for one in several:
-            whole.queued += one.queued
+        for changes in several:
+            whole.queued += changes.queued
             for name in ("finished", "groups", "runs_with_groups", "touched", "spans", "removed", "runs"):
-                getattr(whole, name).extend(getattr(one, name))
-            whole.keys = whole.keys or one.keys
-            whole.set_deadline(one.deadline)
+                getattr(whole, name).extend(getattr(changes, name))
+            whole.keys = whole.keys or changes.keys
+            whole.set_deadline(changes.deadline)
         return whole
 
 

@@ -92,7 +92,7 @@ async def _record(store: LightningStore, rollout: Rollout) -> Record | None:
 
 
 async def import_rollouts(store: LightningStore, path: Path) -> Imported:
-    """Store the rollouts of a file, each as a whole. Stored ones stay, so an interrupted import can be repeated.
+    """Store the rollouts of a file, each as a whole. Stored rollouts stay, so an interrupted import can be repeated.
 
     InvalidError or ConflictError names the line that cannot be stored; ConfigError says why the file cannot be read."""
     new = stored_already = 0
@@ -105,7 +105,7 @@ async def import_rollouts(store: LightningStore, path: Path) -> Imported:
             for failed in done:
                 if isinstance(failed, BaseException):
                     raise failed
-            stored = [one is True for one in done]
+            stored = [result is True for result in done]
             new += sum(stored)
             stored_already += len(stored) - sum(stored)
     return Imported(rollouts=new, stored_already=stored_already)

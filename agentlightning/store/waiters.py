@@ -51,7 +51,7 @@ async def woken_within(waiter: asyncio.Future[None], seconds: float) -> bool:
 
 
 class Subscribers(Generic[T]):
-    """Listeners to all events. One that is too slow misses some, and gets a None."""
+    """Listeners to all events. A listener that is too slow misses some, and gets a None."""
 
     def __init__(self, backlog: int = 1000) -> None:
         self._backlog = backlog

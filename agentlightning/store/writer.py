@@ -36,23 +36,25 @@ class SpanWriter:
         self._prompts = Prompts()
 
     async def store(self, spans: Sequence[Span]) -> list[int]:
-        """The sequence id of each; 0 for one that the redaction dropped."""
+        """The sequence id of each; 0 for a span that the redaction dropped."""
         prepared, stored = await write_spans(spans, self._prompts, self._redact, self._write)
-        for one, (_, attempt) in zip(prepared, stored, strict=True):
-            if one.prompt is not None and attempt is not None:
-                one.prompt.attempt = attempt
-                self._prompts.remember(one.row, one.prompt)
+        for entry, (_, attempt) in zip(prepared, stored, strict=True):
+            if entry.prompt is not None and attempt is not None:
+                entry.prompt.attempt = attempt
+                self._prompts.remember(entry.row, entry.prompt)
         if self._observer is not None:
             written = zip(prepared, stored, strict=True)
-            self._observer([msgspec.structs.replace(one.span, sequence_id=n) for one, (n, _) in written if one.span])
+            self._observer(
+                [msgspec.structs.replace(entry.span, sequence_id=n) for entry, (n, _) in written if entry.span]
+            )
         return [number for number, _ in stored]
 
 
 async def write_spans(
     spans: Sequence[Span], prompts: Prompts, redact: Redact, write: Callable[[list[SpanRow]], Awaitable[T]]
 ) -> tuple[list[Prepared], T]:
-    """Redact spans and write their rows. Long ones are prepared in a thread. Rows are written whole if the store no
-    longer has what they go on from."""
+    """Redact spans and write their rows. Long spans are prepared in a thread. Rows are written whole if the store
+    no longer has what they go on from."""
     for whole in (False, True):
 
         def prepare(whole: bool = whole) -> list[Prepared]:
@@ -60,7 +62,7 @@ async def write_spans(
 
         prepared = await asyncio.to_thread(prepare) if codec.larger(spans, codec.LARGE) else prepare()
         try:
-            return prepared, await write([one.row for one in prepared])
+            return prepared, await write([entry.row for entry in prepared])
         except OutdatedError:
             if whole:
                 raise

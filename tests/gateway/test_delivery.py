@@ -107,7 +107,7 @@ async def asking(built: World, attempted: AttemptedRollout, stream: bool) -> Asy
     url = urlsplit(f"{built.client(attempted).base_url}chat/completions")
     body = json.dumps({"model": "policy", "messages": user("hello"), "stream": stream}).encode()
     reader, writer = await asyncio.open_connection(url.hostname, url.port)
-    writer.write(f"POST {url.path} HTTP/1.1\r\nhost: test\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+    writer.write(f"POST {url.path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
     try:
         yield reader, writer
     finally:

@@ -196,7 +196,7 @@ async def connection(url: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyn
 
 
 def head(endpoint: str, *headers: str) -> bytes:
-    return "\r\n".join([f"POST /v1/{endpoint} HTTP/1.1", "host: test", *headers, "", ""]).encode()
+    return "\r\n".join([f"POST /v1/{endpoint} HTTP/1.1", "host: localhost", *headers, "", ""]).encode()
 
 
 async def answer_of(reader: asyncio.StreamReader) -> tuple[int, bytes]:

@@ -27,7 +27,7 @@ from tests.gateway.world import fronting, serving
 
 pytestmark = pytest.mark.anyio
 CALL = "POST /v1/chat/completions HTTP/1.1"
-HEALTH = b"GET /health HTTP/1.1\r\nhost: here\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 def asked(text: str = "hello", *, stream: bool = False) -> bytes:
@@ -36,7 +36,7 @@ def asked(text: str = "hello", *, stream: bool = False) -> bytes:
 
 def post(*headers: str, line: str = CALL, body: bytes | None = None) -> bytes:
     body = asked() if body is None else body
-    lines = [line, "host: here", f"content-length: {len(body)}", *headers]
+    lines = [line, "host: localhost", f"content-length: {len(body)}", *headers]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
@@ -109,7 +109,7 @@ async def test_a_body_comes_when_it_is_asked_for_in_chunks_and_byte_by_byte(url:
         else:
             assert (await client.answer())[0] == 200
         chunks = b"".join(b"%x\r\n%b\r\n" % (1, body[place : place + 1]) for place in range(len(body)))
-        client.send(f"{CALL}\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n".encode() + chunks + b"0\r\n\r\n")
+        client.send(f"{CALL}\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n".encode() + chunks + b"0\r\n\r\n")
         assert (await client.answer())[0] == 200
         for byte in post():
             client.send(bytes([byte]))
@@ -128,7 +128,7 @@ async def test_a_wish_to_upgrade_is_ignored(url: str) -> None:
             client.send(bytes([byte]))
             await asyncio.sleep(0)
         assert b"Hi!" in (await client.answer())[2]
-        client.send(b"CONNECT here:443 HTTP/1.1\r\nhost: here\r\n\r\n")
+        client.send(b"CONNECT here:443 HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert (await client.answer())[0] == 400
 
 
