@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from agentlightning.algorithm.rl.batch import RecordedBatch, recorded_batches
 from scripts.replay import main as replay
 from tests import agents
 from tests.test_trainer import TASKS, algorithm, policy, trainer
@@ -60,3 +62,9 @@ def test_other_bits_are_reported(finished: Path, tmp_path: Path, capsys: Any) ->
     weights.write_bytes(bytes(content))
     assert replay([str(copy)]) == 1
     assert "but those of" in capsys.readouterr().out
+
+
+def test_a_record_that_was_cut_short_is_passed_over(tmp_path: Path) -> None:
+    lines = [msgspec.json.encode(RecordedBatch(step, step, (("ro-1", "ro-2"),))) for step in (1, 2, 3)]
+    (tmp_path / "batches.jsonl").write_bytes(b"\n".join([lines[0], lines[1][:20], lines[2], b""]))
+    assert sorted(recorded_batches(tmp_path)) == [1, 3]

@@ -6,12 +6,15 @@ import json
 
 import pytest
 
+from agentlightning import semconv
 from agentlightning.gateway.answer import Answer
-from agentlightning.gateway.attribution import NOBODY
+from agentlightning.gateway.attribution import NOBODY, Caller
 from agentlightning.gateway.backend import Delta, Finished
 from agentlightning.gateway.conversations import Conversations
 from agentlightning.gateway.endpoints.responses import Responses
 from agentlightning.gateway.request import CallRefused, CallRequest
+from agentlightning.store.redaction import redaction
+from tests.store.conftest import opened, span_of
 
 pytestmark = pytest.mark.anyio
 
@@ -53,3 +56,18 @@ async def test_no_more_bytes_are_kept_than_allowed() -> None:
     remember(conversations, asked("x" * 20_000), "resp_large")
     with pytest.raises(CallRefused, match="not found"):
         await continued(conversations, "resp_large")
+
+
+async def test_a_response_whose_texts_are_not_captured_is_not_found() -> None:
+    async with opened(redact=redaction("tokens")) as store:
+        rollout = await store.start_rollout("task")
+        attributes = {
+            semconv.CALL_ENDPOINT: "responses",
+            semconv.CALL_REQUEST: '{"model":"m"}',
+            semconv.GEN_AI_RESPONSE_ID: "resp_kept",
+            semconv.GEN_AI_FINISH_REASONS: ["stop"],
+        }
+        await store.add_span(span_of(rollout, attributes=attributes))
+        caller = Caller(rollout.rollout_id, rollout.attempt.attempt_id, "0" * 32, "train")
+        with pytest.raises(CallRefused, match="not found"):
+            await Conversations(store).join(caller, asked("more", previous_response_id="resp_kept"))

@@ -230,6 +230,29 @@ async def test_a_worker_that_is_killed_loses_nothing_and_another_takes_its_place
     assert workers() == []
 
 
+async def test_a_worker_that_dies_while_calls_are_held_comes_back_and_holds_them(tmp_path, upstream):
+    async with serving(tmp_path, upstream) as (running, client):
+        begun = await client.start_rollout({})
+        before = workers()
+        await client.perform(HoldModel(name="m", seconds=60))
+        for worker in before:
+            os.kill(worker, signal.SIGKILL)
+        async with aiohttp.ClientSession(running.url) as http:
+
+            async def answered() -> bool:
+                with contextlib.suppress(aiohttp.ClientError):
+                    return (await http.get("/v1/models", headers=headers_of(begun))).status == 200
+                return False
+
+            await until(lambda: _true(not set(before) & set(workers())))
+            await until(answered)
+            asked = asyncio.create_task(http.post(path_of(begun), json=asking(), headers=headers_of(begun)))
+            await asyncio.wait([asked], timeout=3)
+            assert not asked.done()
+            await client.perform(ReleaseModel(name="m"))
+            assert (await asked).status == 200
+
+
 async def test_spans_are_redacted_by_whoever_answers_and_forwarded(tmp_path, upstream):
     hook = tmp_path / "hook.py"
     hook.write_text("import msgspec\ndef quiet(span):\n    return msgspec.structs.replace(span, name='quiet')\n")

@@ -359,6 +359,15 @@ async def test_an_imported_rollout_is_as_it_was_and_stored_once(store):
     assert await store.check_store() == []
 
 
+async def test_an_imported_rollout_says_why_it_failed(store):
+    call = elsewhere()
+    first, last = call.attempts
+    late = [first, changed(last, status="timeout")]
+    rollout = changed(call.rollout, status="failed")
+    assert await store.perform(elsewhere(rollout=rollout, attempts=late))
+    assert [outcome.error for outcome in await store.query_outcomes(["ro-1"])] == ["timeout"]
+
+
 async def test_an_import_completes_a_group_that_is_here(store):
     run = await store.start_run("train", {})
     group = await store.create_group(1, run.run_id)
