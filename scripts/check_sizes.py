@@ -22,7 +22,7 @@ ROOM_LINES = {
     "data": 3_323,
     "runner": 3_212,
     "cli": 4_260,
-    "server": 4_080,
+    "server": 4_082,
     "tracing": 2_714,
     ".": 1_529,
     "engine": 1_303,
