@@ -55,15 +55,15 @@ async def write_spans(
 ) -> tuple[list[Prepared], T]:
     """Redact spans and write their rows. Long spans are prepared in a thread. Rows are written whole if the store
     no longer has what they go on from."""
-    for whole in (False, True):
 
-        def prepare(whole: bool = whole) -> list[Prepared]:
+    async def written(*, whole: bool) -> tuple[list[Prepared], T]:
+        def prepare() -> list[Prepared]:
             return prompts.prepare(spans, redact, whole=whole)
 
         prepared = await asyncio.to_thread(prepare) if codec.larger(spans, codec.LARGE) else prepare()
-        try:
-            return prepared, await write([entry.row for entry in prepared])
-        except OutdatedError:
-            if whole:
-                raise
-    raise AssertionError
+        return prepared, await write([item.row for item in prepared])
+
+    try:
+        return await written(whole=False)
+    except OutdatedError:
+        return await written(whole=True)
