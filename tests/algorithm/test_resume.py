@@ -163,16 +163,6 @@ def test_an_interrupted_evaluation_is_finished_by_the_resumed_run(
 
 
 @pytest.mark.slow
-def test_an_interrupted_step_keeps_its_finished_rollouts(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"algorithm": algorithm(steps=2), "n_runners": 1}
-    stopped = trainer(tmp_path, **settings).fit(Interrupting("train", 18), TASKS)
-    assert stopped.metrics[-1].step == 1
-    result = trainer(tmp_path, **settings).fit(agents.vowels, TASKS, resume=True)
-    assert [one.values["rollouts"] for one in result.metrics] == [12, 12]
-    assert len(rollouts_of(tmp_path / "run", lambda rollout: rollout.status == "succeeded")) == 24
-
-
-@pytest.mark.slow
 def test_what_the_new_runner_has_begun_is_not_taken_for_a_leftover(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

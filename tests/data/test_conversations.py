@@ -41,14 +41,6 @@ def last_messages(chains: list[list[ChatCall]]) -> list[list[Any]]:
     return [[*chain[-1].messages, chain[-1].answer] for chain in chains]
 
 
-def test_calls_that_were_sent_all_that_came_before_are_one_conversation() -> None:
-    more = [USER, HI, says("user", "more")]
-    side = [says("user", "aside")]
-    calls, _ = read_calls([call(0, [USER], HI), call(1, side, says("assistant", "yes")), call(2, more, HI)])
-    assert [[*chain] for chain in conversations(calls)] == [[calls[0], calls[2]], [calls[1]]]
-    assert last_messages(conversations(calls))[0] == [*more, HI]
-
-
 @pytest.mark.parametrize(
     "history",
     [[USER, says("assistant", "hi!"), USER], [says("user", "shortened"), HI, USER]],

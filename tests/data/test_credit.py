@@ -98,12 +98,6 @@ def test_a_tree_compares_with_who_reached_the_same_state() -> None:
     assert values[3] == pytest.approx([0.0, 0.0])
 
 
-def test_a_tree_counts_each_rollout_once_however_often_it_came_by() -> None:
-    loops = [[transition(prompt=[1])] * 3, [transition(prompt=[1])], [transition(prompt=[1])]]
-    assert credit.tree([1.0, 0.0, 0.5], loops)[1].tolist() == [-0.75]
-    assert credit.tree([1.0], loops[:1])[0].tolist() == [0.0] * 3
-
-
 # --- baselines, against other frameworks ---
 
 
@@ -198,18 +192,6 @@ def test_what_is_divided_by_a_spread_has_at_most_that_spread_however_returns_dif
     for divided in (credit.grpo(returns), credit.whiten(returns.values, returns.rollouts)):
         of_rollouts = [np.mean(divided[returns.rollouts == index] ** 2) for index in range(len(values))]
         assert np.mean(of_rollouts) <= 1 + 1e-6
-
-
-@THOROUGH
-@given(st.lists(st.tuples(st.floats(-1, 1, width=16), st.integers(1, 6)), min_size=2, max_size=6))
-def test_of_one_return_per_rollout_the_spread_is_that_of_the_rollouts(rollouts: list[tuple[float, int]]) -> None:
-    values = np.array([value for value, _ in rollouts])
-    returns = of([[value] * calls for value, calls in rollouts])
-    better = (returns.values - values.mean()) * (values.std() > 0)
-    spread = values.std(ddof=1)
-    assert credit.grpo(returns) == pytest.approx(better / (spread + 1e-6), abs=1e-9)
-    whitened = credit.whiten(returns.values, returns.rollouts)
-    assert whitened == pytest.approx(better / np.sqrt(spread**2 + 1e-8), abs=1e-9)
 
 
 def test_a_rollout_without_calls_counts_by_its_reward() -> None:
@@ -322,15 +304,3 @@ def test_what_the_page_marks_is_refused_as_built_in_functions_are(tmp_path: Path
         GRPO(baseline=median, group_size=1)
     with pytest.raises(ConfigError, match="'later' puts R in each"):
         run([TWO], returns=later, baseline="reinforce++", baseline_options={"across_calls": True})
-
-
-def test_a_return_of_your_own_may_compare_the_group() -> None:
-    @credit.returns(compares="group")
-    def against_the_mean(rewards: Sequence[float], calls: Sequence[Sequence[Transition]]) -> list[FloatArray]:
-        return [np.full(len(of), reward - np.mean(rewards)) for reward, of in zip(rewards, calls, strict=True)]
-
-    partly = functools.partial(against_the_mean)
-    for own in (against_the_mean, partly):
-        assert run([TWO], returns=own, baseline="none") == run([TWO], baseline="dr_grpo")
-        with pytest.raises(ConfigError, match="give baseline='none'"):
-            run([TWO], returns=own)
