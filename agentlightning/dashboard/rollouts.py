@@ -11,7 +11,8 @@ import msgspec
 
 from agentlightning import semconv
 from agentlightning.data.agents import agent_of
-from agentlightning.data.conversations import Message, call_index, conversations, read_calls
+from agentlightning.data.call_filter import call_index
+from agentlightning.data.conversations import Message, conversations, read_calls
 from agentlightning.data.recordings import Training
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.errors import ConflictError, InvalidError

@@ -19,9 +19,15 @@ import numpy.typing as npt
 from agentlightning import semconv
 from agentlightning.data import call_filter
 from agentlightning.data.agents import agent_of, agent_pattern, chosen
-from agentlightning.data.call_filter import EVERY_CALL, CallFilter, token_problem
+from agentlightning.data.call_filter import (
+    EVERY_CALL,
+    CallFilter,
+    call_index,
+    call_order,
+    discarded_calls,
+    token_problem,
+)
 from agentlightning.data.clocks import align_clocks
-from agentlightning.data.conversations import call_index, call_order, discarded_calls
 from agentlightning.data.rewards import (
     NOT_TRAINED,
     PLAIN,

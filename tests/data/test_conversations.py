@@ -9,15 +9,11 @@ from typing import Any
 import pytest
 
 from agentlightning.data.agents import agent_pattern
+from agentlightning.data.call_filter import FROZEN, NOT_RECEIVED, OTHER_AGENT, OTHER_MODEL, TRUNCATED
 from agentlightning.data.conversations import (
-    CUT,
     EARLIER_ELSEWHERE,
     FAILED,
-    FROZEN,
-    NOT_RECEIVED,
     NOT_RECORDED,
-    OTHER_AGENT,
-    OTHER_MODEL,
     ChatCall,
     chat_messages,
     conversations,
@@ -66,7 +62,7 @@ def test_why_nothing_is_learned_from_an_answer_is_said() -> None:
         call(3, [USER], HI, GEN_AI_FINISH_REASONS=["length"]),
         call(4, [USER], HI, CALL_DISCARDS=[0]),
     ]
-    assert learned(spans) == [NOT_RECEIVED, FROZEN, FAILED, CUT, None]
+    assert learned(spans) == [NOT_RECEIVED, FROZEN, FAILED, TRUNCATED, None]
     assert learned(spans, models=frozenset({"gpt"})) == [NOT_RECEIVED, OTHER_MODEL, FAILED, OTHER_MODEL, OTHER_MODEL]
     assert learned([spans[1]], models=frozenset({"policy"})) == [None]  # a frozen model that is named teaches
     assert learned([spans[4]], agents=agent_pattern("writer")) == [OTHER_AGENT]
