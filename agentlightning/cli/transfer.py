@@ -268,5 +268,9 @@ def _nothing(kind: str, done: _Exported, place: str) -> str:
     if not done.rollouts:
         return f"no rollout in {place} matches; `agl rollouts ls` shows what there is"
     reasons = "; ".join(f"{count:,} {reason}" for reason, count in done.left_out.most_common())
-    hint = ". Name a model with --model to learn from it although it is not trained" if done.left_out[f"calls ({FROZEN})"] else ""
+    hint = (
+        ". Name a model with --model to learn from it although it is not trained"
+        if done.left_out[f"calls ({FROZEN})"]
+        else ""
+    )
     return f"nothing was written: {done.rollouts:,} rollouts give no {_UNITS[kind]}. Left out: {reasons}{hint}"
