@@ -218,7 +218,7 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     failed_tool: str | None = None
 
     def __post_init__(self) -> None:
-        costs = dict.fromkeys(("length_penalty", "overlong_penalty", *RELATIVE), 0)
+        costs = dict.fromkeys(("length_penalty", "overlong_penalty", *RELATIVE), 0.0)
         check_settings(self, least=costs, choices={"base": ("final", "sum")})
         if self.weights and self.base == "sum":
             raise ConfigError("reward.weights weighs the parts of the final reward; leave base: sum out")
