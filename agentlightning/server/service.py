@@ -171,7 +171,7 @@ def _begin(index: int, settings: ServerSettings, port: int, folder: Path, models
         models=list(models.registered.values()),
         versions=[versions_of(entry) for entry in table],
         holds=[
-            Hold(names=[gate.name], holder=str(holder), seconds=seconds)
+            Hold(name=gate.name, holder=holder, seconds=seconds)
             for gate in table.gates()
             for holder, seconds in gate.holds()
         ],

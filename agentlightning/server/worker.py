@@ -48,7 +48,7 @@ _KNOWN: Final = 10_000  # attempts
 class Hold(msgspec.Struct, frozen=True, kw_only=True):
     """Calls of these models wait, for at most `seconds` where given."""
 
-    names: list[str]
+    name: str
     holder: str
     seconds: float | None = None
 
@@ -182,13 +182,11 @@ class Worker:
                     self.hold(_read(content, Hold))
                 case "release":
                     hold = _read(content, Hold)
-                    self.gateway.release_gates(map(self.gateway.models.gate, hold.names), hold.holder)
+                    self.gateway.release_gate(hold.name, hold.holder)
                 case "turn away":
                     self.gateway.turn_away()
                 case _:
-                    pass  # all before it is carried out; what "idle" waits for below may need to be released
-        if name == "idle":
-            await asyncio.gather(*(self.gateway.models.gate(model).idle() for model in _read(content, list[str])))
+                    pass  # all before it is carried out
 
     async def report(self) -> None:
         """Tell the owner, again and again, what has become of calls."""
@@ -219,7 +217,7 @@ class Worker:
             closing.add_done_callback(self._closing.discard)
 
     def hold(self, hold: Hold) -> None:
-        self.gateway.hold_gates(map(self.gateway.models.gate, hold.names), hold.holder, hold.seconds)
+        self.gateway.hold_gate(hold.name, hold.holder, hold.seconds)
 
     def _set_versions(self, versions: Versions) -> None:
         entry = self.gateway.models.get(versions.model)

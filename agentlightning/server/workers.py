@@ -17,7 +17,6 @@ from typing import Any, Final
 import msgspec
 
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.gates import Gate
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.gateway.recorder import CallStatistics
 from agentlightning.gateway.replicas import servers_of
@@ -162,23 +161,15 @@ class SharedGateway(Gateway):
         super().__init__(*args, **named)
         self.workers = workers
 
-    def hold_gates(self, gates: Iterable[Gate], holder: str, seconds: float | None = None) -> None:
-        gates = list(gates)
-        super().hold_gates(gates, holder, seconds)
-        self.workers.tell("hold", Hold(names=[gate.name for gate in gates], holder=holder, seconds=seconds))
+    def hold_gate(self, name: str, holder: str, seconds: float | None = None) -> None:
+        super().hold_gate(name, holder, seconds)
+        self.workers.tell("hold", Hold(name=name, holder=holder, seconds=seconds))
 
-    def release_gates(self, gates: Iterable[Gate], holder: str) -> None:
-        gates = list(gates)
-        super().release_gates(gates, holder)
-        for gate in gates:  # what they held may have changed the weights
-            entry = self.models.get(gate.name)
-            if entry is not None:
-                self.workers.tell("versions", versions_of(entry))
-        self.workers.tell("release", Hold(names=[gate.name for gate in gates], holder=holder))
-
-    async def idle(self, *names: str) -> None:
-        gates = [gate.name for gate in self.gates_of(names)]
-        await asyncio.gather(super().idle(*names), self.workers.ask("idle", gates))
+    def release_gate(self, name: str, holder: str) -> None:
+        super().release_gate(name, holder)
+        if (entry := self.models.get(name)) is not None:  # who held it may have changed the weights
+            self.workers.tell("versions", versions_of(entry))
+        self.workers.tell("release", Hold(name=name, holder=holder))
 
     def turn_away(self) -> None:
         super().turn_away()
