@@ -157,7 +157,7 @@ class ReleaseModel(Call, frozen=True, kw_only=True):
 class Followers(Protocol):
     """Processes that have the same models. `settled` returns when all have carried out all orders."""
 
-    def tell(self, name: str, content: Any) -> None: ...
+    def changed(self) -> None: ...
     async def settled(self) -> None: ...
 
 
@@ -198,8 +198,7 @@ class Models:
                     keep_versions(replaced, entry)
                 self._owners[entry.name] = call.owner
                 self.registered[entry.name] = call
-                if self._followers is not None:
-                    self._followers.tell("put", call)
+                self._tell_followers()
         except BaseException:
             self._retire(entry)
             raise
@@ -212,8 +211,7 @@ class Models:
                 self._retire(self._models.remove(call.name))
                 self._owners.pop(call.name, None)
                 self.registered.pop(call.name, None)
-                if self._followers is not None:
-                    self._followers.tell("remove", call.name)
+                self._tell_followers()
 
     async def hold(self, call: HoldModel) -> None:
         self.gateway.hold(call.name, call.seconds, call.holder)
@@ -235,6 +233,10 @@ class Models:
                 f"the model {entry.name!r} is registered by {owner or 'somebody without a name'} and its server lives; "
                 'choose another name, take that model away (DELETE), or say "replace": true'
             )
+
+    def _tell_followers(self) -> None:
+        if self._followers is not None:
+            self._followers.changed()
 
     def _retire(self, entry: ModelEntry | None) -> None:
         """Close a backend nobody is routed to any more, after its calls under way are answered."""
