@@ -26,8 +26,8 @@ from agentlightning.learner.torch import TorchLearner
 @dataclass(kw_only=True)
 class OPD(GRPO):
     """A = log p(token) under `teacher` − log p(token) when sampled, whose expectation is minus the reverse KL of
-    student and teacher (on-policy distillation, arXiv:2306.13649; thinkingmachines.ai/blog/on-policy-distillation). No reward
-    is needed.
+    student and teacher (on-policy distillation, arXiv:2306.13649; thinkingmachines.ai/blog/on-policy-distillation).
+    No reward is needed.
 
     `teacher` is a model (a path, an id, an `agl.Policy`) with the student's tokenizer. The metric `teacher_kl` is the
     mean of log p − log p of the teacher."""
