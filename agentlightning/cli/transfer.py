@@ -197,7 +197,7 @@ def _destination(file: str) -> Generator[Path]:
 
 def _push_model(run: StoredRun | None, target: str, as_json: bool) -> None:
     """Push a run's best weights, or its last, to the hub."""
-    from agentlightning.algorithm.rl.checkpoints import Checkpoints
+    from agentlightning.algorithm.rl.job import Checkpoints
 
     if run is None or not is_hub_name(target):
         raise click.UsageError("--format model pushes the best weights of --run; FILE is hf:ORG/NAME")

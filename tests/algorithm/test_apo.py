@@ -18,9 +18,9 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 import agentlightning as agl
-from agentlightning.algorithm.apo.budget import Budget, OutOfBudget
+from agentlightning.algorithm.apo.apo import Standing, rungs, survivors
+from agentlightning.algorithm.apo.candidates import Budget, OutOfBudget
 from agentlightning.algorithm.apo.edits import placeholders
-from agentlightning.algorithm.apo.race import Standing, rungs, survivors
 from agentlightning.data.references import load_reference
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.rewards import chat

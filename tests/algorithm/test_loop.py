@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from agentlightning.algorithm import GRPO, PPO, SFT
 from agentlightning.algorithm.directory import run_directory
 from agentlightning.algorithm.rl.batch import minibatches
-from agentlightning.algorithm.rl.checkpoints import Checkpoints, LoopState
+from agentlightning.algorithm.rl.job import Checkpoints, LoopState
 from agentlightning.algorithm.rl.sampling import TaskSampler
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.sequences import CreditedTransition

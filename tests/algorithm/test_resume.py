@@ -18,9 +18,8 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.algorithm import evaluation
-from agentlightning.algorithm.rl import groups, reinforcement, resumption
-from agentlightning.algorithm.rl.checkpoints import Checkpoints, LoopState
-from agentlightning.algorithm.rl.job import Job
+from agentlightning.algorithm.rl import groups, job, reinforcement
+from agentlightning.algorithm.rl.job import Checkpoints, Job, LoopState
 from agentlightning.algorithm.tracking import Tracking
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner.torch import TorchLearner
@@ -169,7 +168,7 @@ def test_what_the_new_runner_has_begun_is_not_taken_for_a_leftover(
     """The resumed run's own runner may lease rollouts before the loop has tidied up after the old one."""
     slow: dict[str, Any] = {"algorithm": algorithm(steps=1, tasks_per_step=8), "n_runners": 4}
     trainer(tmp_path, **slow).fit(Interrupting("train", 5), TASKS)
-    tidy, tidied = resumption.withdraw_leftovers, asyncio.Event()
+    tidy, tidied = job.withdraw_leftovers, asyncio.Event()
     requeued: list[Rollout] = []
 
     async def patient(task: dict, llm: agl.LLM) -> float:
@@ -189,7 +188,7 @@ def test_what_the_new_runner_has_begun_is_not_taken_for_a_leftover(
         requeued.extend(await self.context.store.query_rollouts(rollout_id_in=begun, status_in=["requeuing"]))
         tidied.set()
 
-    monkeypatch.setattr(resumption, "withdraw_leftovers", tidy_late)
+    monkeypatch.setattr(job, "withdraw_leftovers", tidy_late)
     result = trainer(tmp_path, **slow).fit(patient, TASKS, resume=True)
     assert result.metrics[-1].values["unrewarded"] == 0
     assert requeued == []

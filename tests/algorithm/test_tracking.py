@@ -17,7 +17,7 @@ import torch
 import agentlightning as agl
 from agentlightning.algorithm.base import NoProgress
 from agentlightning.algorithm.rl.alarms import Earnings, GradientNorms
-from agentlightning.algorithm.rl.checkpoints import Checkpoints
+from agentlightning.algorithm.rl.job import Checkpoints
 from agentlightning.algorithm.tracking import TrackedRun, Tracking, make_tracker
 from agentlightning.cli.config import load_config
 from agentlightning.errors import ConfigError, TrainingError

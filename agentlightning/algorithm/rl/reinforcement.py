@@ -1,7 +1,7 @@
 """The reinforcement-learning loop: take complete groups, give credit, step, publish, repeat.
 
 With staleness 0, rollouts, steps and evaluations take turns; with more they run concurrently. After a kill at any
-moment, `resumption.py` finds everything again.
+moment, `resume` (`job.py`) finds everything again.
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ from agentlightning.algorithm.base import RunContext, Stopped
 from agentlightning.algorithm.evaluation import Evaluation, why_unrewarded
 from agentlightning.algorithm.rl.alarms import Alarms
 from agentlightning.algorithm.rl.batch import BATCHES_FILE, RecordedBatch, make_batches
-from agentlightning.algorithm.rl.checkpoints import Checkpoints, explained
 from agentlightning.algorithm.rl.evaluations import HeldOut
 from agentlightning.algorithm.rl.groups import CompleteGroup, Dropped, Groups
-from agentlightning.algorithm.rl.job import Job
+from agentlightning.algorithm.rl.job import Checkpoints, Job, explained, resume
 from agentlightning.algorithm.rl.metrics import over_steps, rollout_metrics, speed_metrics
 from agentlightning.algorithm.rl.policies import Policies, optimiser_steps
-from agentlightning.algorithm.rl.resumption import resume
 from agentlightning.algorithm.rl.settings import RLSettings
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.transitions import TracedRollout
