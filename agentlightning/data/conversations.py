@@ -118,9 +118,6 @@ def _unlearnable(step: Step, models: frozenset[str] | None, agents: re.Pattern[s
     return TRUNCATED if finish_reasons(attributes)[:1] == ["length"] else None
 
 
-# --- messages ----------------------------------------------------------------------------------------------------
-
-
 def _sent(span: Span) -> list[Message]:
     """All messages of a request, including a system prompt that the protocol keeps in a separate field."""
     messages = chat_messages(input_messages(span.attributes))
@@ -258,9 +255,6 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {name: value for name, value in known.items() if value is not None}}
 
 
-# --- sameness ----------------------------------------------------------------------------------------------------
-
-
 def _signatures(messages: Iterable[Message]) -> list[str]:
     """Texts that identify messages, with tool-call ids numbered in order."""
     numbers: dict[str, int] = {}
@@ -282,9 +276,6 @@ def _plain(function: Mapping[str, Any]) -> Any:
         return msgspec.json.decode(function["arguments"])
     except (ValueError, RecursionError):
         return function["arguments"]
-
-
-# --- for readers -------------------------------------------------------------------------------------------------
 
 
 def conversation(spans: Sequence[Span]) -> list[dict[str, Any]]:

@@ -141,8 +141,6 @@ def ancestors(span: Span, above: Mapping[str, str | None]) -> list[str]:
     return found
 
 
-# --- states ------------------------------------------------------------------------------------------------------
-
 _STATE: Final = "state"
 _ANYWHERE: Final = ""  # no span has this id
 
@@ -181,9 +179,6 @@ def _state(span: Span) -> str | None:
     if value is None:
         value = {name: item for name, item in span.attributes.items() if name.startswith(f"{_STATE}.")} or None
     return None if value is None else msgspec.json.encode(value, order="sorted").decode()
-
-
-# --- R -----------------------------------------------------------------------------------------------------------
 
 
 class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -137,7 +137,6 @@ def constant(value: Any) -> type[GRPO]:
     [
         (lambda: GRPO(dynamic_sampling=True, baseline="reinforce++"), "learns from any group"),
         (lambda: PPO(dynamic_sampling=True), "learns from any group"),
-        (lambda: SFT(dynamic_sampling=True, best=None, fraction=0.5), "learns from any group"),
         (lambda: GRPO(loss="policy_gradient", max_staleness=4), "older ones may have"),
         (lambda: SFT(old="proximal"), "leave it out"),
         (constant(lambda credited: credited[:1]), r"of groups of \[8, 8\] rollouts.*returned lists for \[8\]"),

@@ -16,7 +16,7 @@ import torch
 
 import agentlightning as agl
 from agentlightning.algorithm.base import NoProgress
-from agentlightning.algorithm.rl.alarms import Earnings, GradientNorms
+from agentlightning.algorithm.rl.alarms import GradientNorms
 from agentlightning.algorithm.rl.job import Checkpoints
 from agentlightning.algorithm.tracking import TrackedRun, Tracking, make_tracker
 from agentlightning.cli.config import load_config
@@ -228,14 +228,6 @@ def test_an_exploding_gradient_is_noted_and_ends_the_run_where_that_was_asked_fo
     assert all(torch.isfinite(weight).all() for weight in load_policy(latest).model.state_dict().values())
 
 
-def test_a_row_of_zeros_is_a_collapse_only_where_chance_does_not_give_it() -> None:
-    fell, rare, hard = Earnings(), Earnings(), Earnings()
-    assert [fell.add([True, True, False, True])] + [fell.add([False] * 4) for _ in range(4)] == [0, 0, 0, 3, 4]
-    assert fell.add([True, False]) == 0 and fell.add([False]) == 0
-    assert [rare.add([True] + [False] * 99)] + [rare.add([False] * 100) for _ in range(12)] == [0] * 13
-    assert {hard.add([False] * 100) for _ in range(100)} == {0}
-
-
 EARNED: list[float] = []
 
 
@@ -253,7 +245,7 @@ def test_a_run_that_earns_nothing_any_more_ends_with_its_best_weights_named(tmp_
     notes, asked = Notes(), algorithm(steps=5, checkpoint_every=1, stop_on_collapse=allowed)
     trained = trainer(tmp_path, algorithm=asked, progress=notes)
     best = re.escape(str(tmp_path / "run/checkpoints/step-000001"))
-    told = f"no rollout of the last {allowed or 3} steps earned anything.* 100% of the groups .* weights are in {best}"
+    told = f"no rollout of the last {allowed or 3} steps earned anything.* weights are in {best}"
     if allowed:
         with pytest.raises(TrainingError, match=f"step 4: the policy has collapsed: {told}"):
             trained.fit(loses_its_reward, TASKS)

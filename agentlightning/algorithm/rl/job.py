@@ -22,7 +22,7 @@ import msgspec
 
 from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.evaluation import evaluation_id
-from agentlightning.algorithm.rl.alarms import Alarms, Earnings
+from agentlightning.algorithm.rl.alarms import Alarms
 from agentlightning.algorithm.rl.groups import Groups, GroupsState, withdraw_rollouts
 from agentlightning.algorithm.rl.policies import Policies
 from agentlightning.algorithm.rl.settings import RLSettings
@@ -36,7 +36,7 @@ STATE_FILE = "loop.json"
 class LoopState:
     """The state of the loop. `policy_version` numbers the current weights, `first_version` the starting ones; `groups`
     are the running ones, `evaluation_seconds` the time of the first evaluation, `recent_reward` the mean training
-    reward of the last steps."""
+    reward of the last steps, `flat_steps` how many of the last earned nothing (None: none ever did)."""
 
     step: int = 0
     policy_version: int = 0
@@ -45,7 +45,7 @@ class LoopState:
     groups: GroupsState = field(default_factory=GroupsState)
     evaluation_seconds: float = 0.0
     recent_reward: float | None = None
-    earnings: Earnings = field(default_factory=Earnings)
+    flat_steps: int | None = None
     algorithm: Any = None
 
 
