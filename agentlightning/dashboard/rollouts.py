@@ -228,8 +228,7 @@ def _step(step: Step, parent: int | None, depth: int) -> StepView:
 
 
 def _number(span: Span, name: str) -> float | None:
-    value = span.attributes.get(name)
-    return float(value) if isinstance(value, int | float) else None
+    return float(value) if isinstance(value := span.attributes.get(name), int | float) else None
 
 
 def _conversations(steps: Sequence[Step], spans: Sequence[Span], left_out: Any) -> list[ConversationView]:
