@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar
@@ -107,13 +107,11 @@ class DatabaseThread:
         begin: str = "BEGIN",
         largest_batch: int = 256,
         jobs: queue.SimpleQueue[list[_Job] | None] | None = None,
-        turn: AbstractContextManager[object] | None = None,
         before_commit: Callable[[Connection, list[Any]], Any] = lambda connection, notes: None,
         committed: Callable[[Any], None] = lambda changed: None,
     ) -> None:
         self._connection = connection
         self._begin = begin
-        self._turn = contextlib.nullcontext() if turn is None else turn
         self._before_commit = before_commit
         self._committed = committed
         self._loop = asyncio.get_running_loop()
@@ -170,8 +168,7 @@ class DatabaseThread:
             else:
                 open_for_work = False
             if batch:
-                with self._turn:
-                    self._transact(batch, _TRIES)
+                self._transact(batch, _TRIES)
         self._connection.close()
 
     def _transact(self, batch: list[_Job], tries: int) -> None:
@@ -265,58 +262,26 @@ def _typed(trouble: Trouble | None, error: Exception, seconds: float | None) -> 
 class Opened:
     """An open database, which this process owns. Connections to search with are apart from those to read with, so that
     slow queries hold up nobody else; without any, the one to write with does everything. Rows are looked up by their
-    id with `at_hand`, on the event loop, which takes less time than to ask a thread. `clean_up`, called by any thread
-    with the turns of those who read, leaves no trace of what was removed. `release` is for when all is closed."""
+    id with `at_hand`, on the event loop, which takes less time than to ask a thread. `clean_up`, called by any thread,
+    leaves no trace of what was removed. `release` is for when all is closed."""
 
     writing: Connection
     reading: Sequence[Connection]
     searching: Sequence[Connection]
     begin: str
     now: float
-    clean_up: Callable[[Turns], None]
+    clean_up: Callable[[], None]
     release: Callable[[], None] = lambda: None
     at_hand: Connection | None = None
-
-
-class Turns:
-    """Those who read are within a turn each; `all` is a turn that begins when theirs have ended, before any other."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._reading = 0
-        self._taken = False
-
-    def __enter__(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._taken)
-            self._reading += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self._changed:
-            self._reading -= 1
-            self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def all(self, patience: float) -> Generator[None]:
-        """The turn begins after `patience` seconds at the latest, whoever still reads."""
-        with self._changed:
-            self._taken = True
-            self._changed.wait_for(lambda: not self._reading, patience)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._taken = False
-                self._changed.notify_all()
 
 
 class Readers:
     """Several threads that read, each on a connection of its own."""
 
-    def __init__(self, connections: Sequence[Connection], name: str, turns: Turns) -> None:
+    def __init__(self, connections: Sequence[Connection], name: str) -> None:
         jobs = queue.SimpleQueue[Any]()
         self._threads = [
-            DatabaseThread(connection, f"agl-store-{name}-{number}", largest_batch=1, jobs=jobs, turn=turns)
+            DatabaseThread(connection, f"agl-store-{name}-{number}", largest_batch=1, jobs=jobs)
             for number, connection in enumerate(connections)
         ]
 

@@ -35,7 +35,7 @@ from agentlightning.store import (
 )
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
-from agentlightning.store.database import Connection, DatabaseThread, Opened, Readers, Turns
+from agentlightning.store.database import Connection, DatabaseThread, Opened, Readers
 from agentlightning.store.prompts import Prompts, SpanRow
 from agentlightning.store.redaction import Redact, redaction, text_without_secrets
 from agentlightning.store.spans import Stored, add_spans
@@ -141,9 +141,8 @@ class SqlStore(LightningStore):
         self._writer = DatabaseThread(
             opened.writing, "agl-store-writer", begin=opened.begin, before_commit=self._number, committed=self._announce
         )
-        self._turns = Turns()
         kinds = {"reader": opened.reading, "search": opened.searching}
-        self._readers = {kind: Readers(several, kind, self._turns) for kind, several in kinds.items() if several}
+        self._readers = {kind: Readers(several, kind) for kind, several in kinds.items() if several}
 
     @classmethod
     async def open(
@@ -438,7 +437,7 @@ class SqlStore(LightningStore):
         try:
             async with self._clocks if anew else contextlib.nullcontext():
                 try:
-                    await asyncio.to_thread(self._opened.clean_up, self._turns)
+                    await asyncio.to_thread(self._opened.clean_up)
                 finally:  # also where it fails at the end
                     if anew:
                         await self._write(lambda tx: attempts.go_on_after(tx, began))
