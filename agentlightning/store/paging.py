@@ -18,12 +18,11 @@ import msgspec
 from agentlightning.errors import InvalidError
 from agentlightning.store import query
 from agentlightning.store.codec import SpanColumns
-from agentlightning.store.database import Dialect, take_rows
+from agentlightning.store.database import Dialect, Transaction, take_rows
 from agentlightning.store.prompts import WholePrompts, repeated_counts
 from agentlightning.store.query import Column, Fields, Query
 from agentlightning.store.rollouts import MOST_BYTES, check_page
 from agentlightning.store.tables import ROLLOUTS
-from agentlightning.store.transaction import Transaction
 from agentlightning.types import Filter, Order, RolloutPage, SpanPage
 
 _ROLLOUT: Final = ", ".join(f"rollouts.{name}" for name in ROLLOUTS.fields)

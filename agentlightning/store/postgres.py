@@ -295,14 +295,14 @@ def _opening(url: str, writing: Synchronous | None = None) -> Generator[Postgres
 
 def _layout(connection: PostgresConnection) -> int | None:
     """The layout of the store in the database; None if it is empty. ConfigError if it holds something else."""
-    tables = {
+    found = {
         name for (name,) in connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = current_schema()")
     }
-    if not tables:
+    if not found:
         return None
-    if not {"meta", "rollouts", "spans"} <= tables:
+    if not {"meta", "rollouts", "spans"} <= found:
         raise ConfigError(
-            f"the database holds tables that are not a store's ({', '.join(sorted(tables)[:5])} …); it was left "
+            f"the database holds tables that are not a store's ({', '.join(sorted(found)[:5])} …); it was left "
             "as it is. Give the store a database, or a schema (?options=-csearch_path%3Dname), of its own"
         )
     row = connection.execute("SELECT value FROM meta WHERE name = 'layout'").fetchone()

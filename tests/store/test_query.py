@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from agentlightning.errors import InvalidError
 from agentlightning.store import paging
+from agentlightning.store.database import Transaction
 from agentlightning.store.query import ROLLOUTS, SPANS, Fields, Query
-from agentlightning.store.transaction import Transaction
 from agentlightning.types import And, Condition, Filter, Not, Or, Order
 from tests.store.query_model import (
     ROLLOUT_ROWS,
