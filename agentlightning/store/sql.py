@@ -26,7 +26,7 @@ from agentlightning.store import (
     attempts,
     keys,
     outcomes,
-    paging,
+    query,
     records,
     retention,
     rollouts,
@@ -81,7 +81,7 @@ _WRITES: Final = _by_name(
     *(access_keys.issue_key, access_keys.issue_attempt_key, access_keys.issue_worker_key, access_keys.revoke_key),
 )
 READS: Final = _by_name(
-    *(paging.page_rollouts, paging.page_spans, rollouts.get_rollout_by_id, rollouts.get_group),
+    *(query.page_rollouts, query.page_spans, rollouts.get_rollout_by_id, rollouts.get_group),
     *(attempts.query_attempts, attempts.get_latest_attempt, spans.query_spans, records.get_time),
     *(records.query_resources, records.get_latest_resources, records.get_resources_by_id, records.query_runs),
     *(records.query_metrics, records.query_workers, records.statistics),

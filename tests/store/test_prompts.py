@@ -19,7 +19,7 @@ from agentlightning.errors import ConflictError
 from agentlightning.store import prompts
 from agentlightning.store.base import LightningStore
 from agentlightning.store.prompts import shared_length
-from agentlightning.types import And, AttemptedRollout, Condition, Order, SampledChoice, Span, TokenCapture
+from agentlightning.types import AttemptedRollout, Condition, Order, SampledChoice, Span, TokenCapture
 from tests.store.conftest import opened
 
 pytestmark = pytest.mark.anyio
@@ -160,19 +160,6 @@ async def test_a_page_has_no_more_bytes_for_being_stored_in_less(tmp_path):
         assert page.next_cursor is not None
         rest = await store.page_spans(order=[Order(field="start_time")], cursor=page.next_cursor)
         assert [*page.items, *rest.items][:5] == spans[:5]
-
-
-async def test_what_is_repeated_is_found_by_its_text(store):
-    rollout = await store.start_rollout("x")
-    spans = conversation(rollout, 4)
-    await add_each(store, spans)
-    for place in range(4):
-        field = f"attributes.{semconv.GEN_AI_INPUT_MESSAGES}"
-        where = And([Condition(field, "contains", f"«{1000 + place}»"), Condition("name", "eq", "chat m")])
-        found = await store.page_spans(where, order=[Order(field="start_time")], with_total=True)
-        assert (list(found.items), found.total) == (spans[place:], 4 - place)
-    tools = Condition(f"attributes.{semconv.GEN_AI_TOOL_DEFINITIONS}", "eq", json.dumps([words(9)], ensure_ascii=False))
-    assert len((await store.page_spans(tools)).items) == 4
 
 
 async def test_what_calls_repeat_is_in_the_file_once(tmp_path):
