@@ -103,8 +103,6 @@ def test_two_are_compared_on_the_tasks_of_both() -> None:
     assert (turned.value, turned.p) == (-reward.value, reward.p)
 
 
-# --- statistics: hand-worked figures, brute force and scipy's own ---
-
 SCORES = np.array([(7 * i % 11) / 10 for i in range(60)])  # 0.0, 0.7, 0.3 …, of mean 0.49
 DIFFERENCES = np.array([0.5, -0.25, 0.125, 0.75, 0.0, 0.25, -0.125, 0.375, 0.5, -0.5])
 

@@ -114,17 +114,6 @@ def test_every_measurement_reaches_every_tracker_and_a_resumed_run_continues_in_
     assert lines(tmp_path) == [{"step": one.step, **one.values} for one in resumed.metrics]
 
 
-@pytest.mark.slow
-def test_an_overlapping_run_measures_what_is_documented(tmp_path: Path) -> None:
-    overlapping = algorithm(steps=4, max_staleness=2, evaluate_every=1, loss="importance_sampling")
-    result = trainer(tmp_path, algorithm=overlapping).fit(agents.vowels, TASKS, TASKS[:2])
-    assert unknown_names(result.metrics) == set()
-    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4]
-    for one in result.metrics[1:]:
-        assert 0 <= one.values["engine_idle"] <= 1 and 0 <= one.values["learner_idle"] <= 1
-    assert any(one.values["engine_tokens_per_second"] > 0 for one in result.metrics[1:])
-
-
 @pytest.mark.anyio
 async def test_a_late_measurement_and_a_resumed_run_keep_one_line_a_step(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()

@@ -76,11 +76,6 @@ def test_spans_around_calls_show_it_too(ahead: float) -> None:
     assert rewards(trace_rollout(SUCCEEDED, agents_clock([*around, *calls, *given], ahead))) == [0.5, 1.5, 2.5]
 
 
-def test_what_outlived_its_attempt_does_not_say_when_it_ended() -> None:
-    outer = msgspec.structs.replace(span("outer", 0.9, 1.1), resource={semconv.UNFINISHED: True})
-    assert align_clocks([outer, call(0, 1.0, "outer")])[1] == 0.0
-
-
 def test_one_machine_of_several_moves_nothing() -> None:
     elsewhere = agents_clock([tool(2.6, 2.9, "t1")], 100.0)
     spans = [one for one in CONVERSATION if one.span_id != "tool-t1"]

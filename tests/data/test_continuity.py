@@ -109,9 +109,6 @@ class Attempt:
         return self.break_().kind
 
 
-# --- what goes on --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("content", [True, False])
 def test_agents_by_turns_each_go_on_with_their_own(content: bool) -> None:
     attempt = Attempt(content=content)
@@ -144,17 +141,6 @@ def test_answers_to_the_same_prompt_are_one_conversation_and_no_break(content: b
         best = attempt.call([SYSTEM, user("hello")], said)
     attempt.call([*best, user("and then?")], "friend")
     assert attempt.read() == Continuity((None, None, None, 2), (0, 0, 0, 0), ())
-
-
-@pytest.mark.parametrize("content", [True, False])
-def test_conversations_that_only_begin_alike_are_several(content: bool) -> None:
-    attempt = Attempt(content=content)
-    for task in ("hello", "hello, friend", "yes?"):
-        attempt.call([*attempt.call([SYSTEM, user(task)], "there"), user("and then?")], "friend")
-    assert attempt.read() == Continuity((None, 0, None, 2, None, 4), (0, 0, 1, 1, 2, 2), ())
-
-
-# --- what breaks ---------------------------------------------------------------------------------------------------
 
 
 def broken(said: str, sampled: tuple[int, ...] | None = None, chat: ChatTemplate = CHAT, **more: Any) -> Attempt:
@@ -229,9 +215,6 @@ def test_a_break_from_the_last_call_counts_although_an_earlier_one_is_continued(
     read = attempt.read()
     assert read.continues == (None, 0, 0)
     assert [(found.kind, found.earlier) for found in read.breaks] == [("retokenised", 1)]
-
-
-# --- without messages ------------------------------------------------------------------------------------------------
 
 
 def test_ids_alone_show_a_break_and_not_its_reason() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +20,6 @@ from agentlightning.data.conversations import (
 )
 from agentlightning.types import Span
 from tests.data.recordings import SYSTEM, TOOL, asks_for, call, says, tool_says
-from tests.gateway.claude import SEARCH, asked, client_of
-from tests.gateway.talker import SEARCH_TOOL, user
-from tests.gateway.world import world
 
 USER = says("user", "hello")
 HI = says("assistant", "hi")
@@ -111,31 +107,3 @@ def test_images_and_failed_results_keep_their_meaning() -> None:
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}},
         {"type": "text", "text": "look"},
     ]
-
-
-@pytest.mark.anyio
-async def test_the_same_conversation_over_three_protocols_is_the_same(tmp_path: Path) -> None:
-    async with world(tmp_path) as there:
-        attempts = [await there.attempt() for _ in range(3)]
-        chat, responses = (there.client(one) for one in attempts[:2])
-        said = await chat.chat.completions.create(model="policy", messages=user("weather"), tools=[SEARCH_TOOL])
-        answer = said.choices[0].message.model_dump(exclude_none=True)
-        result = tool_says(answer["tool_calls"][0]["id"], "warm")
-        history: Any = [*user("weather"), answer, result]
-        await chat.chat.completions.create(model="policy", messages=history, tools=[SEARCH_TOOL], max_tokens=3)
-        function = {"type": "function", **SEARCH_TOOL["function"], "strict": None}
-        first = await responses.responses.create(model="policy", input="weather", tools=[function])
-        output: Any = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "warm"}
-        await responses.responses.create(
-            model="policy", input=[output], tools=[function], previous_response_id=first.id, max_output_tokens=3
-        )
-        claude = client_of(there, attempts[2])
-        told = await claude.messages.create(**asked("weather", tools=[SEARCH]))
-        block = {"type": "tool_result", "tool_use_id": told.content[-1].id, "content": "warm"}
-        turns = [*user("weather"), {"role": "assistant", "content": told.model_dump()["content"]}]
-        turns.append({"role": "user", "content": [block]})
-        await claude.messages.create(**asked(messages=turns, tools=[SEARCH]) | {"max_tokens": 3})
-        chains = [conversations(read_calls(await there.spans(one))[0]) for one in attempts]
-    assert [[len(chain) for chain in one] for one in chains] == [[2], [2], [2]]
-    assert len({one[0][-1].sent for one in chains}) == 1
-    assert [one["role"] for one in chains[0][0][-1].messages] == ["user", "assistant", "tool"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import runpy
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.data.aggregation import aggregation_weights
-from agentlightning.data.forest import PAIRS_PER_TOKEN, TOKENS_PER_FOREST, Forest, cut, plant, prefix_order
+from agentlightning.data.forest import Forest, plant, prefix_order
 from agentlightning.data.sequences import Level, MicroBatch, build_sequences, micro_batches
 from tests.data.test_sequences import credited
 
@@ -75,35 +74,6 @@ def path_to(micro: MicroBatch, position: int) -> list[int]:
     while (before := int(micro.forest.previous[path[0]])) >= 0:
         path.insert(0, before)
     return path
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4), st.integers(1, 3)), min_size=1, max_size=6),
-    st.integers(1, 12),
-)
-def test_no_other_way_to_cut_costs_less(sizes: list[tuple[int, int, int]], limit: int) -> None:
-    """Lengths in thousands, against every way there is."""
-    lengths, shared, sampled = np.array(sizes).T
-    lengths, shared, sampled, limit = 1000 * (lengths + shared), 1000 * shared, 1500 * sampled, 1000 * limit
-    shared[0] = 0
-
-    def fits(start: int, stop: int) -> bool:
-        tokens = lengths[start:stop].sum() - shared[start + 1 : stop].sum()
-        return stop == start + 1 or (tokens <= limit and sampled[start:stop].sum() <= limit)
-
-    def cost(ranges: list[tuple[int, int]]) -> int:
-        again = [int(shared[start]) for start, _ in ranges]
-        return sum(PAIRS_PER_TOKEN * (TOKENS_PER_FOREST + one) + one * (one + 1) // 2 for one in again)
-
-    size = len(sizes)
-    ways = [
-        list(itertools.pairwise((0, *places, size)))
-        for count in range(size)
-        for places in itertools.combinations(range(1, size), count)
-    ]
-    found = cut(lengths, shared, sampled, limit)
-    assert found in [way for way in ways if all(fits(*one) for one in way)]
-    assert cost(found) == min(cost(way) for way in ways if all(fits(*one) for one in way))
 
 
 def test_what_training_each_call_alone_would_compute_is_known_at_every_level() -> None:

@@ -33,9 +33,6 @@ def advantages(groups: list[RewardedGroup], baseline: str, spec: RewardSpec | No
     ]
 
 
-# --- named rewards ---
-
-
 def named(*dimensions: tuple[str, float]) -> Any:
     about: dict[str, Any] = {}
     for index, (name, value) in enumerate(dimensions):
@@ -89,9 +86,6 @@ def test_rewards_of_one_sum_differ_where_they_are_normalised_apart() -> None:
         advantages([group], "gdpo", returns="air")
 
 
-# --- costs ---
-
-
 def traced(name: str, earned: float, calls: int, tokens: int, tools: int) -> TracedRollout:
     made = [
         transition([1], [2] * tokens, rollout_id=name, tools=(ToolStatus("search", 1, None),) * tools)
@@ -116,9 +110,6 @@ def test_a_group_is_compared_by_length_turns_and_tool_calls() -> None:
     for one in (first, second, third):
         assert one.reward == pytest.approx(sum(one.reward_terms.values()))
     assert compare_costs(group, RewardSpec()) == group
-
-
-# --- states ---
 
 
 def state(value: Any, at: float, parent: str | None = None) -> Any:
