@@ -58,6 +58,7 @@ class TokenPath(msgspec.Struct, frozen=True, kw_only=True):
 
     rollout_id: str
     step: int
+    model: str
     call: int
     token: int
     token_id: int
@@ -119,6 +120,7 @@ async def explain_token(
     return TokenPath(
         rollout_id=rollout_id,
         step=step.step,
+        model=transition.model,
         call=transition.call_index,
         token=token,
         token_id=int(transition.response_ids[token]),
@@ -133,7 +135,7 @@ def show_path(path: TokenPath, store: str, as_json: bool) -> None:
     if as_json:
         print_json(path)
         return
-    tokenizer = Tokenizers(lambda _: store).find("")
+    tokenizer = Tokenizers(lambda _: store).find(path.rollout_id, path.model)
     text = f" {tokenizer[1].text([path.token_id])!r}" if tokenizer else ""
     token = f"token {path.token}:{text} id {path.token_id}, log p {path.logprob:.4f}"
     click.echo(f"step {path.step}, call {path.call}, {token}")

@@ -178,8 +178,7 @@ class ShowTokens(View, frozen=True, kw_only=True):
         group = await sources.compared_with(await sources.rollout(self.rollout_id))
         spans = await sources.store.query_spans(self.rollout_id, "latest")
         traced = next(member for member in group.traced if member.rollout.rollout_id == self.rollout_id)
-        tokenizer = await asyncio.to_thread(sources.tokenizers.find, self.rollout_id)
-        return await asyncio.to_thread(tokens.token_view, traced, spans, group, self.call, tokenizer)
+        return await asyncio.to_thread(tokens.token_view, traced, spans, group, self.call, sources.tokenizers)
 
 
 class ShowCredit(View, frozen=True, kw_only=True):
@@ -210,8 +209,14 @@ class ShowTree(View, frozen=True, kw_only=True):
         group = await sources.group(self.group_id)
         if not group.traced:
             raise NotFoundError(f"the group {self.group_id!r} has no rollouts yet")
-        spelled = await sources.tokenizers.token_bytes(group.traced[0].rollout.rollout_id)
-        return await asyncio.to_thread(credit.prefix_tree, group.traced, spelled)
+        first = group.traced[0].rollout.rollout_id
+
+        def tree() -> credit.PrefixTree:
+            models = {call.model for member in group.traced for call in member.transitions}
+            found = {model: sources.tokenizers.find(first, model) for model in models}
+            return credit.prefix_tree(group.traced, {model: known[1] for model, known in found.items() if known})
+
+        return await asyncio.to_thread(tree)
 
 
 class ScoreRollout(View, frozen=True, kw_only=True):
