@@ -22,9 +22,9 @@ from agentlightning.server.access import Access
 from agentlightning.server.requests import caller_of, refusal
 from agentlightning.server.rest import PREFIX
 from agentlightning.store.base import CALLS
+from agentlightning.store.database import Changes
 from agentlightning.store.many import ManyStores
 from agentlightning.store.sql import SqlStore
-from agentlightning.store.transaction import Changes
 
 HEARTBEAT_SECONDS: Final = 15.0
 _MOST_STREAMS: Final = 100  # of one caller: each looks at every change
