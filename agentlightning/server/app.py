@@ -32,6 +32,7 @@ from agentlightning.server.protocol import LlmCalls
 from agentlightning.server.requests import defect, failure, refusal
 from agentlightning.server.rest import LongPolls, Perform, Rest
 from agentlightning.server.reward_url import reward_route
+from agentlightning.server.sessions import Sessions
 from agentlightning.store.base import CALLS, LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.many import ManyStores
@@ -115,9 +116,7 @@ def create_app(
     if gateway is not None:
         stops.append(gateway.turn_away)
         shown += gateway_readings(gateway)
-        gateway.keep_to_this_machine()
-        if access is not None:
-            gateway.admit_sessions(access.sessions.key_of)
+        gateway.keep_to_this_machine(Sessions().key_of if access is None else access.sessions.key_of)
     routes.append((metrics := ServerMetrics(store, access, shown)).route())
     routes += documentation_routes(described, protected=protected)
     listeners = [metrics.count, log_request] if access_log else [metrics.count]
