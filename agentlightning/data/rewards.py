@@ -27,7 +27,11 @@ NOT_FINITE: Final = "not a finite number"
 BEFORE_ANY_CALL: Final = "given before any call had ended"
 NOT_TRAINED: Final = "of a call that does not train"
 
-RELATIVE: Final = ("relative_length", "relative_turns", "relative_tool_calls")  # terms that compare a group
+RELATIVE: Final[tuple[str, ...]] = (
+    "relative_length",
+    "relative_turns",
+    "relative_tool_calls",
+)  # terms that compare a group
 
 _IDS: Final = (*TOOL_CALL_IDS, "tool_call_id", semconv.GEN_AI_RESPONSE_ID)  # they may name a reward's call
 
@@ -213,7 +217,7 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     failed_tool: str | None = None
 
     def __post_init__(self) -> None:
-        costs = dict.fromkeys(("length_penalty", "overlong_penalty", *RELATIVE), 0.0)
+        costs: dict[str, float] = dict.fromkeys(("length_penalty", "overlong_penalty", *RELATIVE), 0.0)
         check_settings(self, least=costs, choices={"base": ("final", "sum")})
         if self.weights and self.base == "sum":
             raise ConfigError("reward.weights weighs the parts of the final reward; leave base: sum out")
