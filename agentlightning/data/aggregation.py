@@ -89,22 +89,19 @@ def token_mean(tokens: Tokens) -> FloatArray64:
 
 def sequence_mean(tokens: Tokens) -> FloatArray64:
     """The mean over a call's tokens, then over calls (GRPO, arXiv:2402.03300)."""
-    return _mean_of_means(tokens.calls)
+    counts = np.bincount(tokens.calls)
+    return (1.0 / (len(counts) * counts))[tokens.calls]
 
 
 def rollout_mean(tokens: Tokens) -> FloatArray64:
     """The mean over a rollout's tokens, then over rollouts."""
-    return _mean_of_means(tokens.rollouts)
+    counts = np.bincount(tokens.rollouts)
+    return (1.0 / (len(counts) * counts))[tokens.rollouts]
 
 
 def constant(tokens: Tokens, *, length: int) -> FloatArray64:
     """1 / (calls · `length`): a constant, so short answers are not favoured (Dr. GRPO, arXiv:2503.20783)."""
     return np.full(len(tokens), 1.0 / ((int(tokens.calls.max()) + 1) * length))
-
-
-def _mean_of_means(numbers: npt.NDArray[np.int64]) -> FloatArray64:
-    counts = np.bincount(numbers)
-    return (1.0 / (len(counts) * counts))[numbers]
 
 
 AGGREGATIONS: Final[dict[str, Callable[..., Any]]] = {
