@@ -113,8 +113,6 @@ def _number(count: int, what: str) -> str:
               help="Only rollouts that `agl rollouts annotate` gave this label. Repeatable.")  # fmt: skip
 @click.option("--min-reward", type=float, metavar="X", help="Only rollouts with at least this reward.")
 @click.option("--best-of-group", is_flag=True, help="sft: only the best rollout of each group.")
-@click.option("--pairs", type=click.Choice(["best", "all"]), default="best",
-              help="dpo: for each prompt, the pair that differs most in reward, or all pairs.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 @with_place(ANY_RUN)
 async def export(
@@ -158,7 +156,7 @@ async def export(
     tell(as_json, copied, f"wrote {copied.rollouts} rollouts, {copied.attempts} attempts, {copied.spans} spans")
 
 
-def _wanted(kind: str, models: tuple[str, ...], labels: tuple[str, ...], pairs: str, **others: Any) -> Wanted:
+def _wanted(kind: str, models: tuple[str, ...], labels: tuple[str, ...], **others: Any) -> Wanted:
     """What to export. UsageError for what this format has not, ConfigError for a wrong pattern of agents."""
     from agentlightning.data.agents import agent_pattern
     from agentlightning.datasets.export import Wanted
@@ -166,13 +164,12 @@ def _wanted(kind: str, models: tuple[str, ...], labels: tuple[str, ...], pairs: 
     for given, flag, kinds in (
         (others["best_of_group"], "--best-of-group", ("sft",)),
         (labels, "--label", tuple(_UNITS)),
-        (pairs == "all", "--pairs", ("dpo",)),
     ):
         if given and kind not in kinds:
             raise click.UsageError(f"{flag} goes with --format {' or '.join(kinds)}")
     if others["agents"] is not None:
         agent_pattern(others["agents"])
-    return Wanted(frozenset(models) or None, labels=frozenset(labels) or None, all_pairs=pairs == "all", **others)
+    return Wanted(frozenset(models) or None, labels=frozenset(labels) or None, **others)
 
 
 @contextlib.contextmanager

@@ -120,7 +120,7 @@ def test_what_hosts_of_fine_tuning_refuse_is_left_out(messages: Any, tool: Any, 
 # --- dpo ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_pair_of_a_prompt_that_differs_most_is_taken_and_all_on_request() -> None:
+def test_the_pair_of_a_prompt_that_differs_most_is_taken() -> None:
     answers = [(HI, 0.5, 0), (NO, 0.0, 1), (says("assistant", "best"), 1.0, 2), (NO, 0.5, 3)]
     group = [answering(*one) for one in answers]
     found = dpo_lines(group, ANYTHING)
@@ -133,7 +133,6 @@ def test_the_pair_of_a_prompt_that_differs_most_is_taken_and_all_on_request() ->
     ]
     # The two of reward 0.5 tie; NO against NO differs in reward alone.
     assert found.left_out == {export.TIE: 1, export.NOT_COMPARABLE: 1, export.LESSER_PAIR: 3}
-    assert len(dpo_lines(group, Wanted(all_pairs=True)).lines) == 4
     assert not dpo_lines(group, Wanted(min_reward=2.0)).lines
 
 
