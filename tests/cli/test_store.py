@@ -180,17 +180,6 @@ def test_a_backup_and_an_imported_export_are_stores(agl, path: Path) -> None:
 # --- elsewhere ---------------------------------------------------------------------------------------------------
 
 
-def test_a_store_in_postgres_is_kept_alike(agl, tmp_path: Path, postgres_database: str) -> None:
-    fill(postgres_database, "old ZEBRA", ago=31 * DAY)
-    fill(postgres_database, "young ZEBRA", "horse")
-    moved = tmp_path / "rollouts.jsonl.gz"
-    assert agl("export", moved, "--format", "rollouts", "--store", postgres_database)[0] == 0
-    for chosen in (("--older-than", "30d"), ("--task", "ZEBRA")):
-        assert agl("store", "delete", "--store", postgres_database, *chosen, "--yes")[1].startswith("removed 1 ")
-    assert agl("import", moved, "--store", postgres_database)[1] == "stored 2 rollouts; 1 were stored already\n"
-    assert agl("store", "check", "--store", postgres_database) == (0, "nothing is wrong\n", "")
-
-
 def test_a_running_server_is_asked_to_do_it(agl, path: Path) -> None:
     moved, copy = path.parent / "rollouts.jsonl", path.parent / "copy.db"
     fill(path, "my ZEBRA", "my horse")
