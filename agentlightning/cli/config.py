@@ -84,7 +84,6 @@ ALGORITHMS: Final = {
     "reinforce++": "REINFORCEPlusPlus",
     "reinforce++_baseline": "REINFORCEPlusPlusBaseline",
     "sft": "SFT",
-    "opd": "OPD",
     "apo": "APO",
     "baseline": "Baseline",
 }

@@ -187,7 +187,7 @@ def _destination(file: str) -> Generator[Path]:
 
 def _push_model(run: StoredRun | None, target: str, as_json: bool) -> None:
     """Push a run's best weights, or its last, to the hub."""
-    from agentlightning.algorithm.rl.checkpoints import Checkpoints
+    from agentlightning.algorithm.rl.job import Checkpoints
 
     if run is None or not is_hub_name(target):
         raise click.UsageError("--format model pushes the best weights of --run; FILE is hf:ORG/NAME")
@@ -253,10 +253,14 @@ def _tell(kind: str, done: _Exported, out: str, as_json: bool) -> None:
 
 
 def _nothing(kind: str, done: _Exported, place: str) -> str:
-    from agentlightning.data.conversations import FROZEN
+    from agentlightning.data.call_filter import FROZEN
 
     if not done.rollouts:
         return f"no rollout in {place} matches; `agl rollouts ls` shows what there is"
     reasons = "; ".join(f"{count:,} {reason}" for reason, count in done.left_out.most_common())
-    hint = ". Name a model with --model to learn from it although it is not trained" if done.left_out[FROZEN] else ""
+    hint = (
+        ". Name a model with --model to learn from it although it is not trained"
+        if done.left_out[f"calls ({FROZEN})"]
+        else ""
+    )
     return f"nothing was written: {done.rollouts:,} rollouts give no {_UNITS[kind]}. Left out: {reasons}{hint}"

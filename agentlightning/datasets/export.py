@@ -185,8 +185,8 @@ def _calls(recorded: Recorded, wanted: Wanted, left_out: Counter[str]) -> list[C
     elif not calls and set(unread) == {NOT_RECORDED}:
         left_out[NO_CONTENT] += 1
     else:
-        left_out.update(unread)
-        left_out.update(call.unlearnable for call in calls if call.unlearnable is not None)
+        reasons = [*unread, *(call.unlearnable for call in calls if call.unlearnable is not None)]
+        left_out.update(f"calls ({reason})" for reason in reasons)
     return calls
 
 

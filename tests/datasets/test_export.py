@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
-from agentlightning.data.conversations import CUT, FROZEN
+from agentlightning.data.call_filter import FROZEN, TRUNCATED
 from agentlightning.data.recordings import Recorded
 from agentlightning.datasets import export
 from agentlightning.datasets.export import OTHER_LABEL, Wanted, dpo_lines, sft_lines
@@ -66,7 +66,7 @@ def test_what_is_not_to_be_learned_has_no_weight_and_ends_no_conversation() -> N
     ]
     found = sft_lines([recorded(*spans)], ANYTHING)
     assert [message.get("weight", 1) for message in found.lines[0]["messages"]] == [1, 0, 1, 1, 1, 0, 1, 1]
-    assert found.left_out == {FROZEN: 2}
+    assert found.left_out == {f"calls ({FROZEN})": 2}
 
 
 def test_an_answer_has_weight_in_one_line_only() -> None:
@@ -93,7 +93,7 @@ def test_what_gives_no_line_is_counted() -> None:
     assert left_out == [
         {export.NO_CONTENT: 1},
         {export.NO_CALL: 1},
-        {CUT: 1},
+        {f"calls ({TRUNCATED})": 1},
         {"conversations with tool calls without an id": 1},
     ]
 
