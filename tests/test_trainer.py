@@ -356,25 +356,6 @@ async def test_frozen_models_are_asked_as_the_agent_asks_and_get_no_key_of_ours(
     assert {(body["model"], body["temperature"]) for body in hosted.bodies} == {("gpt-5-mini", 0)}
 
 
-@pytest.mark.slow
-@pytest.mark.anyio
-async def test_two_trainers_on_one_server_train_each_its_own_model(tmp_path: Path) -> None:
-    async with running_server(ServerSettings(store=str(tmp_path / "store.sqlite"))) as server:
-        both = [
-            trainer(tmp_path, server=server.url, model_name=name, run_dir=tmp_path / name) for name in ("red", "blue")
-        ]
-        results = await asyncio.gather(*(one.fit_async(agents.vowels, TASKS) for one in both))
-        store = LightningStoreClient(server.url)
-        try:
-            for name, result in zip(("red", "blue"), results, strict=True):
-                assert [metrics.values["calls"] for metrics in result.metrics] == [24, 24]
-                rollouts = await store.query_rollouts(run_id=result.run_id)
-                spans = [span for rollout in rollouts for span in await store.query_spans(rollout.rollout_id)]
-                assert {span.attributes.get(semconv.GEN_AI_RESPONSE_MODEL) for span in spans if span.tokens} == {name}
-        finally:
-            await store.close()
-
-
 @agl.rollout
 async def writer_and_critic(task: Any, resources: agl.NamedResources) -> float:
     """Two models at one endpoint: the critic answers what the writer said."""

@@ -180,12 +180,12 @@ SCORED = request(span(1, attributes={"score": 0.5, "feedback": "good", "session.
         (SCORED, ["--reward", "skore"], "no span has a number as 'skore'; did you mean 'score'?"),
         (SCORED, ["--by", "sesion.id"], "no span has the attribute 'sesion.id'; did you mean 'session.id'?"),
         (BROKEN, [], "a.json, line 2: "),
-        ("hello", [], "a.json, line 1: JSON is malformed"),
-        ('{\n"resourceSpans": [\n{oops}]}', [], "a.json, line 3: "),
+        ("hello", [], "a.json: JSON is malformed"),
+        ('{\n"resourceSpans": [\n{oops}]}', [], "a.json: JSON is malformed: object keys must be strings (byte"),
         ('{"spans": []}', [], "it has no field resourceSpans"),
-        ('{"resourceSpans": [5, {"scopeSpans": "x"}]}', [], "a.json: "),
-        ("", [], "a.json, line 1"),
-        ("\x00\udcff", [], "a.json, line 1"),
+        ('{"resourceSpans": [5, {"scopeSpans": "x"}]}', [], "a.json, entry 1: "),
+        ("", [], "a.json: "),
+        ("\x00\udcff", [], "a.json: "),
     ],
 )
 def test_what_cannot_be_read_is_named_and_nothing_is_stored(

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +14,7 @@ from openai import AuthenticationError, OpenAI
 
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.tiny import chat_text, make_model, make_tokenizer
+from tests.cli.world import finish, start, staying_up
 
 AGENT = """
 import agentlightning as agl
@@ -55,40 +51,6 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = make_tokenizer([chat_text(messages, [])], 300)
     Policy(make_model(tokenizer, seed=0), tokenizer).save(folder / "model")
     return folder
-
-
-def start(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "agentlightning.cli.main", *arguments]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.Popen(
-        command, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == code, err
-    assert "Traceback" not in err
-    return out, err
-
-
-@contextmanager
-def staying_up(folder: Path, *arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A command that serves: the process and the URL it announces. Ends by SIGTERM, and must end well."""
-    process = start(folder, *arguments, **environment)
-    try:
-        assert process.stderr is not None
-        greeting = process.stderr.readline()
-        found = re.search(r"http://[\d.]+:\d+", greeting)
-        assert found, greeting + process.stderr.read()
-        yield process, found[0]
-        process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=240)
-        assert process.returncode == 0
-        assert "Traceback" not in err and "Unclosed" not in err
-    finally:
-        process.kill()
-        process.wait()
 
 
 def last_json(out: str) -> dict[str, Any]:

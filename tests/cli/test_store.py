@@ -9,7 +9,6 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -20,7 +19,7 @@ from agentlightning.cli.options import Duration
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import Credential, Rollout
-from tests.cli.world import shown_by
+from tests.cli.world import shown_by, staying_up
 
 KEY = "an admin's key"
 DAY = 86400.0
@@ -61,25 +60,6 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def agl(capsys: pytest.CaptureFixture[str]):
     return shown_by(run, capsys)
-
-
-@contextlib.contextmanager
-def serving(path: Path) -> Iterator[str]:
-    """An `agl server` on a store, and its URL."""
-    command = [sys.executable, "-m", "agentlightning.cli.main", "server", "--port", "0", "--store", str(path)]
-    with subprocess.Popen([*command, "--key", KEY], stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        seen = ""
-        try:
-            for line in process.stderr:
-                seen += line
-                if " at http" in line:
-                    yield line.split()[-1]
-                    return
-            raise AssertionError(f"the server did not start: {seen}")
-        finally:
-            process.terminate()
-            process.stderr.read()
 
 
 # --- durations ---------------------------------------------------------------------------------------------------
@@ -190,7 +170,7 @@ def test_a_running_server_is_asked_to_do_it(agl, path: Path) -> None:
         await client.close()
         return rollout.rollout_id
 
-    with serving(path) as url:
+    with staying_up(path.parent, "server", "--port", "0", "--store", path, AGL_KEY=KEY) as (_, url):
         at = ("--server", url, "--key", KEY)
         asyncio.run(running(url))
         assert agl("store", "check", *at) == (0, "nothing is wrong\n", "")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,6 +17,7 @@ import pytest
 from agentlightning.datasets.hub import HubName, push, read_hub_name
 from agentlightning.datasets.tasks import load_dataset
 from agentlightning.errors import ConfigError
+from tests.cli.world import finish, start
 from tests.test_trainer import policy
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -102,31 +101,21 @@ def hub() -> Iterator[Hub]:
         server.shutdown()
 
 
-def agl(
-    folder: Path, hub: Hub, *arguments: str, code: int = 0, token: str = "good", url: str | None = None
-) -> tuple[str, str]:
-    variables = {
-        "HF_ENDPOINT": url or hub.url,
-        "HF_HOME": str(folder / "home"),
-        "HF_TOKEN": token,
-    }
-    command = [sys.executable, "-m", "agentlightning.cli.main", *arguments]
-    files: dict[str, Any] = {"cwd": folder, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-    done = subprocess.run(command, env=os.environ | variables, check=False, timeout=300, **files)
-    assert done.returncode == code, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stdout, done.stderr
+def agl(folder: Path, url: str, *arguments: str, code: int = 0) -> str:
+    variables = {"HF_ENDPOINT": url, "HF_HOME": str(folder / "home"), "HF_TOKEN": "good"}
+    process = start(folder, *arguments, stdin=subprocess.DEVNULL, **variables)
+    return finish(process, code)[1]
 
 
 def test_a_hub_that_is_away_is_asked_once_and_its_cache_serves(tmp_path: Path, hub: Hub) -> None:
     policy().save(tmp_path / "model")
     hub.repositories["me/agent"] = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
-    agl(tmp_path, hub, "chat", "me/agent")
-    _, err = agl(tmp_path, hub, "chat", "me/nobody", code=1)
+    agl(tmp_path, hub.url, "chat", "me/agent")
+    err = agl(tmp_path, hub.url, "chat", "me/nobody", code=1)
     assert "cannot load model 'me/nobody'" in err
-    agl(tmp_path, hub, "chat", "me/agent", url="http://127.0.0.1:9")
+    agl(tmp_path, "http://127.0.0.1:9", "chat", "me/agent")
     for name in ("nope", "me/nobody", "what ever"):
-        _, err = agl(tmp_path, hub, "chat", name, code=1, url="http://127.0.0.1:9")
+        err = agl(tmp_path, "http://127.0.0.1:9", "chat", name, code=1)
         assert f"there is no model {name!r} here" in err and "http://127.0.0.1:9 does not answer" in err
         assert "Retrying" not in err
 
