@@ -210,17 +210,13 @@ def test_a_step_whose_every_token_is_masked_is_skipped(tokenizer: Any) -> None:
     ("settings", "why"),
     [
         ({"correction": "truncate"}, "give old='proximal', or one that only drops tokens"),
-        ({"old": "proximal", "correction": "trunctate"}, "did you mean 'truncate'"),
         ({"old": "proximal", "correction": {"name": "mask", "hihg": 2}}, "no option 'hihg'; did you mean 'high'"),
         ({"old": "proximal", "correction": {"high": 2}}, "correction is None; give one of truncate, mask, bound"),
         ({"old": "proximal", "correction": {"name": "truncate", "cap": 0}}, "cap is 0; it must be above 0"),
-        ({"old": "proximal", "correction": {"name": "mask", "low": 2.0}}, r"low must lie in \[0, 1\]"),
         ({"old": "proximal", "correction": {"name": "mask", "level": "call"}}, "known: token, sequence, geometric"),
         ({"correction": "bound"}, "leaves nothing out without low or high"),
         ({"correction": bounds("k4", "token", None, 1.0)}, "known: k1, k2, k3"),
-        ({"correction": bounds("k1", "tokens", None, 1.0)}, "known: token, sum, mean, max"),
         ({"old": "proximal", "correction": lambda a, b, c: (a, b)}, "made to try it: TypeError"),
-        ({"old": "proximal", "correction": lambda a, b, c, d: (a, b > 0)}, "a finite weight of each"),
         ({"old": "proximal", "correction": lambda a, b, c, d: (-a, b)}, "a bool that says whether it is kept"),
     ],
 )
@@ -230,16 +226,9 @@ def test_what_cannot_be_meant_is_refused(settings: dict[str, Any], why: str) -> 
 
 
 def test_a_weight_that_is_no_number_ends_the_step_by_name() -> None:
-    def divides(behaviour: Any, proximal: Any, present: Any, transitions: Any) -> tuple[Any, Any]:
-        weights = 1 / (proximal + 0.25)
-        return weights.abs(), weights < math.inf
-
     def odd(behaviour: Any, proximal: Any, present: Any, transitions: Any) -> tuple[Any, Any]:
         return 1 / (proximal + 0.25).abs(), proximal < 1
 
     logprobs = torch.tensor([-0.25, -1.0])
-    masking = Corrections.read([divides], "proximal")
-    weights, kept, _ = masking.of(logprobs, logprobs, logprobs, transitions=torch.tensor([0, 0]))
-    assert kept.tolist() == [False, True] and weights[1].isfinite()
     with pytest.raises(TrainingError, match="odd gave a weight that is negative or not finite"):
         Corrections.read([odd], "proximal").of(logprobs, logprobs, logprobs, transitions=torch.tensor([0, 0]))

@@ -134,12 +134,10 @@ def test_one_that_is_marked_takes_clips_as_ours_do() -> None:
     [
         ({"kind": "ppo"}, r"Known: .*ppo_clip"),
         ({"kind": "importance_sampling", "clip_high": 0.3}, "importance_sampling does not use them"),
-        ({"kind": clipped_below_three, "clip_low": 0.1}, "clipped_below_three does not use them"),
         ({"kind": "cispo", "dual_clip": 3.0}, "dual_clip is set, but the loss is cispo"),
         ({"clip_low": 0.0}, "clip range"),
         ({"aggregation": "constant"}, "needs constant_length"),
         ({"kind": lambda logprobs, old: logprobs}, "made to try it: TypeError"),
-        ({"kind": lambda logprobs, old, advantages, _: (logprobs * advantages).mean()}, "a finite loss of each"),
         ({"kind": lambda logprobs, old, advantages, _: logprobs.detach()}, "a gradient through logprobs"),
         ({"kind": lambda logprobs, old, advantages, _: logprobs / (advantages - 1)}, "a finite loss of each"),
         ({"kind": lambda logprobs, old, advantages, _: (logprobs - advantages) ** 2, "old": "proximal"}, "not prop"),

@@ -183,29 +183,6 @@ def test_the_first_step_is_ours(tmp_path: Path, home: Path, model: Path, url: st
 
 @on_a_server
 @pytest.mark.timeout(900)
-def test_a_restored_learner_goes_on_as_the_one_that_was_saved(tmp_path: Path, model: Path, url: str) -> None:
-    """With the optimiser: a step without its moments would be another."""
-
-    def after() -> np.ndarray:
-        one.step(batch(), Loss())
-        return torch.cat(one.logprobs(batch())).numpy()
-
-    with ExitStack() as stack:
-        one = opened(stack, url, model, rate=1e-2)
-        for _ in range(2):
-            one.step(batch(), Loss())
-        (tmp_path / "saved").mkdir()
-        one.save(tmp_path / "saved")
-        expected = after()
-    with ExitStack() as stack:
-        one = opened(stack, url, model, rate=1e-2)
-        one.load(tmp_path / "saved")
-        assert one.steps == 2
-        assert np.abs(after() - expected).max() < 1e-4
-
-
-@on_a_server
-@pytest.mark.timeout(900)
 def test_a_server_that_gives_no_sum_of_losses_is_refused(tmp_path: Path, model: Path, url: str) -> None:
     with ExitStack() as stack:
         one = opened(stack, url, model, reduction=None)
