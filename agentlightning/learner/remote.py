@@ -129,10 +129,10 @@ class RemoteSampler:
             of_ids: Any = server
             if isinstance(server, VllmBackend):
                 if server.model is None and len(served) != 1:
-                    names = ", ".join(model.id for model in served) or "nothing"
+                    names = ", ".join(served) or "nothing"
                     raise ConfigError(f"the sampler at {server.name} serves {names}: choose one as `model`")
-                server.model, of_ids = server.model or served[0].id, server.of_ids
-            lengths = {model.max_model_len for model in served if model.max_model_len} | {self._max_sequence_length}
+                server.model, of_ids = server.model or next(iter(served)), server.of_ids
+            lengths = {*served.values(), self._max_sequence_length}
             of_ids.max_sequence_length = min((length for length in lengths if length is not None), default=None)
             await probe(server, "policy", train)
 
@@ -337,25 +337,15 @@ async def _read_ahead(events: AsyncGenerator[BackendEvent, None]) -> AsyncGenera
         await asyncio.gather(filling, return_exceptions=True)
 
 
-class _Served(msgspec.Struct):
-    id: str
-    parent: str | None = None  # of an adapter
-    max_model_len: int | None = None
-
-
-class _ServedModels(msgspec.Struct):
-    data: list[_Served]
-
-
-async def _served(server: RemoteBackend) -> list[_Served]:
-    """The server's models, without adapters."""
+async def _served(server: RemoteBackend) -> dict[str, int | None]:
+    """The longest sequence of each of the server's models, without adapters."""
     url = server.connection.url("models")
     try:
         async with server.connection.posted(url, None, accepted=True) as response:
-            served = msgspec.json.decode(await response.read(), type=_ServedModels)
-    except (BackendError, msgspec.DecodeError) as error:
+            listed = msgspec.json.decode(await response.read())["data"]
+        return {model["id"]: model.get("max_model_len") for model in listed if model.get("parent") is None}
+    except (BackendError, msgspec.DecodeError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"the sampler at {server.name} does not list its models: {error}") from None
-    return [model for model in served.data if model.parent is None]
 
 
 async def short_answer(backend: Backend) -> TrainingSequence:

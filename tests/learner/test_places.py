@@ -37,7 +37,7 @@ def test_words_stand_for_places() -> None:
     ("given", "why"),
     [
         ("fsdp", r"write torch, \{fsdp: 2\}"),
-        ({"fdsp": 2}, "did you mean 'fsdp'"),
+        ({"fdsp": 2}, "unknown field `fdsp`"),
         ({"fsdp": 0}, "write torch"),
         ({"verl": NOWHERE, "reduction": "sum"}, "reduction"),
         ({"tinker": NOWHERE, "reduction": "max"}, "reduction"),
@@ -55,7 +55,7 @@ def test_what_is_no_learner_is_refused(given: Any, why: str) -> None:
     [
         ("tpu", "write embedded"),
         ({"vllm": "http://a/v1", "sglang": "http://b"}, "write embedded"),
-        ({"vllm": "start", "flag": ["--x"]}, "did you mean 'flags'"),
+        ({"vllm": "start", "flag": ["--x"]}, "unknown field `flag`"),
         ({"vllm": "http://a", "flags": ["--x"]}, "for a started server"),
         ({"sglang": "start"}, "not a server's URL"),
         ({"vllm": "start", "model": "m"}, "leave `model` out"),

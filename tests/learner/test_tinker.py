@@ -14,9 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from agentlightning.algorithm.grpo import GRPO
 from agentlightning.errors import ConfigError
