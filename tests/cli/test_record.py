@@ -27,7 +27,8 @@ from agentlightning import semconv
 from agentlightning.cli.main import run
 from agentlightning.errors import TrainingError
 from agentlightning.runner.harnesses import PRESETS
-from agentlightning.server.service import ServerSettings, running_server
+from agentlightning.server.app import ServerSettings
+from agentlightning.server.service import running_server
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.store.transfer import Record

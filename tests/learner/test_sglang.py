@@ -14,7 +14,7 @@ from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.backends.factory import make_backend
 from agentlightning.gateway.probe import one_answer
-from agentlightning.gateway.updates import WeightUpdate, load_weights
+from agentlightning.gateway.updates import load_weights
 from agentlightning.learner.base import LoRA
 from agentlightning.learner.policy import load_policy
 from tests.learner.engines import SGLANG, SGLANG_ENVIRONMENT, SGLANG_FLAGS, check, fit, save_model, server
@@ -55,7 +55,7 @@ async def test_tokens_are_exact_before_and_after_updates(tmp_path: Path, model: 
     other = save_model(tmp_path / "other", tied=False, seed=1)
     backend = make_backend(f"{url}/v1", kind="sglang", tokenizer=str(model))
     for version, weights in enumerate((model, other, model), start=1):
-        await load_weights("policy", [backend], WeightUpdate(policy_version=version, path=str(weights)))
+        await load_weights([backend], version, str(weights))
         answer = await one_answer(backend, "policy", Sampling(max_tokens=8))
         assert {version for version, _ in answer.choices[0].versions} == {version}
         print(f"version {version}: off by {furthest(weights, answer):.1g}")
