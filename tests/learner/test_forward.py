@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -49,6 +49,14 @@ LOSSES = [
     )
     for kind, (aggregation, estimator) in zip(get_args(LossKind), TERMS, strict=True)
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def blocks() -> Iterator[None]:
+    """Branches of a few tokens are computed in blocks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forest_module, "QUERIES_AT_ONCE", 3)
+        yield
 
 
 def learner(family: Any = "qwen3", tokens: int = EVERYTHING, **model: Any) -> TorchLearner:
@@ -138,20 +146,6 @@ def test_the_gradient_is_exact_whatever_the_agents_did(seed: int, loss: Loss, fa
     assert gradient_error(batches, loss, tokens, family=family) < 1e-4
 
 
-def test_long_branches_are_computed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forest_module, "QUERIES_AT_ONCE", 3)
-    random = np.random.default_rng(0)
-    trunk = random.integers(2, 96, 40)
-    sequences = [np.concatenate([trunk[:cut], random.integers(2, 96, 10)]).astype(np.int32) for cut in (40, 30, 20, 3)]
-    order, shared = prefix_order(sequences)
-    forest, paths = plant([sequences[i] for i in order], shared)
-    with torch.no_grad():
-        hidden = forest_hidden(MODELS["llama"], forest)[0]
-        for i, path in zip(order, paths, strict=True):
-            alone = MODELS["llama"].base_model(input_ids=torch.from_numpy(sequences[i].astype(np.int64))[None])
-            torch.testing.assert_close(hidden[path], alone.last_hidden_state[0], atol=1e-4, rtol=0)
-
-
 def test_the_metrics_say_how_many_tokens_were_computed_and_saved() -> None:
     one = learner()
     alone = one.step(agents(1, "transition"), Loss())
@@ -211,14 +205,6 @@ def loss(values: Sampled) -> torch.Tensor:
     return (values.logprobs * weights + 0.3 * values.entropy * weights.square()).sum()
 
 
-def test_all_at_once_is_the_definition() -> None:
-    head, hidden, targets, of = world()
-    values = sampled(head, hidden, targets, of, 0.7, at_once=STATES)
-    distributions = torch.distributions.Categorical(logits=head(hidden)[of] / 0.7)
-    torch.testing.assert_close(values.logprobs, distributions.log_prob(targets))
-    torch.testing.assert_close(values.entropy, distributions.entropy())
-
-
 @pytest.mark.parametrize("at_once", [1, 7, 36])
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 def test_values_and_gradients_are_those_of_all_at_once(at_once: int, entropy_gradient: bool) -> None:
@@ -229,6 +215,9 @@ def test_values_and_gradients_are_those_of_all_at_once(at_once: int, entropy_gra
         loss(values).backward()
         assert hidden.grad is not None and head.weight.grad is not None
         results.append((values.logprobs, values.entropy, hidden.grad, head.weight.grad))
+        distributions = torch.distributions.Categorical(logits=head(hidden)[of] / 0.7)
+        torch.testing.assert_close(values.logprobs, distributions.log_prob(targets))
+        torch.testing.assert_close(values.entropy, distributions.entropy())
     for whole, parts in zip(*results, strict=True):
         assert float((parts - whole).detach().norm() / whole.detach().norm()) < 1e-5
 
