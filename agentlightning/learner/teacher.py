@@ -60,19 +60,9 @@ def open_teacher(given: Any, student: TokenBytes | None) -> Teacher:
 
     ConfigError if it cannot be opened, or if its tokenizer has other ids than the student's."""
     given = read_teacher(given)
-    if isinstance(given, TeacherServer):
-        try:
-            server, theirs = asyncio.run(_probed(given))
-        except (BackendError, LookupError, TypeError, ValueError) as error:
-            raise ConfigError(f"teacher: {given.vllm} cannot score sampled tokens: {_why(error)}") from None
-
-        def teacher(sequences: Sequence[TrainingSequence]) -> Sequence[FloatArray]:
-            return asyncio.run(_score_all(server, sequences))
-
-    else:
-        teacher, theirs = _local_teacher(given)
-    ours = theirs if student is None else student.tokenizer.encode(_PROBE, add_special_tokens=False).ids
-    if theirs is not None and theirs != ours:
+    teacher, theirs = _server(given) if isinstance(given, TeacherServer) else _local_teacher(given)
+    ours = None if student is None else student.tokenizer.encode(_PROBE, add_special_tokens=False).ids
+    if ours is not None and theirs is not None and theirs != ours:
         raise ConfigError(
             f"the teacher's tokenizer gives other ids than the student's ({theirs[:5]} …, not {ours[:5]} …): a teacher "
             "reads the student's own token ids, so take one of the same family"
@@ -99,6 +89,14 @@ def _connected(server: TeacherServer) -> Connection:
 
     root = server.vllm.rstrip("/").removesuffix("/v1")
     return Connection(f"{root}/v1", api_key=server.api_key, timeout_seconds=300.0)
+
+
+def _server(server: TeacherServer) -> tuple[Teacher, list[int]]:
+    try:
+        server, ids = asyncio.run(_probed(server))
+    except (BackendError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(f"teacher: {server.vllm} cannot score sampled tokens: {_why(error)}") from None
+    return lambda sequences: asyncio.run(_score_all(server, sequences)), ids
 
 
 async def _probed(server: TeacherServer) -> tuple[TeacherServer, list[int]]:

@@ -15,7 +15,6 @@ import agentlightning as agl
 from agentlightning.algorithm.rl.policies import optimiser_steps
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.errors import ConfigError, TrainingError
-from agentlightning.learner import losses
 from agentlightning.learner.corrections import Corrections, corrected, correction, prepare
 from agentlightning.learner.losses import Loss
 from tests.golden import INPUTS, MASK, OUTPUTS, sampled
@@ -75,24 +74,11 @@ def test_a_mask_is_the_ratio_where_it_is_between_its_bounds(level: str, low: flo
     assert 0 < kept.sum() < len(kept)
 
 
-def test_the_gradient_of_clip_and_weight_is_verls() -> None:
-    weights, _ = evaluated("truncate")
-    logprobs = sampled(INPUTS["log_prob"]).requires_grad_()
-    advantages = weights * sampled(INPUTS["advantages"])
-    value = losses.ppo_clip(logprobs, PROXIMAL, advantages, torch.zeros(0), 0.2, 0.28, 3.0).mean()
-    value.backward()
-    assert float(value.detach()) == pytest.approx(OUTPUTS["verl.ppo_clip+tis2.loss"], abs=1e-6)
-    torch.testing.assert_close(logprobs.grad, sampled(OUTPUTS["verl.ppo_clip+tis2.grad"]), atol=1e-6, rtol=0)
-
-
 def test_several_corrections_multiply_weights_and_keep_what_all_keep() -> None:
     mask, bound = {"name": "mask", "level": "sequence", "low": 0.0, "high": 2.0}, bounds("k2", "token", None, 0.02)
     (weights, kept), (of_mask, first), (_, second) = evaluated(mask, bound), evaluated(mask), evaluated(bound)
     torch.testing.assert_close(weights, of_mask)
     assert torch.equal(kept, first & second) and not torch.equal(first, second)
-
-
-# --- a batch -----------------------------------------------------------------------------------------------------
 
 
 def near(one: Any, sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:

@@ -75,15 +75,6 @@ def test_the_other_losses_equal_the_frameworks(key: str, kind: LossKind, aggrega
     check(key, Loss(kind, **({} if kind == "policy_gradient" else CLIP), aggregation=aggregation))
 
 
-@pytest.mark.parametrize("kind", ["ppo_clip", "importance_sampling", "gspo", "cispo"])
-def test_on_the_weights_that_sampled_every_loss_has_the_gradient_of_the_plain_one(kind: LossKind) -> None:
-    old, advantages = sampled(INPUTS["old_log_prob"]), sampled(INPUTS["advantages"])
-    logprobs = old.clone().requires_grad_()
-    value, *_ = losses.policy_loss(logprobs, old, advantages, ROWS, Loss(kind))
-    value.sum().backward()
-    torch.testing.assert_close(logprobs.grad, -advantages)
-
-
 def test_what_a_clip_changed_is_reported_token_by_token() -> None:
     ratios, advantages = torch.tensor([1.5, 1.5, 0.5, 0.5]), torch.tensor([1.0, -1.0, 1.0, -1.0])
     arguments = (ratios.log(), torch.zeros(4), advantages, torch.tensor([0, 0, 0, 0]))
