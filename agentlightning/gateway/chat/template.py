@@ -126,8 +126,8 @@ class ChatTemplate:
         """A parser for one answer. ConfigError if the format of the model's tool calls is not known."""
         if self.tool_format is None:
             raise ConfigError(
-                "the chat template's tool-call format is not one of hermes, llama3 or mistral, so tools cannot be used "
-                "with this model"
+                "the chat template's tool-call format is neither hermes nor llama3, so tools cannot be used with this "
+                "model"
             )
         return TOOL_FORMATS[self.tool_format].parser()
 

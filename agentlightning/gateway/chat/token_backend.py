@@ -225,7 +225,6 @@ class _ChoiceWriter:
         self._form = form
         self._call = call
         self._index = index
-        self._short_ids = chat.tool_format == "mistral"
         self._token_bytes = chat.token_bytes
         markers = parse_tools or form is not None
         self._detokenizer = chat.detokenizer(keep_markers=markers, keep_reasoning=reasoning is not None)
@@ -293,21 +292,17 @@ class _ChoiceWriter:
     def _tool_call(self, call: ToolCall) -> dict[str, Any]:
         position, self._tool_calls = self._tool_calls, self._tool_calls + 1
         name = f"{self._call.request_id}/{self._index}/{position}"
-        # Mistral's templates demand nine letters and digits; agno replaces an id that does not begin like OpenAI's.
+        number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "big")
+        letters = "".join(_LETTERS[number // 62**place % 62] for place in range(20))
         return {
             "index": position,
-            "id": _letters(name, 9) if self._short_ids else f"call_{_letters(name, 20)}",
+            "id": f"call_{letters}",  # agno replaces an id that does not begin like OpenAI's
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }
 
 
 _LETTERS = string.ascii_letters + string.digits
-
-
-def _letters(name: str, count: int) -> str:
-    number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "big")
-    return "".join(_LETTERS[number // 62**place % 62] for place in range(count))
 
 
 async def _merged(choices: list[AsyncGenerator[BackendEvent, None]]) -> AsyncGenerator[BackendEvent, None]:

@@ -2,7 +2,6 @@
 
     hermes    text <tool_call>{"name": …, "arguments": {…}}</tool_call> …     (Qwen 2.5, Qwen 3, Hermes)
     llama3    [<|python_tag|>]{"name": …, "parameters": {…}}[; {…}]           (Llama 3.1 and later)
-    mistral   text [TOOL_CALLS] [{"name": …, "arguments": {…}}, …]            (Mistral 7B v0.3, Nemo)
 
 What is not exactly of that shape stays text: a repaired call would hide from training that it was malformed. Knows
 text only, no tokens and no templates beyond telling which format one asks for.
@@ -45,11 +44,9 @@ class ToolCallParser:
 
 
 class MarkedParser(ToolCallParser):
-    """Calls that begin with a marker: `start` … `end`, or `start` … to the answer's end where `end` is None.
+    """Calls between `start` and `end`. White space around a call belongs to the format, not to the content."""
 
-    White space around a call belongs to the format, not to the content."""
-
-    def __init__(self, start: str, end: str | None, parse: Callable[[str], list[ToolCall] | None]) -> None:
+    def __init__(self, start: str, end: str, parse: Callable[[str], list[ToolCall] | None]) -> None:
         self._start, self._end, self._parse = start, end, parse
         self._space: list[str] = []  # before a call, perhaps
         self._block: list[str] | None = None  # what has come of a call, while one is open
@@ -64,17 +61,10 @@ class MarkedParser(ToolCallParser):
         return parts
 
     def finish(self) -> list[Part]:
-        parts: list[Part] = []
-        space = "".join(self._space)
-        if self._block is None:
-            held = space + self._tail
-            parts += [held] if held.strip() or not self._found else []
-        elif self._end is None:
-            self._close("".join(self._block), "", parts)
-        else:
-            parts.append(space + self._start + "".join(self._block))
-        self._space, self._block, self._tail = [], None, ""
-        return [part for part in parts if part]
+        if self._block is not None:
+            return ["".join([*self._space, self._start, *self._block])]
+        held = "".join(self._space) + self._tail
+        return [held] if held.strip() or (held and not self._found) else []
 
     def _outside(self, text: str, parts: list[Part]) -> str | None:
         """What comes behind the next `start`; None where more text is needed."""
@@ -94,25 +84,16 @@ class MarkedParser(ToolCallParser):
     def _inside(self, block: list[str], text: str, parts: list[Part]) -> str | None:
         """What comes behind the next `end`; None where more text is needed. Looks at each character once."""
         block.append(text)
-        if self._end is None:
-            return None
         seen = self._tail + text
         if self._end not in seen:
             self._tail = seen[1 - len(self._end) :]
             return None
-        called, marker, after = "".join(block).partition(self._end)
-        self._block, self._tail = None, ""
-        self._close(called, marker, parts)
+        called, _, after = "".join(block).partition(self._end)
+        calls = self._parse(called)
+        parts += ["".join(self._space) + self._start + called + self._end] if calls is None else calls
+        self._found = self._found or calls is not None
+        self._space, self._block, self._tail = [], None, ""
         return after
-
-    def _close(self, block: str, marker: str, parts: list[Part]) -> None:
-        calls = self._parse(block)
-        if calls is None:
-            parts.append("".join(self._space) + self._start + block + marker)
-        else:
-            parts.extend(calls)
-            self._found = True
-        self._space = []
 
 
 class WholeAnswerParser(ToolCallParser):
@@ -148,24 +129,16 @@ def detect_tool_format(template: str) -> str | None:
         return None
     if "<tool_call>" in template:
         return "hermes"
-    if "[TOOL_CALLS]" in template:
-        return "mistral"
-    if "<|python_tag|>" in template:
-        return "llama3"
-    return None
+    return "llama3" if "<|python_tag|>" in template else None
 
 
 # Marks of formats that use the same markers around something else than JSON calls.
-_FOREIGN = ("<function=", "<arg_key>", "[ARGS]", "[CALL_ID]", "<|tool_calls_section_begin|>", "<｜tool▁calls▁begin｜>")
+_FOREIGN = ("<function=", "<arg_key>", "<|tool_calls_section_begin|>", "<｜tool▁calls▁begin｜>")
 
 
 class _Call(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     arguments: msgspec.Raw
-
-
-class _MistralCall(_Call, forbid_unknown_fields=True):
-    id: str | None = None
 
 
 class _LlamaCall(msgspec.Struct, forbid_unknown_fields=True, rename={"arguments": "parameters"}):
@@ -177,11 +150,6 @@ class _LlamaCall(msgspec.Struct, forbid_unknown_fields=True, rename={"arguments"
 def _hermes(text: str) -> list[ToolCall] | None:
     call = _decoded(text, _Call)
     return _calls([call]) if call else None
-
-
-def _mistral(text: str) -> list[ToolCall] | None:
-    calls = _decoded(text, list[_MistralCall])
-    return _calls(calls) if calls else None
 
 
 def _llama3(text: str) -> list[ToolCall] | None:
@@ -221,33 +189,27 @@ def _decoded(text: str, kind: Any) -> Any:
 
 
 class ToolFormat(NamedTuple):
-    """How calls are read, and how templates write them: what is `before` the first, `between` and `after` them, and in
-    `front` of the arguments of each (with `NAME` for its name) and behind (`back`)."""
+    """How calls are read, and how templates write them: what is `between` them, and in `front` of the arguments of each
+    (with `NAME` for its name) and behind (`back`)."""
 
     parser: Callable[[], ToolCallParser]
     front: str
     back: str
     between: str
-    before: str = ""
-    after: str = ""
 
     def begin(self, name: str) -> str:
         """What comes in front of the arguments of a call of the tool `name`."""
         return self.front.replace("NAME", json.dumps(name, ensure_ascii=False))
 
 
-_ARGUMENTS = '{"name": NAME, "arguments": '
 TOOL_FORMATS = {
     "hermes": ToolFormat(
         lambda: MarkedParser("<tool_call>", "</tool_call>", _hermes),
-        f"<tool_call>\n{_ARGUMENTS}",
+        '<tool_call>\n{"name": NAME, "arguments": ',
         "}\n</tool_call>",
         "\n",
     ),
     "llama3": ToolFormat(
         lambda: WholeAnswerParser("<|python_tag|>", _llama3), '{"name": NAME, "parameters": ', "}", "; "
-    ),
-    "mistral": ToolFormat(
-        lambda: MarkedParser("[TOOL_CALLS]", None, _mistral), _ARGUMENTS, "}", ", ", "[TOOL_CALLS] [", "]"
     ),
 }
