@@ -25,7 +25,7 @@ from agentlightning.server.dashboard import page_routes, page_views
 from agentlightning.server.events import EventRoutes
 from agentlightning.server.health import Reading, ServerMetrics, gateway_readings, health_routes
 from agentlightning.server.limits import LargeBodies, Limited, Limits, RateLimit, limit_of
-from agentlightning.server.logs import LogFormat, Observed, label_routes, log_request
+from agentlightning.server.logs import LogFormat, Observed, log_request
 from agentlightning.server.models import MODEL_CALLS, Models, RegisterModel
 from agentlightning.server.openapi import documentation_routes
 from agentlightning.server.otlp import otlp_routes
@@ -116,13 +116,11 @@ def create_app(
         if access is not None:
             gateway.admit_sessions(access.sessions.key_of)
     routes.append((metrics := ServerMetrics(store, access, shown)).route())
-    own = [] if gateway is None else gateway.serving.described()
-    routes += documentation_routes(described, routes, own, protected=protected)
-    label_routes(routes)
+    routes += documentation_routes(described, protected=protected)
     listeners = [metrics.count, log_request] if access_log else [metrics.count]
     rate = None if rate_limit is None else RateLimit(limit_of(rate_limit), access)
     limits = Limits(rate, LargeBodies(body_limit) if access is not None and protected else None)
-    layers = [Middleware(Observed, listeners=listeners), Middleware(Limited, limits=limits), *inner]
+    layers = [Middleware(Observed, routes=routes, listeners=listeners), Middleware(Limited, limits=limits), *inner]
     answers = dict.fromkeys((AgentLightningError, HTTPException, Exception), _answer_to)
     app = _Application(routes=routes, middleware=layers, exception_handlers=answers)
     app.state.calls = None if gateway is None else LlmCalls(gateway.serving, listeners, limits)

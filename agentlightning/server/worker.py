@@ -148,8 +148,6 @@ class Worker:
                 await self.take(_read(content, State))
             elif name == "turn away":
                 self.gateway.turn_away()
-        if name == "idle":  # outside: what it waits for may need to be released
-            await asyncio.gather(*(self.gateway.models.gate(model).idle() for model in _read(content, list[str])))
 
     async def take(self, state: State) -> None:
         """Have the models of this state, with its versions and holds."""
@@ -166,13 +164,13 @@ class Worker:
         for entry in table:
             for server in servers_of(entry.backend):
                 server.connection.version, server.connection.unusable = state.versions[entry.name][server.name]
-        for gate in [*map(table.gate, state.holds)]:
-            for holder, seconds in state.holds[gate.name].items():
-                self.gateway.hold_gates([gate], holder, seconds)
+        for name, holds in state.holds.items():
+            for holder, seconds in holds.items():
+                self.gateway.hold_gate(name, holder, seconds)
         for gate in table.gates():
             for holder, _ in gate.holds():
                 if holder not in state.holds.get(gate.name, {}):
-                    self.gateway.release_gates([gate], str(holder))
+                    self.gateway.release_gate(gate.name, holder)
 
     async def report(self) -> None:
         """Tell the owner, again and again, what has become of calls."""

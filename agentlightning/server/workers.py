@@ -18,7 +18,6 @@ from typing import Any, Final
 import msgspec
 
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.gates import Gate
 from agentlightning.gateway.recorder import CallStatistics
 from agentlightning.gateway.replicas import servers_of
 from agentlightning.server.app import ServerSettings
@@ -170,17 +169,13 @@ class SharedGateway(Gateway):
         super().__init__(*args, **named)
         self.workers = workers
 
-    def hold_gates(self, gates: Iterable[Gate], holder: str, seconds: float | None = None) -> None:
-        super().hold_gates(gates, holder, seconds)
+    def hold_gate(self, name: str, holder: str, seconds: float | None = None) -> None:
+        super().hold_gate(name, holder, seconds)
         self.workers.changed()
 
-    def release_gates(self, gates: Iterable[Gate], holder: str) -> None:
-        super().release_gates(gates, holder)
+    def release_gate(self, name: str, holder: str) -> None:
+        super().release_gate(name, holder)
         self.workers.changed()  # also what they held calls for, new weights
-
-    async def idle(self, *names: str) -> None:
-        gates = [gate.name for gate in self.gates_of(names)]
-        await asyncio.gather(super().idle(*names), self.workers.ask("idle", gates))
 
     def turn_away(self) -> None:
         super().turn_away()
@@ -211,7 +206,7 @@ def _state(models: Models) -> State:
             }
             for entry in table
         },
-        holds={gate.name: {str(holder): seconds for holder, seconds in gate.holds()} for gate in table.gates()},
+        holds={gate.name: dict(gate.holds()) for gate in table.gates()},
     )
 
 

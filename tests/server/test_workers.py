@@ -19,10 +19,10 @@ import aiohttp
 import pytest
 
 from agentlightning import semconv
-from agentlightning.errors import ConfigError, InvalidError
+from agentlightning.errors import ConfigError
 from agentlightning.server.app import ServerSettings
 from agentlightning.server.handover import OWNER, Place
-from agentlightning.server.models import HoldModel, ListModels, RegisterModel, ReleaseModel, RemoveModel, UpdateModel
+from agentlightning.server.models import HoldModel, ListModels, RegisterModel, ReleaseModel, RemoveModel
 from agentlightning.server.service import Running, running_server
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.types import AttemptedRollout, Span
@@ -165,18 +165,6 @@ async def test_models_are_held_released_updated_and_changed_in_every_worker(tmp_
                 span.attributes[semconv.CALL_FIRST_VERSION] for one in begun for span in await calls_of(client, one)
             }
             assert versions == {3}
-
-            upstream.hold()
-            asked = [asyncio.create_task(ask(one)) for one in begun]
-            await until(lambda: _true(upstream.running == 6))
-            with pytest.raises(InvalidError, match="lets calls finish"):
-                await client.perform(UpdateModel(name="m", policy_version=4, in_flight="pause"))
-            idle = asyncio.create_task(running.gateway.idle("m"))
-            await asyncio.sleep(0.1)
-            assert not idle.done()
-            upstream.release()
-            await idle
-            assert await asyncio.gather(*asked) == [200] * 6
 
             upstream.hold()
             asked = [asyncio.create_task(ask(one)) for one in begun]
