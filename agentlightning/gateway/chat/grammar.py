@@ -52,8 +52,12 @@ class Form:
         """As servers read it (xgrammar's structural tags)."""
         ways = [] if self.schema is None else [_tagged(self.schema)]
         if (form := self.format) is not None:
-            calls: dict[str, Any] = {"type": "tags_with_separator", "separator": form.between, "at_least_one": True}
-            calls["stop_after_first"] = not self.many
+            calls: dict[str, Any] = {
+                "type": "tags_with_separator",
+                "separator": form.between,
+                "at_least_one": True,
+            }
+            calls["stop_after_first"] = not (self.many and form.between)
             calls["tags"] = [
                 {"type": "tag", "begin": form.begin(name), "content": _tagged(schema), "end": form.back}
                 for name, schema in self.tools
@@ -67,7 +71,7 @@ class Form:
         answer = "json"
         if (form := self.format) is not None:
             answer = "calls" if self.schema is None else "(json | calls)"
-            more = f"({json.dumps(form.between)} call)*" if self.many else ""
+            more = f"({json.dumps(form.between)} call)*" if self.many and form.between else ""
             rules.append(f"calls: call {more}")
             rules.append("call: " + " | ".join(f"call{number}" for number in range(len(self.tools))))
             for number, (name, schema) in enumerate(self.tools):

@@ -42,7 +42,6 @@ from agentlightning.types import FinishReason
 _MANY: Final = 1000  # messages, which take some milliseconds to render: the same
 _LONG: Final = 100_000  # characters, which take a tenth of a second to tokenise: other calls go on meanwhile
 # Fields that the chat template is given.
-_AHEAD: Final = 256  # events of an answer's choices that wait to be read
 _VARIABLES: Final = ("reasoning_effort", "documents")
 _HINTS: Final = frozenset({"verbosity", *NEUTRAL_PENALTIES})
 # Of fields that cannot be honoured, the values that state what holds here anyway.
@@ -307,29 +306,18 @@ _LETTERS = string.ascii_letters + string.digits
 
 async def _merged(choices: list[AsyncGenerator[BackendEvent, None]]) -> AsyncGenerator[BackendEvent, None]:
     """Events of several choices as they come. Closing it, or a failure of one, ends all."""
-    queue: asyncio.Queue[BackendEvent | Exception | None] = asyncio.Queue(_AHEAD)
-
-    async def forward(choice: AsyncGenerator[BackendEvent, None]) -> None:
-        try:
-            async with aclosing(choice):
-                async for event in choice:
-                    await queue.put(event)
-            await queue.put(None)
-        except Exception as error:  # noqa: BLE001 - raised where the events are awaited
-            await queue.put(error)
-
-    tasks = [asyncio.create_task(forward(choice)) for choice in choices]
+    coming = {asyncio.ensure_future(anext(choice, None)): choice for choice in choices}
     try:
-        running = len(tasks)
-        while running:
-            event = await queue.get()
-            if isinstance(event, Exception):
-                raise event
-            if event is None:
-                running -= 1
-            else:
-                yield event
+        while coming:
+            done, _ = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                choice = coming.pop(task)
+                if (event := task.result()) is not None:
+                    coming[asyncio.ensure_future(anext(choice, None))] = choice
+                    yield event
     finally:
-        for task in tasks:
+        for task in coming:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*coming, return_exceptions=True)
+        for choice in choices:
+            await choice.aclose()
