@@ -136,7 +136,7 @@ async def test_housekeeping_trains_only_by_name_and_gets_no_intermediate_reward(
     assert trained("title|claude-code.*") == [(main, None), (sub, 0.5), (title, None)]
     assert trained("housekeeping") == [(title, None)]
     assert trace_rollout(rollout, spans).excluded == {HOUSEKEEPING: 1}
-    assert [call.unlearnable for call in read_calls(spans)[0]] == [None, None, "calls for housekeeping"]
+    assert [call.unlearnable for call in read_calls(spans)[0]] == [None, None, "housekeeping call"]
 
 
 @pytest.mark.parametrize(
