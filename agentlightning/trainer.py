@@ -31,7 +31,7 @@ from agentlightning.algorithm.tracking import Tracker, make_tracker
 from agentlightning.datasets.hub import fetched_model
 from agentlightning.datasets.tasks import load_dataset
 from agentlightning.display import LiveProgress, hide_library_progress, show_tasks
-from agentlightning.environments.base import tasks_of
+from agentlightning.environments import tasks_of
 from agentlightning.errors import ConfigError, UnavailableError, check_settings
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.app import Gateway

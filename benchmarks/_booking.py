@@ -21,7 +21,7 @@ import agentlightning as agl
 from agentlightning.cli.fit import make_algorithm
 from agentlightning.learner.base import AdamW
 from agentlightning.learner.policy import load_policy
-from agentlightning.learner.warm_start import WarmStart, make_policy
+from agentlightning.learner.tiny import make_policy
 
 _NAMES: Final = "Athens Bergen Berlin Dublin Geneva Lisbon Lyon Madrid Milan Munich Naples Oslo Paris Porto Rome"
 CITIES: Final = tuple(_NAMES.split())
@@ -151,7 +151,7 @@ def make(seed: int) -> Any:
     """A tiny model that knows every form, and hardly ever what is next; the same for the same seed."""
     generator = random.Random(f"demonstrations/{seed}")
     shown = [demonstrate(task, generator) for task in tasks(DEMONSTRATIONS, f"demonstrations/{seed}")]
-    return make_policy(shown, tools=TOOLS, seed=seed, options=WarmStart(max_steps=160))
+    return make_policy(shown, tools=TOOLS, seed=seed, steps=160)
 
 
 def demonstrate(task: dict[str, Any], generator: random.Random) -> dict[str, Any]:

@@ -9,8 +9,7 @@ import torch
 from _flight import demonstrations, recipe
 
 from agentlightning.learner.policy import Policy
-from agentlightning.learner.tiny import chat_text, make_model, make_tokenizer
-from agentlightning.learner.warm_start import Progress, warm_start
+from agentlightning.learner.tiny import chat_text, make_model, make_tokenizer, warm_start
 
 # Layers and width of the feed-forward nets; what lies between has the quickstart's 128 channels.
 SIZES = {"0.5M": (2, 384), "5M": (6, 2048)}
@@ -24,11 +23,6 @@ def make(size: str, directory: Path, seed: int = 1) -> None:
     tokenizer = make_tokenizer((chat_text(one["messages"], tools) for one in shown), recipe.VOCABULARY_SIZE)
     layers, inner = SIZES[size]
     model = make_model(tokenizer, seed=seed, layers=layers, inner=inner)
-    steps: list[Progress] = []
-    options = recipe.WARM_START
-    copying = warm_start(model, tokenizer, shown, tools=tools, seed=seed, options=options, on_step=steps.append)
-    found = ", ".join(f"{kind} {share:.2f}" for kind, share in copying.items())
-    print(
-        f"{model.num_parameters():,} parameters after a warm start of {len(steps)} steps; copying: {found}", flush=True
-    )
+    warm_start(model, tokenizer, shown, tools=tools, seed=seed)
+    print(f"{model.num_parameters():,} parameters after a warm start", flush=True)
     Policy(model, tokenizer).save(directory)

@@ -46,11 +46,11 @@ async def answerer(task: dict[str, Any], llm: agl.LLM) -> float:
 
 def make(seed: int) -> Policy:
     """A tiny model that mostly guesses and talks; the same for the same seed."""
-    from agentlightning.learner.warm_start import WarmStart, make_policy
+    from agentlightning.learner.tiny import make_policy
 
     generator = random.Random(seed)
     shown = [demonstrate(generator) for _ in range(DEMONSTRATIONS)]
-    return make_policy(shown, seed=seed, options=WarmStart(max_steps=160))
+    return make_policy(shown, seed=seed, steps=160)
 
 
 def demonstrate(generator: random.Random) -> dict[str, Any]:

@@ -4,8 +4,8 @@ the weights with what the run saved.
     python scripts/replay.py RUN_DIR [--step N | --steps A-B] [--out DIR]
     python scripts/replay.py RUN_DIR --explain ID CALL:TOKEN
 
-With --explain it prints a token's way from reward to gradient, as `agl rollouts show --explain` does, with the weights
-of the step that trained it. It rebuilds the run's algorithm and learner as `agl train --resume` would.
+With --explain it prints a token's way from reward to gradient, with the weights of the step that trained it. It
+rebuilds the run's algorithm and learner as `agl train --resume` would.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from agentlightning.algorithm.rl.groups import trace_group
 from agentlightning.algorithm.rl.policies import Policies, optimiser_steps
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.cli.config import build, load_config
-from agentlightning.cli.explanation import explain_token, show_path, trained_step
 from agentlightning.cli.fit import make_algorithm
 from agentlightning.cli.options import json_option, print_json
 from agentlightning.cli.place import STORE_FILE, Place
-from agentlightning.cli.rollouts import TokenOfCall
 from agentlightning.data.recordings import rewarded_group
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.display import hide_library_progress
 from agentlightning.errors import AgentLightningError, ConfigError, NotFoundError, TrainingError
 from agentlightning.store.base import LightningStore
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from scripts.explanation import explain_token, show_path
 
 if TYPE_CHECKING:
     from agentlightning.learner.torch import TorchLearner
@@ -77,13 +78,25 @@ class _Steps(click.ParamType):
         return first, last
 
 
+class _Token(click.ParamType):
+    """`2`, the first token of call 2, or `2:5`."""
+
+    name = "token"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        match = re.fullmatch(r"(\d+)(?::(\d+))?", str(value))
+        if match is None:
+            self.fail(f"{value!r} is no token of a call; write CALL or CALL:TOKEN, such as 0:3", param, ctx)
+        return int(match[1]), int(match[2] or 0)
+
+
 @click.command()
 @click.argument("directory", metavar="RUN_DIR", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--steps", "--step", type=_Steps(), metavar="N|A-B", help="Default: what led to the newest checkpoint.")
 @click.option(
     "--explain",
     "token_of",
-    type=(str, TokenOfCall()),
+    type=(str, _Token()),
     metavar="ID CALL:TOKEN",
     help="Show a token's way from reward to gradient instead, by number, with the weights of the step that trained it.",
 )
@@ -102,7 +115,7 @@ class _Steps(click.ParamType):
 def replay(
     directory: Path,
     steps: tuple[int, int] | None,
-    token_of: tuple[str, tuple[int | None, int]] | None,
+    token_of: tuple[str, tuple[int, int]] | None,
     out: Path | None,
     run_file: Path | None,
     model: str | None,
@@ -117,9 +130,10 @@ def replay(
     Needs neither engine nor agents. Exits with 1 where the weights differ."""
     hide_library_progress()
     mark = read_mark(directory)
+    explained: RecordedBatch | None = None
     if token_of is not None:
-        explained = trained_step(directory, token_of[0]).step
-        steps = explained, explained
+        explained = _step_of(directory, token_of[0])
+        steps = explained.step, explained.step
     first, last = steps or (None, None)
     plan = plan_replay(directory, first, last)
     if token_of is not None:
@@ -145,10 +159,11 @@ def replay(
             if not as_json and token_of is None:
                 print(f"starting from {plan.start or 'the weights before the first step'}")
             await train_again(plan, store, algorithm, policies, seed=mark.seed, on_step=report)
-            if token_of is not None:
-                rollout_id, token = token_of
-                path = await explain_token(store, directory, rollout_id, *token, policies=policies)
-                show_path(path, str(place.address), as_json)
+            if token_of is not None and explained is not None:
+                rollout_id, at = token_of
+                async with algorithm.traces_beside(store) as traces:
+                    path = await explain_token(traces, explained, algorithm, policies, mark.seed, rollout_id, *at)
+                (print_json if as_json else show_path)(path)
                 return 0
         with contextlib.ExitStack() as stack:
             saved = out or Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -158,6 +173,17 @@ def replay(
         return _conclude(plan, trained, digests, as_json)
 
     return asyncio.run(work()) or 0
+
+
+def _step_of(directory: Path, rollout_id: str) -> RecordedBatch:
+    """The step of the run that was given the rollout. NotFoundError if none was."""
+    step = next((batch for batch in recorded_batches(directory).values() if rollout_id in sum(batch.groups, ())), None)
+    if step is None:
+        raise NotFoundError(
+            f"no step of the run in {directory} was given rollout {rollout_id}: it was held out or dropped, or another "
+            "run's. `agl rollouts ls --mode train` lists those that train"
+        )
+    return step
 
 
 def _algorithm(found: Run, run_file: Path | None) -> Reinforcement:

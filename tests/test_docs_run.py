@@ -50,7 +50,6 @@ SKIPPED = {
         "^docker |^printf": "tests/test_containers.py",
         "^pip install": "tests/test_wheel.py",
         "postgresql://": "needs PostgreSQL; tests/store, tests/cli/test_store.py",
-        "/weights ": "needs vLLM; tests/gateway/test_updates.py",
     },
     "docs/record.md": {
         "^receivers:": "a file of the OpenTelemetry Collector",

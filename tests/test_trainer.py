@@ -25,7 +25,8 @@ from agentlightning.learner.base import AdamW, LoRA
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.tiny import make_model, make_tokenizer
 from agentlightning.learner.torch import TorchLearner
-from agentlightning.server.service import ServerSettings, running_server
+from agentlightning.server.app import ServerSettings
+from agentlightning.server.service import running_server
 from agentlightning.store.base import CALLS
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore

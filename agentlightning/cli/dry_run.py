@@ -34,7 +34,7 @@ def run_dry(config: TrainConfig, console: Console, *, as_json: bool) -> None:
 
     The model is not written. ConfigError unless it is reinforcement learning from tasks."""
     from agentlightning.algorithm import Reinforcement
-    from agentlightning.environments.base import tasks_of
+    from agentlightning.environments import tasks_of
 
     algorithm = make_algorithm(config.algorithm)
     if not isinstance(algorithm, Reinforcement) or "traces" in config.algorithm:

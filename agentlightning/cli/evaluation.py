@@ -1,4 +1,4 @@
-"""`agl eval`: measures an agent with confidence intervals, compares two, and with `--show` prints what an agent does.
+"""`agl eval`: measures an agent with confidence intervals, compares two runs, and with `--show` prints what it does.
 
 It runs the agent on held-out tasks (`Baseline`), or reads stored rollouts. `agentlightning.algorithm.measures` computes
 the figures.
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -19,23 +17,21 @@ import click
 import msgspec
 from rich.console import Console
 
-from agentlightning.cli.backends import connected, listed_models
 from agentlightning.cli.config import TrainConfig, key_flags, load_config
 from agentlightning.cli.fit import fit
 from agentlightning.cli.options import COUNT, MODE, json_option, make_table, numbers, print_json, print_table
 from agentlightning.cli.place import Place
 from agentlightning.cli.training import INTERRUPTED, RUN_FILE
-from agentlightning.errors import BackendError, ConfigError, NotFoundError, nearest
-from agentlightning.runner.agent import as_agent
+from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.tracing.tree import printable
-from agentlightning.types import LLM, Mode, PromptTemplate, Rollout
+from agentlightning.types import LLM, Mode, Rollout
 
 if TYPE_CHECKING:
     from agentlightning.algorithm.measures import Comparison, Difference, Estimate, Measured, Measures, Summary
     from agentlightning.store.base import LightningStore
 
-_READING: Final = {"rollouts", "mode", "compare", "ks", "threshold", "by", "as_json"}  # of stored ones
-_PLACE: Final = {"store", "server", "api_key"}
+_STORED: Final = {"rollouts", "compare"}  # only of stored ones
+_READING: Final = _STORED | {"mode", "ks", "threshold", "by", "as_json", "store", "server", "api_key"}
 _SHOWN: Final = 5  # tasks, if nobody says how many
 _ALL: Final = "all tasks"
 
@@ -43,20 +39,19 @@ _ALL: Final = "all tasks"
 @click.command("eval")
 @click.argument("agent", metavar="[FILE.py:NAME|RUN.yaml]", required=False)
 @click.argument("dataset", metavar="[DATA]", required=False)
-@click.option("--dataset", "named", hidden=True, help="Another way to name DATA.")
 @click.option("--model", metavar="ID|DIR|FILE.py:NAME", help="Model to use: an id, a directory, or its maker.")
 @click.option("--endpoint", metavar="URL", help="Use the model called --model at this OpenAI-compatible URL.")
-@click.option("--endpoint-model", hidden=True, help="Another way to name the --model of an --endpoint.")
 @click.option("--endpoint-key", metavar="KEY", envvar="OPENAI_API_KEY", show_envvar=True, help="Its key.")
 @click.option("--show", is_flag=True, help="Print what the agent did on each task, call by call.")
 @click.option("--limit", type=COUNT, metavar="N", help="Only the first N tasks; default with --show: 5.")
 @click.option("--samples", type=COUNT, default=1, help="Number of attempts per task.")
 @click.option("--rollouts", multiple=True, metavar="RUN[@N]", help="Measure the stored rollouts of a run. Repeatable.")
 @click.option("--mode", type=MODE, help="Mode of the rollouts; default: test, or what is stored.")
-@click.option("--compare", nargs=2, metavar="A B", help="Two models or prompts (NAME=FILE); or stored runs, RUN@N.")
+@click.option("--compare", nargs=2, metavar="A B", help="Compare two stored runs, RUN or RUN@N.")
 @click.option("-k", "ks", type=numbers, metavar="1,4,8", help="Values of k for pass@k; default: 1 and --samples.")
 @click.option("--threshold", type=float, default=1.0, help="Reward at which an attempt passes.")
 @click.option("--by", multiple=True, metavar="FIELD", help="Results by a field of tasks; default: tags and kind.")
+@click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Change one key of RUN.yaml.")
 @json_option
 @key_flags("agent", "environment", "model", "model_name", "train_dataset", "val_dataset", "algorithm", "time_limit")
 @click.pass_context
@@ -74,15 +69,14 @@ def eval(
     **running: Any,
 ) -> int:
     """Measure an agent on held-out tasks, from DATA or RUN.yaml: mean reward, pass@k and confidence intervals, overall
-    and by tag. Or compare two.
+    and by tag.
 
-    Without an agent, nothing is run: the rollouts that runs have stored are measured.
+    Without an agent, nothing is run: the rollouts that runs have stored are measured, or two runs compared.
 
     \b
     agl eval --show                                  # run.yaml of this folder, the first 5 tasks
     agl eval agent.py:agent heldout.jsonl --model Qwen/Qwen3-0.6B
     agl eval agent.py:agent heldout.jsonl --model runs/…/checkpoints/… --samples 8 -k 1,4,8
-    agl eval run.yaml --compare prompt=old.txt prompt=new.txt
     agl eval --rollouts runs/grpo-…
     agl eval --compare runs/grpo-…@0 runs/grpo-…@40"""
     from agentlightning.algorithm.base import Stopped
@@ -100,11 +94,10 @@ def eval(
         groups = [[each for name in side for each in asyncio.run(_stored(name, mode, place, fields))] for side in sides]
         names = [", ".join(side) for side in sides]
     else:
-        names = list(compare or (agent,))
-        limit = running.pop("limit") or (_SHOWN if show else None)
+        names, limit = [agent], running.pop("limit") or (_SHOWN if show else None)
         try:
             with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):  # what the agent prints
-                groups = _run(_config(agent, mode or "test", ks, running), compare, console, fields, show, limit)
+                groups = [_run(_config(agent, mode or "test", ks, running), console, fields, show, limit)]
         except Stopped as stopped:
             console.print(f"{stopped}; finished attempts are kept, --resume continues", markup=False)
             return INTERRUPTED
@@ -116,7 +109,7 @@ def _check(ctx: click.Context, agent: str | None, rollouts: tuple[str, ...], com
     if agent is None and bool(rollouts) == bool(compare):
         raise click.UsageError("choose what to measure: an agent and its DATA, stored --rollouts, or --compare A B")
     given = {name for name in ctx.params if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE}
-    idle = given - _READING - _PLACE if agent is None else given & {"rollouts"}
+    idle = given - _READING if agent is None else given & _STORED
     if idle:
         flags = {parameter.name: parameter.opts[0] for parameter in ctx.command.params}
         purpose = "runs an agent, and none is named" if agent is None else "reads what is stored, and an agent is named"
@@ -129,112 +122,42 @@ def _check(ctx: click.Context, agent: str | None, rollouts: tuple[str, ...], com
 def _config(agent: str, mode: Mode, ks: tuple[int, ...] | None, running: dict[str, Any]) -> TrainConfig:
     """The run file and the flags, as a run that trains nothing."""
     model, endpoint = running.pop("model"), running.pop("endpoint")
-    name, key = running.pop("endpoint_model"), running.pop("endpoint_key")
-    if endpoint is None and name is not None:
-        raise click.UsageError("--endpoint-model is the model's name at an --endpoint, which is missing")
-    if endpoint is not None and (model is None) == (name is None):
+    key, samples, assignments = (running.pop(name) for name in ("endpoint_key", "samples", "assignments"))
+    if endpoint is not None and model is None:
         raise click.UsageError("--endpoint needs --model, the model's name there")
-    samples, named = running.pop("samples"), running.pop("named")
-    dataset = running.pop("dataset") or named
     if ks is not None and (most := max(ks)) > samples:
         raise click.UsageError(f"pass@{most} needs {most} attempts at each task: --samples {most}")
     run_file = Path(agent) if agent.endswith((".yaml", ".yml")) else None
+    dataset = running.pop("dataset")
     flags = {**running, "agent": None if run_file else agent, "val_dataset": dataset, "train_dataset": []}
-    config = load_config(run_file, (), flags)
+    config = load_config(run_file, assignments, flags)
     if config.val_dataset is None and config.environment is None:
         raise click.UsageError("DATA is missing: the held-out tasks to measure the agent on")
     limits = {key: value for key, value in config.algorithm.items() if key == "rollout"}
     changed: dict[str, Any] = {"algorithm": {"name": "baseline", "mode": mode, "samples": samples, **limits}}
     changed |= {"train_dataset": config.val_dataset, "optimizer": {}, "lora": None, "time_limit": None}
     if endpoint is not None:
-        llm = LLM(endpoint=endpoint, model=model or name or "", api_key=key)
+        llm = LLM(endpoint=endpoint, model=model or "", api_key=key)
         changed |= {"model": None, "initial_resources": {**config.initial_resources, "llm": llm}}
     elif model is not None:
         changed["model"] = model
-    return msgspec.structs.replace(config, **changed)
+    config = msgspec.structs.replace(config, **changed)
+    if config.model is None and not isinstance(config.initial_resources.get("llm"), LLM):
+        raise click.UsageError("choose the model: --model, or --endpoint and --model")
+    return config
 
 
-def _run(
-    config: TrainConfig,
-    compare: tuple[str, str] | None,
-    console: Console,
-    fields: Sequence[str],
-    show: bool,
-    limit: int | None,
-) -> list[list[Measured]]:
-    """The rollouts of one evaluation, or of two, whose runs are beside each other in one directory."""
-    from agentlightning.algorithm.directory import MARK
+def _run(config: TrainConfig, console: Console, fields: Sequence[str], show: bool, limit: int | None) -> list[Measured]:
+    """The rollouts of one evaluation."""
     from agentlightning.algorithm.measures import measured
     from agentlightning.display import show_tasks
 
-    configs = [config]
-    if compare is not None:
-        if config.resume and config.run_dir is None:
-            raise click.UsageError("--resume needs --run-dir, the directory of the comparison")
-        directory = Path(config.run_dir or f"runs/eval-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
-        configs = [
-            msgspec.structs.replace(
-                _variant(config, name),
-                run_dir=str(directory / side),
-                resume=config.resume and (directory / side / MARK).is_file(),
-            )
-            for name, side in zip(compare, ("a", "b"), strict=True)
-        ]
-    for run in configs:
-        if run.model is None and not isinstance(run.initial_resources.get("llm"), LLM):
-            raise click.UsageError("choose the model: --model, or --endpoint and --model")
-        if compare is not None and isinstance(run.model, str):
-            from agentlightning.learner.policy import check_model
-
-            check_model(run.model)  # before the first of them is measured, which may take hours
-    if compare is not None:
-        asyncio.run(_check_names(configs))
-    groups: list[list[Measured]] = []
-    for run in configs:
-        result = fit(run, console, limit)
-        tasks = result.evaluations[0].tasks
-        if show:
-            show_tasks(console, tasks)
-        console.print(f"Run: {result.directory}", markup=False, soft_wrap=True)
-        groups.append([measured(task.traced, task.spans, fields) for task in tasks])
-    return groups
-
-
-async def _check_names(configs: Sequence[TrainConfig]) -> None:
-    """ConfigError if the endpoint of these runs lists its models and has none of a run's name."""
-    for llm in [run.initial_resources["llm"] for run in configs if run.model is None]:
-        assert isinstance(llm, LLM)
-        try:
-            async with connected(llm.endpoint, llm.api_key) as connection:
-                names = await listed_models(connection)
-        except (BackendError, msgspec.DecodeError, LookupError, TypeError):  # it lists none
-            return
-        if llm.model not in names:
-            raise ConfigError(f"the server at {llm.endpoint} has no model {llm.model!r}; {nearest(llm.model, names)}")
-
-
-def _variant(config: TrainConfig, name: str) -> TrainConfig:
-    """The same settings with another prompt (`NAME=FILE`) or another model."""
-    template, is_prompt, file = name.partition("=")
-    llm = config.initial_resources.get("llm")
-    if not is_prompt or Path(name).exists():
-        if config.model is not None or not isinstance(llm, LLM):
-            return msgspec.structs.replace(config, model=name)
-        changed: dict[str, LLM | PromptTemplate] = {"llm": msgspec.structs.replace(llm, model=name)}
-    else:
-        try:
-            text = Path(file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the prompt {file}: {error}") from None
-        prompts = [key for key, value in config.initial_resources.items() if isinstance(value, PromptTemplate)]
-        if prompts and template not in prompts:
-            raise ConfigError(f"there is no prompt {template!r} to replace; {nearest(template, prompts)}")
-        if not as_agent(config.load_agent()).takes_prompts():
-            raise ConfigError("the agent takes no prompt: give it a parameter `prompt_template` or `resources`")
-        present = config.initial_resources.get(template)
-        engine = present.engine if isinstance(present, PromptTemplate) else "f-string"
-        changed = {template: PromptTemplate(template=text, engine=engine)}
-    return msgspec.structs.replace(config, initial_resources={**config.initial_resources, **changed})
+    result = fit(config, console, limit)
+    tasks = result.evaluations[0].tasks
+    if show:
+        show_tasks(console, tasks)
+    console.print(f"Run: {result.directory}", markup=False, soft_wrap=True)
+    return [measured(task.traced, task.spans, fields) for task in tasks]
 
 
 # --- reading what is stored --------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def fit(config: TrainConfig, console: Console, limit: int | None = None) -> FitR
         console.print("loading libraries and the agent …", highlight=False)
     algorithm = make_algorithm(config.algorithm)
     from agentlightning.display import LiveProgress, hide_library_progress
-    from agentlightning.environments.base import tasks_of
+    from agentlightning.environments import tasks_of
     from agentlightning.learner.base import AdamW, LoRA
     from agentlightning.trainer import Trainer
 

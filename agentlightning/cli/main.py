@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib
 import keyword
 import os
-import re
-import shutil
 import sys
 from collections.abc import Sequence
 from typing import Final
@@ -41,17 +39,6 @@ COMMANDS = {
     "keys": "store",
     "doctor": "doctor",
 }
-# What commands were called before → what they are called now. For one release.
-FORMER = {
-    ("dev",): ("eval", "--show"),
-    ("run",): ("record",),
-    ("proxy",): ("server",),
-    ("data", "export"): ("export",),
-    ("store", "export"): ("export", "--format", "rollouts"),
-    ("store", "import"): ("import",),
-    ("rollouts", "tail"): ("rollouts", "ls", "--watch", "2"),
-}
-
 # Extra → the packages that come with it alone, by the names they are imported under.
 EXTRAS = {
     "ray": ("ray",),
@@ -77,28 +64,9 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        former = next((words for words in FORMER if tuple(args[: len(words)]) == words), ())
-        if former:
-            args = [*FORMER[former], *args[len(former) :]]
-            click.echo(f"agl {' '.join(former)} is now agl {' '.join(FORMER[former])}", err=True)
-        elif args and args[0] not in COMMANDS and not args[0].startswith("-"):
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             raise click.UsageError(f"no command {args[0]!r}; {nearest(args[0], COMMANDS)}", ctx)
-        return super().resolve_command(ctx, _with_all_instruments(args))
-
-
-def _with_all_instruments(args: list[str]) -> list[str]:
-    """`--instrument run.yaml` → `--instrument=all run.yaml`: click would take the file, or a program, for the names."""
-    own = args[: args.index("--")] if "--" in args else args
-    if "--instrument" not in own[:-1]:
-        return args
-    from agentlightning.tracing.instrument import instruments
-
-    index = own.index("--instrument")
-    following = own[index + 1]
-    is_program = shutil.which(following) is not None and not instruments(following)
-    if is_program or not re.fullmatch(r"[\w,-]+", following):
-        return [*args[:index], "--instrument=all", *args[index + 1 :]]
-    return args
+        return super().resolve_command(ctx, args)
 
 
 _SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True}

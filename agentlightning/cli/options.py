@@ -103,9 +103,14 @@ class Duration(click.ParamType[float]):
 # --- printing ----------------------------------------------------------------------------------------------------
 
 
+# Control characters that JSON allows unescaped, and those that change the direction of writing.
+_ACTING: Final = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
 def print_json(what: object, enc_hook: Callable[[Any], Any] | None = None) -> None:
-    """Print one object and flush; `enc_hook` is msgspec's."""
-    click.echo(msgspec.json.encode(what, enc_hook=enc_hook).decode())
+    """Print one object, in which no character acts on a terminal, and flush; `enc_hook` is msgspec's."""
+    text = msgspec.json.encode(what, enc_hook=enc_hook).decode()
+    click.echo(_ACTING.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def tell(as_json: bool, what: object, words: str) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import click
 import msgspec
@@ -14,7 +12,7 @@ import msgspec
 from agentlightning.cli.options import COUNT, MODE, STATUSES, make_table, print_json, print_table, tell
 from agentlightning.cli.place import ANY_RUN, NEWEST, Place, stores_below, with_place
 from agentlightning.cli.runs import ListingGroup, repeated, watch_option
-from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning.errors import NotFoundError
 from agentlightning.store.codec import plain
 from agentlightning.store.redaction import text_without_secrets
 from agentlightning.types import And, Attempt, Condition, Order, Rollout, Span
@@ -103,32 +101,11 @@ def _input(rollout: Rollout) -> str:
 # --- show --------------------------------------------------------------------------------------------------------
 
 
-class TokenOfCall(click.ParamType):
-    """`2` or `2:5`."""
-
-    name = "token"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int | None, int]:
-        match = re.fullmatch(r"(\d*)(?::(\d+))?", str(value))
-        if match is None:
-            self.fail(f"{value!r} is no token of a call; write CALL or CALL:TOKEN, such as 0:3", param, ctx)
-        return int(match[1]) if match[1] else None, int(match[2] or 0)
-
-
 @rollouts.command()
 @click.argument("rollout_id", metavar="ID")
 @click.option("--attempt", "number", type=COUNT, metavar="N", help="Show the Nth attempt; default: the last.")
 @click.option("--timeline", "timed", is_flag=True, help="Show when everything happened, instead of a tree.")
 @click.option("--logs", is_flag=True, help="Show logs and tracebacks whole, not only their ends.")
-@click.option(
-    "--explain",
-    "explained",
-    type=TokenOfCall(),
-    is_flag=False,
-    flag_value=":0",
-    metavar="CALL:TOKEN",
-    help="Show a token's way from reward to gradient, by number; default: the first that trains.",
-)
 @with_place(ANY_RUN)
 async def show(
     place: Place,
@@ -137,7 +114,6 @@ async def show(
     number: int | None,
     timed: bool,
     logs: bool,
-    explained: tuple[int | None, int] | None,
 ) -> None:
     """Show a rollout: how its attempts ended, and what an attempt did, call by call."""
     from rich.console import Console
@@ -148,9 +124,6 @@ async def show(
     from agentlightning.tracing.tree import printable, rollout_tree
 
     place, rollout = await _find(place, rollout_id)
-    if explained is not None:
-        await _explain(place, rollout_id, explained, as_json)
-        return
     async with place.open(reading=True) as store:
         attempts = await store.query_attempts(rollout_id)
         if number is not None and number > len(attempts):
@@ -191,21 +164,6 @@ async def annotate(place: Place, rollout_id: str, as_json: bool, **parts: str | 
     async with place.open() as store:
         rollout = await store.update_rollout(rollout_id, merge=changed_annotation(**parts))
     tell(as_json, annotation_of(rollout), f"annotated {rollout_id}")
-
-
-async def _explain(place: Place, rollout_id: str, token_of: tuple[int | None, int], as_json: bool) -> None:
-    """Print the way of a token from reward to gradient."""
-    from agentlightning.cli.explanation import explain_token, show_path
-
-    if place.address is None or "://" in place.address:
-        raise ConfigError("--explain reads what steps trained on, in the run's directory: name its store's file there")
-    directory = Path(place.address).parent
-    async with place.open(reading=True) as store:
-        path = await explain_token(store, directory, rollout_id, *token_of)
-    show_path(path, place.address, as_json)
-    if not as_json:
-        call = f"{path.call}:{path.token}"
-        click.echo(f"The true ratio: python scripts/replay.py {directory} --explain {rollout_id} {call}")
 
 
 async def _find(named: Place, rollout_id: str) -> tuple[Place, Rollout]:

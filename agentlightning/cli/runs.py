@@ -50,10 +50,7 @@ class StoredRun:
 
 
 class ListingGroup(click.Group):
-    """A group with `list` as another name of `ls`, which is also the default command."""
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return super().get_command(ctx, "ls" if cmd_name == "list" else cmd_name)
+    """A group whose default command is `ls`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not args or (self.get_command(ctx, args[0]) is None and args[0] not in ctx.help_option_names):

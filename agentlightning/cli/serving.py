@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import re
 from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import Any, Final, Literal
 
 import click
@@ -17,7 +16,7 @@ from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.runner.signals import on_signal
 
 _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
-FILE = click.Path(dir_okay=False, path_type=Path)
+FILE = click.Path(dir_okay=False)
 KEY = click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True,
                    help="Key that callers must send; required to listen on other than a loopback address.")  # fmt: skip
 STORE = click.option("--store", "address", metavar="PATH|URL", default="agentlightning.sqlite",
@@ -164,8 +163,9 @@ def server(
 async def _server(upstream: Upstream | None, as_json: bool, options: dict[str, Any]) -> None:
     from agentlightning.gateway.backends.factory import captures_tokens
     from agentlightning.gateway.models import ANY
+    from agentlightning.server.app import ServerSettings
     from agentlightning.server.models import RegisterModel
-    from agentlightning.server.service import ServerSettings, running_server
+    from agentlightning.server.service import running_server
     from agentlightning.store.redaction import text_without_secrets
 
     details = {"store": text_without_secrets(options["store"])}

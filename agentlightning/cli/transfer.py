@@ -98,8 +98,7 @@ def _number(count: int, what: str) -> str:
 
 
 @click.command()
-@click.argument("file", metavar="FILE", required=False)
-@click.option("--out", hidden=True, help="Another way to name FILE; the argument is the store then.")
+@click.argument("file", metavar="FILE")
 @click.option("--format", "kind", type=click.Choice([*_UNITS, "rollouts", "model"]), required=True,
               help="parquet: transitions; sft: conversations to imitate; dpo: pairs to prefer; rollouts: all there is, "
                    "as .jsonl or .jsonl.gz for `agl import`; model: the best weights of --run.")  # fmt: skip
@@ -120,8 +119,7 @@ def _number(count: int, what: str) -> str:
 @with_place(ANY_RUN)
 async def export(
     place: Place,
-    file: str | None,
-    out: str | None,
+    file: str,
     kind: str,
     run_name: str | None,
     modes: tuple[str, ...],
@@ -133,11 +131,6 @@ async def export(
     """Write finished rollouts to FILE, as a dataset or as they are.
 
     FILE may be on the Hugging Face hub: hf:ORG/NAME/FILE.jsonl, or, for --format model, hf:ORG/NAME."""
-    if out is not None:
-        place = place if file is None or place.server else Place(file)
-        file = out
-    if file is None:
-        raise click.UsageError("Missing argument 'FILE', where to write to")
     from agentlightning.data.recordings import ENDED, LEARNED_FROM, finished_rollouts
 
     wanted = _wanted(kind, **chosen)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Final
 
 from agentlightning.errors import NotFoundError
 from agentlightning.gateway.attribution import Attributor
 from agentlightning.gateway.calls import Calls
-from agentlightning.gateway.gates import LONGEST_HOLD, Gate, Holding
+from agentlightning.gateway.gates import LONGEST_HOLD, Holding
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.recorder import CallStatistics
 from agentlightning.gateway.serving import Serving
@@ -50,42 +50,36 @@ class Gateway:
         """From here on `key_of` says which key the cookie of a browser stands for, in the headers of a call."""
         self._calls.attributor.key_of_session = key_of
 
-    def hold(self, *names: str, seconds: float | None = None, holder: str = _HOLD) -> None:
-        """New calls of these models (without names: of all there are) wait from now on; running ones go on. Nothing is
-        refused. After `seconds`, where given, calls are let through; a repeated call restarts them. Each `holder` holds
-        by itself.
+    def hold(self, name: str, seconds: float | None = None, holder: str = _HOLD) -> None:
+        """New calls of this model wait from now on; running ones go on. Nothing is refused. After `seconds`, where
+        given, calls are let through; a repeated call restarts them. Each `holder` holds by itself.
 
         NotFoundError for a name there is not."""
-        self.hold_gates(self.gates_of(names), holder, seconds)
+        self.hold_gate(self.entry(name).name, holder, seconds)
 
-    def release(self, *names: str, holder: str = _HOLD) -> None:
+    def release(self, name: str, holder: str = _HOLD) -> None:
         """End what `hold` began for this holder: waiting and new calls pass, unless others hold them too. NotFoundError
         as above."""
-        self.release_gates(self.gates_of(names) if names else self.models.gates(), holder)
-
-    async def idle(self, *names: str) -> None:
-        """Return when no call of these models (without names: of any) is running; those held do not count."""
-        for gate in self.gates_of(names) if names else list(self.models.gates()):
-            await gate.idle()
+        self.release_gate(self.entry(name).name, holder)
 
     @asynccontextmanager
-    async def held(self, *names: str, holder: str | None = None) -> AsyncGenerator[None]:
-        """Hold calls as long as the block lasts, whoever else holds them. NotFoundError as above."""
-        gates, holder = self.gates_of(names), holder or secrets.token_hex(8)
-        self.hold_gates(gates, holder)
+    async def held(self, *names: str) -> AsyncGenerator[None]:
+        """Hold calls of these models as long as the block lasts, whoever else holds them. NotFoundError as above."""
+        names, holder = tuple(self.entry(name).name for name in names), secrets.token_hex(8)
+        for name in names:
+            self.hold_gate(name, holder)
         try:
             yield
         finally:
-            self.release_gates(gates, holder)
+            for name in names:
+                self.release_gate(name, holder)
 
-    def hold_gates(self, gates: Iterable[Gate], holder: str, seconds: float | None = None) -> None:
-        for gate in gates:
-            gate.hold(holder, seconds)
+    def hold_gate(self, name: str, holder: str, seconds: float | None = None) -> None:
+        self.models.gate(name).hold(holder, seconds)
         self._holding.changed()
 
-    def release_gates(self, gates: Iterable[Gate], holder: str) -> None:
-        for gate in gates:
-            gate.release(holder)
+    def release_gate(self, name: str, holder: str) -> None:
+        self.models.gate(name).release(holder)
         self._holding.changed()
 
     def entry(self, name: str) -> ModelEntry:
@@ -95,11 +89,6 @@ class Gateway:
             known = ", ".join(sorted(entry.name for entry in self.models)) or "none"
             raise NotFoundError(f"no model is called {name!r}; the models here are: {known}")
         return entry
-
-    def gates_of(self, names: Sequence[str]) -> list[Gate]:
-        """The gates of these models; without names, of all there are. NotFoundError as above."""
-        entries = [self.entry(name) for name in names] if names else list(self.models)
-        return [self.models.gate(entry.name) for entry in entries]
 
     def turn_away(self) -> None:
         """Answer the calls that are held with 503: this process is about to end, and they would be cut off."""

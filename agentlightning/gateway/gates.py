@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Final, TypeAlias
 
@@ -35,66 +35,54 @@ class Gate:
         self.name = name
         self.running = self.waiting = 0
         self.attempts: dict[AttemptIds, int] = {}
-        self._holders: dict[Hashable, asyncio.TimerHandle | None] = {}
-        self._open = asyncio.Event()
-        self._open.set()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.open = asyncio.Event()
+        self.open.set()
+        self._holders: dict[str, asyncio.TimerHandle | None] = {}
 
     @property
     def held(self) -> bool:
         return bool(self._holders)
 
-    def holds(self) -> list[tuple[Hashable, float | None]]:
+    def holds(self) -> list[tuple[str, float | None]]:
         """Who holds calls, and for how many seconds more at most."""
         now = asyncio.get_running_loop().time()
         return [(holder, end and end.when() - now) for holder, end in self._holders.items()]
 
-    def held_by(self, holder: Hashable) -> bool:
+    def held_by(self, holder: str) -> bool:
         return holder in self._holders
 
-    def hold(self, holder: Hashable, seconds: float | None = None) -> None:
+    def hold(self, holder: str, seconds: float | None = None) -> None:
         """Hold new calls from now on, for at most `seconds` if given; a repeated call restarts them."""
         self._forget(holder)
         expiry = None
         if seconds is not None:
             expiry = asyncio.get_running_loop().call_later(seconds, self._expire, holder, seconds)
         self._holders[holder] = expiry
-        self._open.clear()
+        self.open.clear()
 
-    def release(self, holder: Hashable) -> None:
+    def release(self, holder: str) -> None:
         """Let calls through again, unless somebody else holds them."""
         self._forget(holder)
         if not self._holders:
-            self._open.set()
+            self.open.set()
 
-    def _forget(self, holder: Hashable) -> None:
+    def _forget(self, holder: str) -> None:
         expiry = self._holders.pop(holder, None)
         if expiry is not None:
             expiry.cancel()
 
-    def _expire(self, holder: Hashable, seconds: float) -> None:
+    def _expire(self, holder: str, seconds: float) -> None:
         warning = "calls of the model %r are let through again: who held them has not been heard of for %g seconds"
         _log.warning(warning, self.name, seconds)
         self.release(holder)
 
-    async def passed(self) -> None:
-        await self._open.wait()
-
-    async def idle(self) -> None:
-        """Return when no call is running; waiting ones do not count."""
-        await self._idle.wait()
-
     def enter(self, attempt: AttemptIds | None) -> None:
         self.running += 1
-        self._idle.clear()
         self.note(attempt, 1)
 
     def leave(self, attempt: AttemptIds | None) -> None:
         self.note(attempt, -1)
         self.running -= 1
-        if self.running == 0:
-            self._idle.set()
 
     def note(self, attempt: AttemptIds | None, more: int) -> None:
         if attempt is not None:
@@ -130,7 +118,7 @@ class Holding:
             async with asyncio.timeout(self._longest) as limit:
                 self._waits.add(limit)
                 try:
-                    await gate.passed()
+                    await gate.open.wait()
                 finally:
                     self._waits.discard(limit)
         except TimeoutError:

@@ -189,18 +189,6 @@ def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
 
 
-def assistant_message(text: list[str], thinking: list[str], calls: list[dict[str, Any]]) -> dict[str, Any]:
-    """An assistant's message. Texts and thoughts are joined unchanged, as they were sampled."""
-    message = {"role": "assistant", "content": "".join(text) or (None if calls else "")}
-    more = {"reasoning_content": "".join(thinking), "tool_calls": calls}
-    return message | {name: value for name, value in more.items() if value}
-
-
-def content_of(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """A message's content: one text as a string; several parts unchanged, for the backend to join."""
-    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts or ""
-
-
 def image(url: str, detail: str | None = None) -> dict[str, Any]:
     return {"type": "image_url", "image_url": given(url=url, detail=detail)}
 

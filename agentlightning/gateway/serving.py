@@ -94,10 +94,6 @@ class Serving:
                 of_path[method] = Route(prefix + path, handler, endpoint)
         self._other = Route(f"{_PREFIX}/{{rest}}", self._unknown, chat) if attributed else None
 
-    def described(self) -> list[tuple[str, str]]:
-        """(method, template) of each route."""
-        return [(method, route.template) for routes in self._routes.values() for method, route in routes.items()]
-
     def find(self, method: str, path: str) -> Found | None:
         """What answers a request; None where it is none of the gateway's."""
         prefix, ids, rest = "", None, ""

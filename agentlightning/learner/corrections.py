@@ -21,8 +21,7 @@ from agentlightning.data.references import function_name, mark_of, read_function
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.transitions import FloatArray
 from agentlightning.errors import ConfigError, TrainingError
-from agentlightning.learner.losses import KLEstimator, Old, kl, over_transitions
-from agentlightning.learner.objective import Totals
+from agentlightning.learner.losses import KLEstimator, Old, Totals, kl, over_transitions
 
 if TYPE_CHECKING:
     from torch import Tensor

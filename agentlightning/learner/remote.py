@@ -26,7 +26,7 @@ from agentlightning.gateway.backends.tokens import SglangBackend, VllmBackend
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.probe import one_answer, probe
 from agentlightning.gateway.replicas import RemoteBackend, Replicas
-from agentlightning.gateway.updates import WeightUpdate, load_adapter, load_weights, unload_adapter
+from agentlightning.gateway.updates import load_adapter, load_weights, unload_adapter
 from agentlightning.learner.base import Weights, WeightsForm
 from agentlightning.learner.places import SamplerPlace
 from agentlightning.learner.policy import Policy
@@ -212,7 +212,6 @@ class RemoteSampler:
     def _lost(self, server: RemoteBackend) -> None:
         """Send a server no calls until it has the newest weights."""
         server.connection.unusable = f"the server at {server.name} was lost, and with it the weights that it had"
-        server.connection.lost = True
         self._gone.add(server)
         self._open_or_close()
 
@@ -226,9 +225,7 @@ class RemoteSampler:
     async def _load(self, servers: Sequence[VllmBackend | SglangBackend], weights: Weights) -> None:
         """Load the weights on these servers; a server that fails gets no calls. BackendError if all fail."""
         if self.takes == "whole":
-            in_flight = "pause" if self.pauses else "finish"
-            update = WeightUpdate(policy_version=weights.version, path=str(weights.place), in_flight=in_flight)
-            await load_weights("policy", servers, update)
+            await load_weights(servers, weights.version, str(weights.place))
             return
         name = f"{self._run}-{weights.version}"
         if name in self._adapters:  # a server that seemed lost may have it

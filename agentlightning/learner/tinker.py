@@ -35,8 +35,7 @@ from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.chat.token_backend import TokenBackend
 from agentlightning.gateway.generation import Ending, GenerationRequest, GrammarsAs, SampledToken
 from agentlightning.learner.base import AdamW, LoRA, Weights, WeightsForm
-from agentlightning.learner.losses import Loss
-from agentlightning.learner.objective import Totals, objective
+from agentlightning.learner.losses import Loss, Totals, objective
 from agentlightning.learner.places import HOSTED, LearnerPlace
 from agentlightning.learner.policy import load_tokenizer
 from agentlightning.learner.remote import PROBED_TOKENS, Activity, sampled_sequence

@@ -1,5 +1,5 @@
-"""Makes a tiny policy: a tokenizer with a chat template, and a Qwen3-style transformer with half a million parameters.
-The result is saved and loaded by transformers like any other model.
+"""Makes a tiny policy: a tokenizer with a chat template, and a Qwen3-style transformer with half a million parameters,
+warm-started on demonstrations. The result is saved and loaded by transformers like any other model.
 
 Tiny models learn copying (names, numbers, tool results) slowest, so the random weights start with a circuit for it. The
 residual stream is divided: channel 0 is a constant, 1..63 identify the token, 64..95 the previous token, 96..127 the
@@ -14,8 +14,10 @@ stay trainable.
 from __future__ import annotations
 
 import math
+import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -24,7 +26,12 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from agentlightning.data.sequences import TrainingSequence
 from agentlightning.errors import ConfigError
+from agentlightning.learner.base import AdamW
+from agentlightning.learner.losses import Loss
+from agentlightning.learner.policy import Policy
+from agentlightning.learner.torch import TorchLearner
 
 PAD, END, ASSISTANT = "<|pad|>", "<|end|>", "<|assistant|>"
 SPEAKERS = ("<|system|>", "<|user|>", ASSISTANT, "<|tool|>")
@@ -46,6 +53,9 @@ EMBEDDING_SCALE = 0.2  # larger weights move relatively less in a step of AdamW:
 SHARPNESS = 2.2  # of the query and key norms: attention scores are at most about 27
 COPY_STRENGTH = 6.0  # of the copied token, relative to the current token's embedding
 REQUEST_STRENGTH = 1.0  # of the request's first word
+
+# The warm start: demonstrations of a step, and the steps in which the learning rate rises, and falls to 0.
+BATCH, WARM_UP, COOL_DOWN = 32, 10, 60
 
 # One rotary frequency per pair of rows (i, i + 16) of a head. The fast ones tell neighbouring places apart; the slow
 # ones hardly turn over a conversation, so that tokens can be compared however far apart they are.
@@ -163,6 +173,68 @@ def make_model(
         model = Qwen3ForCausalLM(config)
     initialise(model, user_id=token_id(tokenizer, "<|user|>"), seed=seed)
     return model
+
+
+def make_policy(
+    demonstrations: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    seed: int,
+    vocabulary_size: int = 1024,
+    steps: int = 100,
+) -> Policy:
+    """A tiny policy made only from `demonstrations`: they give the vocabulary, and it is warm-started on them.
+
+    The same seed gives the same policy. Raises what `warm_start` raises."""
+    torch.set_num_threads(1)  # more would slow down so small a model
+    tokenizer = make_tokenizer((chat_text(shown["messages"], tools) for shown in demonstrations), vocabulary_size)
+    model = make_model(tokenizer, seed=seed)
+    warm_start(model, tokenizer, demonstrations, tools=tools, seed=seed, steps=steps)
+    return Policy(model, tokenizer)
+
+
+def warm_start(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    demonstrations: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    seed: int,
+    steps: int = 100,
+) -> None:
+    """Train `model` in place on the assistant's turns of `demonstrations`: it learns the form of a conversation, and to
+    copy.
+
+    A demonstration has `messages` as OpenAI clients write them. ConfigError if there are too few for a batch,
+    TrainingError if the loss is not finite."""
+    if len(demonstrations) < BATCH:
+        raise ConfigError(f"{len(demonstrations)} demonstrations are too few: a step takes {BATCH}")
+    texts = [chat_text(demonstration["messages"], tools) for demonstration in demonstrations]
+    encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    sequences = [answers_of(tokenizer, token_ids) for token_ids in encoded]
+    generator, left = random.Random(f"warm start/{seed}"), list[TrainingSequence]()
+    config = AdamW(1e-3, (0.9, 0.98), 0.01, micro_batch_tokens=2048)
+    learner = TorchLearner(Policy(model, tokenizer), config)
+    for step in range(1, steps + 1):
+        if len(left) < BATCH:
+            left = generator.sample(sequences, len(sequences))
+        batch, left = left[:BATCH], left[BATCH:]
+        share = min(1.0, step / WARM_UP, (steps - step + 1) / min(COOL_DOWN, steps / 2))
+        learner.config = replace(config, learning_rate=config.learning_rate * share)
+        learner.step(batch, Loss("policy_gradient"))
+
+
+def answers_of(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -> TrainingSequence:
+    """A conversation of which only the assistant's turns are learned."""
+    begin, end = token_id(tokenizer, ASSISTANT), token_id(tokenizer, END)
+    positions: list[int] = []
+    speaking = False
+    for position, token in enumerate(token_ids):
+        if speaking:
+            positions.append(position)
+        speaking = token == begin or (speaking and token != end)
+    # All start with the same instructions.
+    return TrainingSequence.of("demonstration", token_ids, positions, advantage=1.0, tree=True)
 
 
 def token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:

@@ -40,8 +40,7 @@ from agentlightning.learner.forward import (
     sampled,
     unsupported,
 )
-from agentlightning.learner.losses import Loss
-from agentlightning.learner.objective import Totals, objective
+from agentlightning.learner.losses import Loss, Totals, objective
 from agentlightning.learner.policy import Policy, saved_weights, written
 
 _log = logging.getLogger(__name__)

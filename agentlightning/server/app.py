@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -24,8 +25,8 @@ from agentlightning.server.dashboard import page_routes, page_views
 from agentlightning.server.events import EventRoutes
 from agentlightning.server.health import Reading, ServerMetrics, gateway_readings, health_routes
 from agentlightning.server.limits import LargeBodies, Limited, Limits, RateLimit, limit_of
-from agentlightning.server.logs import Observed, label_routes, log_request
-from agentlightning.server.models import MODEL_CALLS, Models
+from agentlightning.server.logs import LogFormat, Observed, log_request
+from agentlightning.server.models import MODEL_CALLS, Models, RegisterModel
 from agentlightning.server.openapi import documentation_routes
 from agentlightning.server.otlp import otlp_routes
 from agentlightning.server.protocol import LlmCalls
@@ -35,9 +36,37 @@ from agentlightning.server.reward_url import reward_route
 from agentlightning.store.base import CALLS, LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.many import ManyStores
+from agentlightning.store.redaction import Capture
 from agentlightning.store.sql import SqlStore
+from agentlightning.store.sqlite import Synchronous
 
 BODY_LIMIT: Final = 64 * 1024 * 1024  # bytes
+
+
+class ServerSettings(msgspec.Struct, frozen=True):
+    """The settings of a server. `store` is a path or a `postgresql://` URL. What ended more than `retain_seconds` ago
+    is removed. `hook`, as FILE.py:NAME, sees every span before it is written. `registrations` are models that are there
+    from the beginning. What is stored goes on to the collector at `otlp_forward`. So many `workers` answer LLM calls in
+    processes of their own."""
+
+    store: str
+    synchronous: Synchronous = "FULL"
+    host: str = "127.0.0.1"
+    port: int = 0
+    key: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    rate_limit: float | None = None
+    body_limit: int = BODY_LIMIT
+    access_log: bool = False
+    capture: Capture = "full"
+    hook: str | None = None
+    retain_seconds: float | None = None
+    registrations: tuple[RegisterModel, ...] = ()
+    workers: int = 0
+    log_format: LogFormat = "text"
+    otlp_forward: str | None = None
+    otlp_forward_headers: tuple[tuple[str, str], ...] = ()
 
 
 def create_app(
@@ -87,13 +116,11 @@ def create_app(
         if access is not None:
             gateway.admit_sessions(access.sessions.key_of)
     routes.append((metrics := ServerMetrics(store, access, shown)).route())
-    own = [] if gateway is None else gateway.serving.described()
-    routes += documentation_routes(described, routes, own, protected=protected)
-    label_routes(routes)
+    routes += documentation_routes(described, protected=protected)
     listeners = [metrics.count, log_request] if access_log else [metrics.count]
     rate = None if rate_limit is None else RateLimit(limit_of(rate_limit), access)
     limits = Limits(rate, LargeBodies(body_limit) if access is not None and protected else None)
-    layers = [Middleware(Observed, listeners=listeners), Middleware(Limited, limits=limits), *inner]
+    layers = [Middleware(Observed, routes=routes, listeners=listeners), Middleware(Limited, limits=limits), *inner]
     answers = dict.fromkeys((AgentLightningError, HTTPException, Exception), _answer_to)
     app = _Application(routes=routes, middleware=layers, exception_handlers=answers)
     app.state.calls = None if gateway is None else LlmCalls(gateway.serving, listeners, limits)

@@ -152,7 +152,7 @@ def page_routes(access: Access, *, protected: bool, reading: bool) -> list[BaseR
         "/open/{key}": (open_with_key, ["GET"]),
         f"{PREFIX}/dashboard/session": (session, ["GET", "POST", "DELETE"]),
     }
-    return [Route(path, answer, methods=methods, include_in_schema=False) for path, (answer, methods) in routes.items()]
+    return [Route(path, answer, methods=methods) for path, (answer, methods) in routes.items()]
 
 
 @functools.cache

@@ -29,9 +29,9 @@ from agentlightning.server.access import Access
 from agentlightning.server.requests import caller_of, refusal
 from agentlightning.server.rest import PREFIX
 from agentlightning.store.base import CALLS
+from agentlightning.store.database import Changes
 from agentlightning.store.many import ManyStores
 from agentlightning.store.sql import SqlStore
-from agentlightning.store.transaction import Changes
 from agentlightning.types import Rollout
 
 HEARTBEAT_SECONDS: Final = 15.0

@@ -7,14 +7,13 @@ A caller is who a valid key stands for, else an address.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import ipaddress
 import math
-import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
+from fractions import Fraction
 from typing import Any, Final
 
 from limits import RateLimitItemPerSecond
@@ -29,25 +28,18 @@ from agentlightning.server.access import Access
 from agentlightning.server.requests import refusal
 
 _WINDOW: Final = 2  # seconds, at least: so much may come at once
-_LONGEST_WINDOW: Final = 10
-_SLOTS: Final = 256  # that addresses share, so that inventing them takes no memory
 _SMALL: Final = 1 << 20  # bytes, of a body that counts for nothing
 _UNLIMITED: Final = frozenset({"/health", "/ready"})
 
 
 def limit_of(rate: float) -> RateLimitItemPerSecond:
-    """`rate` requests a second, counted over the shortest window, of two seconds or more, that holds a whole number
-    of requests within 1 %. ConfigError unless it is positive and finite."""
+    """`rate` requests a second, as a whole number of requests in a few seconds. ConfigError unless it is positive and
+    finite."""
     if not (rate > 0 and math.isfinite(rate)):
         raise ConfigError(f"the rate limit is {rate}; it must be a positive number of requests per second")
-    shortest = max(_WINDOW, math.ceil(1 / rate))
-    windows = range(shortest, max(3 * shortest, _LONGEST_WINDOW) + 1)
-
-    def error(window: int) -> float:
-        return abs(round(rate * window) / window / rate - 1)
-
-    window = next((window for window in windows if error(window) <= 0.01), min(windows, key=error))
-    return RateLimitItemPerSecond(max(1, round(rate * window)), window)
+    share = Fraction(rate).limit_denominator(max(20, math.ceil(1 / rate)))
+    several = math.ceil(_WINDOW / share.denominator)
+    return RateLimitItemPerSecond(several * share.numerator, several * share.denominator)
 
 
 class RateExceededError(AgentLightningError):
@@ -66,21 +58,16 @@ class RateLimit:
         self._access = access
         self._limit = limit
         self._limiter = SlidingWindowCounterRateLimiter(MemoryStorage())
-        self._salt = secrets.token_bytes(16)
 
     async def check(self, path: str, headers: Mapping[str, str], address: str) -> None:
         """Count a request, from this address. RateExceededError if it is one too many."""
         if path in _UNLIMITED:
             return
         caller = None if self._access is None else await self._access.name_of(headers)
-        caller = caller or self._slot(_network(address))
+        caller = caller or f"address {_network(address)}"
         if not await self._limiter.hit(self._limit, caller):
             stats = await self._limiter.get_window_stats(self._limit, caller)
             raise RateExceededError(min(max(1, math.ceil(stats.reset_time - time.time())), self._limit.get_expiry()))
-
-    def _slot(self, address: str) -> str:
-        digest = hashlib.blake2b(address.encode(), key=self._salt, digest_size=8).digest()
-        return f"address {int.from_bytes(digest, 'big') % _SLOTS}"
 
 
 class LargeBodies:

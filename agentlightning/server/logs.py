@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Final, Literal, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 from starlette.routing import BaseRoute, Route
@@ -50,21 +50,6 @@ def log_request(finished: Finished) -> None:
     )
 
 
-def label_routes(routes: Sequence[BaseRoute]) -> None:
-    """Let every route note its template in the requests that reach it."""
-    for route in routes:
-        if isinstance(route, Route):
-            route.app = _noting(route.app, route.path)
-
-
-def _noting(app: ASGIApp, template: str) -> ASGIApp:
-    def noted(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        note_route(scope, template)
-        return app(scope, receive, send)
-
-    return noted
-
-
 def note_route(scope: Scope, template: str) -> None:
     """Which route takes a request."""
     scope[_ROUTE] = template
@@ -76,10 +61,13 @@ def note_caller(scope: Scope, name: str) -> None:
 
 
 class Observed:
-    """Tells `listeners` of every request when it is over."""
+    """Tells `listeners` of every request when it is over, with the template of the one of `routes` that took it."""
 
-    def __init__(self, app: ASGIApp, listeners: Sequence[Callable[[Finished], None]]) -> None:
+    def __init__(
+        self, app: ASGIApp, routes: Sequence[BaseRoute], listeners: Sequence[Callable[[Finished], None]]
+    ) -> None:
         self._app = app
+        self._templates: dict[Any, str] = {route.endpoint: route.path for route in routes if isinstance(route, Route)}
         self._listeners = listeners
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -103,7 +91,8 @@ class Observed:
         finally:
             ms = (time.perf_counter() - began) * 1000
             # The path of a request that no route takes is the caller's invention, and so no label.
-            finished = Finished(scope["method"], scope.get(_ROUTE, "unmatched"), status, ms, _caller(scope))
+            route = scope.get(_ROUTE) or self._templates.get(scope.get("endpoint"), "unmatched")
+            finished = Finished(scope["method"], route, status, ms, _caller(scope))
             for listener in self._listeners:
                 listener(finished)
 

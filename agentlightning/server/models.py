@@ -1,11 +1,11 @@
 """The gateway's model table over HTTP: how a trainer in another process lends its policy to a server's gateway, has its
-calls held while weights are updated, and has servers load new weights. Only an admin key may."""
+calls held while weights are updated. Only an admin key may."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Annotated, Any, Final, Literal, Protocol
+from typing import Annotated, Any, Final, Protocol
 
 import msgspec
 
@@ -16,7 +16,7 @@ from agentlightning.gateway.backends.factory import BackendKind, make_backend
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.gateway.probe import probe
 from agentlightning.gateway.replicas import Replica, Replicas, servers_of
-from agentlightning.gateway.updates import ServerUpdate, WeightUpdate, declare_version, keep_versions, update_weights
+from agentlightning.gateway.updates import declare_version, keep_versions
 from agentlightning.store.calls import Call
 from agentlightning.types import Noun
 
@@ -66,10 +66,6 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0
     waiting: int = 0
     policy_version: int | None = None
-
-
-class UpdatedModel(msgspec.Struct, frozen=True, kw_only=True):
-    servers: list[ServerUpdate]
 
 
 class ListModels(Call, frozen=True, kw_only=True):
@@ -158,27 +154,10 @@ class ReleaseModel(Call, frozen=True, kw_only=True):
     holder: str = "hold"
 
 
-class UpdateModel(Call, frozen=True, kw_only=True):
-    """Have a model's servers load weights, its calls held; see `gateway.updates.WeightUpdate`."""
-
-    route = "POST /models/{name}/weights"
-    scope = "admin"
-    audited = True
-    returns = UpdatedModel
-    name: str
-    policy_version: Version
-    path: str | None = None
-    in_flight: Literal["finish", "pause"] = "finish"
-    seconds: Seconds = 300.0
-
-    def repeatable(self) -> bool:
-        return False
-
-
 class Followers(Protocol):
     """Processes that have the same models. `settled` returns when all have carried out all orders."""
 
-    def tell(self, name: str, content: Any) -> None: ...
+    def changed(self) -> None: ...
     async def settled(self) -> None: ...
 
 
@@ -219,8 +198,7 @@ class Models:
                     keep_versions(replaced, entry)
                 self._owners[entry.name] = call.owner
                 self.registered[entry.name] = call
-                if self._followers is not None:
-                    self._followers.tell("put", call)
+                self._tell_followers()
         except BaseException:
             self._retire(entry)
             raise
@@ -233,22 +211,15 @@ class Models:
                 self._retire(self._models.remove(call.name))
                 self._owners.pop(call.name, None)
                 self.registered.pop(call.name, None)
-                if self._followers is not None:
-                    self._followers.tell("remove", call.name)
+                self._tell_followers()
 
     async def hold(self, call: HoldModel) -> None:
-        self.gateway.hold(call.name, seconds=call.seconds, holder=call.holder)
+        self.gateway.hold(call.name, call.seconds, call.holder)
 
     async def release(self, call: ReleaseModel) -> None:
         if call.policy_version is not None:
             declare_version(self.gateway.entry(call.name), call.policy_version)
-        self.gateway.release(call.name, holder=call.holder)
-
-    async def update(self, call: UpdateModel) -> UpdatedModel:
-        if self._followers is not None and call.in_flight == "pause":
-            raise ConfigError("a server with workers lets calls finish before an update; leave `in_flight` out")
-        update = msgspec.convert(call, WeightUpdate, from_attributes=True)
-        return UpdatedModel(servers=await update_weights(self.gateway, call.name, update))
+        self.gateway.release(call.name, call.holder)
 
     async def _require_free(self, entry: ModelEntry, call: RegisterModel) -> None:
         """ConflictError where the name is another's whose servers live: a server that has died does not come back for
@@ -262,6 +233,10 @@ class Models:
                 f"the model {entry.name!r} is registered by {owner or 'somebody without a name'} and its server lives; "
                 'choose another name, take that model away (DELETE), or say "replace": true'
             )
+
+    def _tell_followers(self) -> None:
+        if self._followers is not None:
+            self._followers.changed()
 
     def _retire(self, entry: ModelEntry | None) -> None:
         """Close a backend nobody is routed to any more, after its calls under way are answered."""
@@ -295,7 +270,6 @@ MODEL_CALLS: Final[Mapping[type[Call], Callable[[Models, Any], Awaitable[Any]]]]
     RemoveModel: Models.remove,
     HoldModel: Models.hold,
     ReleaseModel: Models.release,
-    UpdateModel: Models.update,
 }
 
 

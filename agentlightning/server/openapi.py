@@ -1,8 +1,4 @@
-"""The interface described: OpenAPI 3.1 at `/openapi.json`, made from the calls and routes of a server, and a page to
-read it at `/docs`, which needs nothing from elsewhere.
-
-Calls are described with their schemas. Of other routes only what they are: their protocols are described elsewhere.
-"""
+"""The calls of a server described: OpenAPI 3.1 at `/openapi.json`, and a page that shows it at `/docs`."""
 
 from __future__ import annotations
 
@@ -11,9 +7,9 @@ import importlib.metadata
 import importlib.resources
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import NoneType
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias
 
 import msgspec
 from starlette.requests import Request
@@ -43,18 +39,14 @@ _ABOUT: Final = (
     "Send a key as `Authorization: Bearer …`; a server without an admin key answers this machine's programs without "
     "one. Calls with a `timeout` wait so many seconds for something to answer with, at most a minute at a time."
 )
-_WITHOUT_KEY: Final = ("/health", "/ready", "/rewards/{key}")
 
 
-def documentation_routes(
-    kinds: Sequence[type[Call]], routes: Sequence[BaseRoute], others: Sequence[tuple[str, str]], *, protected: bool
-) -> list[BaseRoute]:
-    """`/openapi.json` and `/docs` of a server that answers calls of these `kinds`, `routes`, and `others` by their
-    methods and paths. They need no key."""
+def documentation_routes(kinds: Sequence[type[Call]], *, protected: bool) -> list[BaseRoute]:
+    """`/openapi.json` and `/docs` of a server that answers calls of these `kinds`. They need no key."""
 
     @functools.cache
     def encoded() -> bytes:
-        return msgspec.json.encode(document(kinds, routes, others, protected=protected))
+        return msgspec.json.encode(document(kinds, protected=protected))
 
     async def spec(request: Request) -> Response:
         return Response(encoded(), media_type=_JSON)
@@ -64,16 +56,13 @@ def documentation_routes(
         policy = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
         return Response(html, media_type="text/html", headers={"content-security-policy": policy})
 
-    own = {"/openapi.json": spec, "/docs": page}
-    return [Route(path, answer, methods=["GET"], include_in_schema=False) for path, answer in own.items()]
+    return [Route("/openapi.json", spec, methods=["GET"]), Route("/docs", page, methods=["GET"])]
 
 
-def document(
-    kinds: Sequence[type[Call]], routes: Iterable[BaseRoute], others: Iterable[tuple[str, str]], *, protected: bool
-) -> Json:
+def document(kinds: Sequence[type[Call]], *, protected: bool) -> Json:
     """The whole description. Without `protected` the server also answers those who show no key."""
     shown = list(dict.fromkeys([ErrorReply, *kinds, *(kind.returns for kind in kinds)]))
-    schemas, components = _simple(msgspec.json.schema_components(shown, ref_template=_SCHEMAS))
+    schemas, components = msgspec.json.schema_components(shown, ref_template=_SCHEMAS)
     shapes: dict[Any, Json] = dict(zip(shown, schemas, strict=True))
     paths: dict[str, Json] = {}
     for kind in kinds:
@@ -81,13 +70,6 @@ def document(
         # A call's own shape, with what travels in the path, is nobody's body.
         operation = _operation(kind, components.pop(kind.__name__), shapes[kind.returns])
         paths.setdefault(PREFIX + path, {})[method.lower()] = operation
-    for route in routes:
-        if isinstance(route, Route) and route.include_in_schema:
-            about = inspect.getdoc(route.endpoint) or ""
-            for method in (route.methods or set[str]()) - {"HEAD"}:
-                paths.setdefault(route.path, {})[method.lower()] = _plain(about, method, route.path)
-    for method, path in others:
-        paths.setdefault(path, {})[method.lower()] = _plain("As its protocol has it.", method, path)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -103,18 +85,6 @@ def document(
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
-
-
-def _simple(schema: Any) -> Any:
-    """The same schema without `prefixItems`, which many tools mistake: a pair of numbers is two items, all numbers."""
-    if isinstance(schema, list | tuple):
-        return [_simple(item) for item in cast("list[Any]", schema)]
-    if not isinstance(schema, dict):
-        return schema
-    parts = {name: _simple(value) for name, value in cast(Json, schema).items() if name != "prefixItems"}
-    if "prefixItems" in schema:
-        parts["items"] = {"anyOf": _simple(schema["prefixItems"])}
-    return parts
 
 
 def _operation(kind: type[Call], shape: Json, answer: Json) -> Json:
@@ -142,19 +112,6 @@ def _operation(kind: type[Call], shape: Json, answer: Json) -> Json:
     failures = {code: {"$ref": f"#/components/responses/{code}"} for code in _FAILURES}
     operation["responses"] = {"200": {"description": "Done.", "content": _content(answer)}} | failures
     return operation
-
-
-def _plain(about: str, method: str, path: str) -> Json:
-    """A route in short. Its failures are in the form of its protocol."""
-    operation: Json = {
-        "summary": about.partition("\n\n")[0].replace("\n", " "),
-        "tags": ["gateway" if "/v1" in path else "server"],
-        "parameters": [_parameter(name, "path", {"type": "string"}, required=True) for name in path_fields(path)],
-        "responses": {"200": {"description": "Answered."}, "default": {"description": "Refused, or failed."}},
-    }
-    if method == "POST":
-        operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": {"type": "object"}}}}
-    return operation | ({"security": []} if path in _WITHOUT_KEY else {})
 
 
 def _parameter(name: str, place: str, schema: Json, *, required: bool) -> Json:

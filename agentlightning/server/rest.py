@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-import typing
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, Final, TypeAlias
 from urllib.parse import parse_qsl
 
@@ -37,9 +35,7 @@ _JSON_HEADERS: Final = (  # browsers read these
     (b"x-content-type-options", b"nosniff"),
     (b"cache-control", b"no-store"),
 )
-_LARGE: Final = 1 << 20  # bytes of a body that is decoded item by item: decoding holds up every other thread
-_ATTEMPT_BYTES: Final = 2 << 20  # of a body of the least trusted: an item that is all small parts is decoded at once
-_SECONDS_AT_ONCE: Final = 0.01
+_ATTEMPT_BYTES: Final = 2 << 20  # of a body of the least trusted, as decoding it holds up every other request
 _OF_A_MODEL: Final = ("hold", "release", "weights")
 _log: Final = logging.getLogger(__name__)
 
@@ -58,7 +54,6 @@ class Endpoint:
         self.segments = tuple(None if part.startswith("{") else part for part in path.split("/")[1:])
         self.fields = tuple(calls.path_fields(path))
         self.decode = _decoder(kind)
-        self.hints = typing.get_type_hints(kind)
         self.waits = "timeout" in kind.__struct_fields__
         self.none_is_missing = self.method == "GET" and kind.returns is not None
 
@@ -199,11 +194,7 @@ class Rest:
             data = await receive_body(receive, caller.body_limit(self._body_limit, _ATTEMPT_BYTES))
             self._access.count_sent(caller, len(data))
         try:
-            in_msgpack = _MSGPACK in headers.get("content-type", "")
-            if len(data) > _LARGE:
-                asked = await _decoded_in_turns(endpoint, fields, data, in_msgpack)
-            else:
-                asked = endpoint.decode(fields, data, in_msgpack)
+            asked = endpoint.decode(fields, data, _MSGPACK in headers.get("content-type", ""))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidError(f"{scope['method']} {scope['path']}: {error}") from None
         self._access.count_spans(caller, getattr(asked, "spans", ()))
@@ -250,25 +241,6 @@ def _decoder(kind: type[Call]) -> Callable[[Mapping[str, Any], bytes, bool], Any
         return msgspec.convert({**body, **fields}, kind)
 
     return decode
-
-
-async def _decoded_in_turns(endpoint: Endpoint, fields: dict[str, Any], data: bytes, in_msgpack: bool) -> Any:
-    """The call of a large body, whose lists are decoded item by item, with turns for others in between."""
-    form = msgspec.msgpack if in_msgpack else msgspec.json
-    values: dict[str, Any] = {}
-    for name, raw in form.decode(data, type=dict[str, msgspec.Raw]).items():
-        hint = endpoint.hints.get(name, Any)
-        if typing.get_origin(hint) is not Sequence:
-            values[name] = form.decode(raw, type=hint)
-            continue
-        decode, values[name] = form.Decoder(typing.get_args(hint)[0]).decode, []
-        began = time.monotonic()
-        for item in form.decode(raw, type=list[msgspec.Raw]):
-            values[name].append(decode(item))
-            if time.monotonic() - began > _SECONDS_AT_ONCE:
-                await asyncio.sleep(0)
-                began = time.monotonic()
-    return msgspec.convert({**values, **fields}, endpoint.kind)
 
 
 async def _disconnected(receive: Receive) -> None:

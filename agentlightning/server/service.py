@@ -23,22 +23,18 @@ from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.locality import is_loopback
 from agentlightning.gateway.models import ModelEntry, ModelTable
-from agentlightning.server.app import BODY_LIMIT, create_app
+from agentlightning.server.app import ServerSettings, create_app
 from agentlightning.server.handover import OWNER, Place
-from agentlightning.server.logs import LogFormat
-from agentlightning.server.models import HoldModel, Models, RegisterModel, ReleaseModel, RemoveModel, registration
+from agentlightning.server.models import HoldModel, Models, ReleaseModel, RemoveModel, registration
 from agentlightning.server.serve import HttpServer
-from agentlightning.server.worker import Hold
-from agentlightning.server.worker import Settings as WorkerSettings
-from agentlightning.server.workers import SharedGateway, Workers, versions_of
+from agentlightning.server.workers import SharedGateway, Workers
 from agentlightning.store.access_keys import audit
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.client import LightningStoreClient
-from agentlightning.store.redaction import Capture, redaction
+from agentlightning.store.redaction import redaction
 from agentlightning.store.retention import ended_before
 from agentlightning.store.sql import SqlStore
-from agentlightning.store.sqlite import Synchronous
 from agentlightning.store.writer import Observer
 
 if TYPE_CHECKING:
@@ -50,34 +46,6 @@ _log: Final = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class ServerSettings:
-    """The settings of a server. `store` is a path or a `postgresql://` URL. What ended more than `retain_seconds` ago
-    is removed. `hook`, as FILE.py:NAME, sees every span before it is written. `models` and `registrations` are there
-    from the beginning. What is stored goes on to the collector at `otlp_forward`. So many `workers` answer LLM calls in
-    processes of their own, which `models` of this process cannot."""
-
-    store: str
-    synchronous: Synchronous = "FULL"
-    host: str = "127.0.0.1"
-    port: int = 0
-    key: str | None = None
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    rate_limit: float | None = None
-    body_limit: int = BODY_LIMIT
-    access_log: bool = False
-    capture: Capture = "full"
-    hook: str | None = None
-    retain_seconds: float | None = None
-    models: tuple[ModelEntry, ...] = ()
-    registrations: tuple[RegisterModel, ...] = ()
-    workers: int = 0
-    log_format: LogFormat = "text"
-    otlp_forward: str | None = None
-    otlp_forward_headers: tuple[tuple[str, str], ...] = ()
-
-
-@dataclass(frozen=True)
 class Running:
     """Where a server can be reached."""
 
@@ -86,9 +54,9 @@ class Running:
 
 
 @asynccontextmanager
-async def running_server(settings: ServerSettings) -> AsyncGenerator[Running]:
-    """A server for as long as the block lasts. At its end it takes no more requests, answers those it has, and closes
-    the store: what it acknowledged is there."""
+async def running_server(settings: ServerSettings, models: Sequence[ModelEntry] = ()) -> AsyncGenerator[Running]:
+    """A server, with `models` of this process, for as long as the block lasts. At its end it takes no more requests,
+    answers those it has, and closes the store: what it acknowledged is there."""
     async with AsyncExitStack() as stack:
         stack.enter_context(garbage_sought_seldom())
         forwarder = _forwarder(settings)
@@ -102,18 +70,18 @@ async def running_server(settings: ServerSettings) -> AsyncGenerator[Running]:
             observer=observer,
         )
         stack.push_async_callback(store.close)
-        workers = _workers(settings, store, observer)
+        workers = _workers(settings, store, observer, models)
         share = Gateway if workers is None else functools.partial(SharedGateway, workers)
         # Other models come and go: each trainer that joins brings its own.
-        gateway = share(ModelTable(settings.models), store, admin_key=settings.key, body_limit=settings.body_limit)
+        gateway = share(ModelTable(models), store, admin_key=settings.key, body_limit=settings.body_limit)
         stack.push_async_callback(gateway.close)
-        models = Models(gateway, workers)
+        table = Models(gateway, workers)
         for given in settings.registrations:
-            await models.put(given)
+            await table.put(given)
         app = create_app(
             store,
             gateway=gateway,
-            models=models,
+            models=table,
             admin_key=settings.key,
             body_limit=settings.body_limit,
             rate_limit=settings.rate_limit,
@@ -133,49 +101,24 @@ async def running_server(settings: ServerSettings) -> AsyncGenerator[Running]:
         if workers is not None:
             assert folder is not None
             stack.push_async_callback(workers.stop)
-            await workers.start(lambda index: _begin(index, settings, http.port, folder, models))
+            await workers.start(http.port, folder, table)
         if settings.retain_seconds is not None:
             work = asyncio.create_task(retain(store, settings.retain_seconds), name="retention")
             stack.push_async_callback(_cancel, work)
         yield Running(http.url, gateway)
 
 
-def _workers(settings: ServerSettings, store: SqlStore, observer: Observer | None) -> Workers | None:
+def _workers(
+    settings: ServerSettings, store: SqlStore, observer: Observer | None, models: Sequence[ModelEntry]
+) -> Workers | None:
     """ConfigError for what workers cannot share."""
     if not settings.workers:
         return None
-    if settings.models:
+    if models:
         raise ConfigError("workers share models by their address; register these, or leave workers out")
     if settings.tls_cert is not None or settings.tls_key is not None:
         raise ConfigError("workers speak no TLS; put a proxy with the certificate before them, or leave --workers out")
-    return Workers(settings.workers, store, observer)
-
-
-def _begin(index: int, settings: ServerSettings, port: int, folder: Path, models: Models) -> WorkerSettings:
-    """What a worker begins with: the models as they are now."""
-    table = models.gateway.models
-    return WorkerSettings(
-        host=settings.host,
-        port=port,
-        folder=str(folder),
-        index=index,
-        count=settings.workers,
-        key=settings.key,
-        body_limit=settings.body_limit,
-        rate_limit=settings.rate_limit,
-        access_log=settings.access_log,
-        log_format=settings.log_format,
-        capture=settings.capture,
-        hook=settings.hook,
-        observed=settings.otlp_forward is not None,
-        models=list(models.registered.values()),
-        versions=[versions_of(entry) for entry in table],
-        holds=[
-            Hold(names=[gate.name], holder=str(holder), seconds=seconds)
-            for gate in table.gates()
-            for holder, seconds in gate.holds()
-        ],
-    )
+    return Workers(settings, store, observer)
 
 
 def _forwarder(settings: ServerSettings) -> Forwarder | None:

@@ -18,7 +18,6 @@ from agentlightning.errors import ForbiddenError
 
 _LIFETIME: Final = 7 * 24 * 3600  # seconds
 _MOST: Final = 1000  # the oldest end before there are more
-_MOST_OF_ONE: Final = 50  # of one key, whose holder so ends no others
 
 
 class Sessions:
@@ -29,9 +28,8 @@ class Sessions:
 
     def begin(self, headers: Mapping[str, str], key: str, *, secure: bool) -> str:
         """The value of Set-Cookie that begins a session of `key`."""
-        own = [token for token, (held, _) in self._keys.items() if held == key]
-        if len(own) >= _MOST_OF_ONE or len(self._keys) >= _MOST:
-            del self._keys[own[0] if len(own) >= _MOST_OF_ONE else next(iter(self._keys))]
+        if len(self._keys) >= _MOST:
+            del self._keys[next(iter(self._keys))]
         token = secrets.token_urlsafe(32)
         self._keys[token] = key, time.monotonic() + _LIFETIME
         return _cookie(headers, token, _LIFETIME, secure=secure)

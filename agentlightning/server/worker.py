@@ -23,20 +23,19 @@ from agentlightning.data.references import load_reference
 from agentlightning.errors import UnavailableError
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.gateway.models import ModelTable
 from agentlightning.gateway.recorder import CallStatistics
 from agentlightning.gateway.replicas import servers_of
-from agentlightning.gateway.updates import keep_versions
-from agentlightning.server.app import create_app
+from agentlightning.server.app import ServerSettings, create_app
 from agentlightning.server.handover import Place
-from agentlightning.server.logs import LogFormat, configure_logging
+from agentlightning.server.logs import configure_logging
 from agentlightning.server.models import RegisterModel, entry_of
 from agentlightning.server.pipe import Pipe
 from agentlightning.server.serve import HttpServer, run_on_fastest_loop
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.prompts import SpanRow
-from agentlightning.store.redaction import Capture, Redact, redaction
+from agentlightning.store.redaction import Redact, redaction
 from agentlightning.store.spans import Stored
 from agentlightning.store.writer import SpanWriter
 from agentlightning.types import Attempt, Span
@@ -45,40 +44,23 @@ _REPORT_SECONDS: Final = 0.5
 _KNOWN: Final = 10_000  # attempts
 
 
-class Hold(msgspec.Struct, frozen=True, kw_only=True):
-    """Calls of these models wait, for at most `seconds` where given."""
+class State(msgspec.Struct, frozen=True, kw_only=True):
+    """The models as the owner has them: `versions` has the policy version that each server of a model holds, by URL,
+    and why one cannot be used; `holds` who holds a model's calls, and for how many seconds more at most."""
 
-    names: list[str]
-    holder: str
-    seconds: float | None = None
-
-
-class Versions(msgspec.Struct, frozen=True, kw_only=True):
-    """Which policy version each server of a model holds, by URL, and why one cannot be used."""
-
-    model: str
-    servers: dict[str, tuple[int, str | None]]
+    models: list[RegisterModel]
+    versions: dict[str, dict[str, tuple[int, str | None]]]
+    holds: dict[str, dict[str, float | None]]
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker begins with: it is number `index` of `count`, and `folder` holds the inboxes."""
+class Beginning(msgspec.Struct, frozen=True, kw_only=True):
+    """What worker number `index` begins with; `folder` holds the inboxes."""
 
-    host: str
+    server: ServerSettings
     port: int
     folder: str
     index: int
-    count: int
-    key: str | None
-    body_limit: int
-    rate_limit: float | None
-    access_log: bool
-    log_format: LogFormat
-    capture: Capture
-    hook: str | None
-    observed: bool
-    models: list[RegisterModel]
-    versions: list[Versions]
-    holds: list[Hold]
+    state: State
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,47 +130,47 @@ class PipedStore(LightningStore):
 class Worker:
     """The gateway of one worker, as the owner tells it."""
 
-    def __init__(self, settings: Settings, pipe: Pipe) -> None:
+    def __init__(self, settings: ServerSettings, pipe: Pipe) -> None:
         self._pipe = pipe
+        self._models: list[RegisterModel] = []
         self._closing: set[asyncio.Task[None]] = set()
         self._obeying = asyncio.Lock()  # what the owner says is carried out in its order
         hook = load_reference(settings.hook) if settings.hook else None
-        self.store = PipedStore(pipe, redaction(settings.capture, hook), observed=settings.observed)
-        self.gateway = Gateway(
-            ModelTable(map(entry_of, settings.models)),
-            self.store,
-            admin_key=settings.key,
-            body_limit=settings.body_limit,
-        )
-        for versions in settings.versions:
-            self._set_versions(versions)
+        observed = settings.otlp_forward is not None
+        self.store = PipedStore(pipe, redaction(settings.capture, hook), observed=observed)
+        self.gateway = Gateway(ModelTable(), self.store, admin_key=settings.key, body_limit=settings.body_limit)
 
     async def obey(self, name: str, content: msgspec.Raw) -> None:
         async with self._obeying:
-            match name:
-                case "forget":
-                    self.store.forget(_read(content, list[str] | None))
-                case "put":
-                    entry = await asyncio.to_thread(entry_of, _read(content, RegisterModel))
-                    replaced = self.gateway.models.put(entry)
-                    if replaced is not None:
-                        keep_versions(replaced, entry)
-                    self._retire(replaced)
-                case "remove":
-                    self._retire(self.gateway.models.remove(_read(content, str)))
-                case "versions":
-                    self._set_versions(_read(content, Versions))
-                case "hold":
-                    self.hold(_read(content, Hold))
-                case "release":
-                    hold = _read(content, Hold)
-                    self.gateway.release_gates(map(self.gateway.models.gate, hold.names), hold.holder)
-                case "turn away":
-                    self.gateway.turn_away()
-                case _:
-                    pass  # all before it is carried out; what "idle" waits for below may need to be released
-        if name == "idle":
-            await asyncio.gather(*(self.gateway.models.gate(model).idle() for model in _read(content, list[str])))
+            if name == "forget":
+                self.store.forget(_read(content, list[str] | None))
+            elif name == "state":
+                await self.take(_read(content, State))
+            elif name == "turn away":
+                self.gateway.turn_away()
+
+    async def take(self, state: State) -> None:
+        """Have the models of this state, with its versions and holds."""
+        table = self.gateway.models
+        changed = [await asyncio.to_thread(entry_of, call) for call in state.models if call not in self._models]
+        for call in self._models:
+            if call not in state.models and (removed := table.remove(call.name)) is not None:
+                # Nobody waits until its calls under way are answered.
+                self._closing.add(closing := asyncio.create_task(removed.backend.close()))
+                closing.add_done_callback(self._closing.discard)
+        for entry in changed:
+            table.put(entry)
+        self._models = state.models
+        for entry in table:
+            for server in servers_of(entry.backend):
+                server.connection.version, server.connection.unusable = state.versions[entry.name][server.name]
+        for name, holds in state.holds.items():
+            for holder, seconds in holds.items():
+                self.gateway.hold_gate(name, holder, seconds)
+        for gate in table.gates():
+            for holder, _ in gate.holds():
+                if holder not in state.holds.get(gate.name, {}):
+                    self.gateway.release_gate(gate.name, holder)
 
     async def report(self) -> None:
         """Tell the owner, again and again, what has become of calls."""
@@ -211,22 +193,6 @@ class Worker:
             gates={gate.name: (gate.running, gate.waiting) for gate in self.gateway.models.gates()},
         )
 
-    def _retire(self, entry: ModelEntry | None) -> None:
-        """Close a backend that no call is routed to any more. What the owner says meanwhile does not wait for it."""
-        if entry is not None:
-            closing = asyncio.create_task(entry.backend.close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
-
-    def hold(self, hold: Hold) -> None:
-        self.gateway.hold_gates(map(self.gateway.models.gate, hold.names), hold.holder, hold.seconds)
-
-    def _set_versions(self, versions: Versions) -> None:
-        entry = self.gateway.models.get(versions.model)
-        for server in () if entry is None else servers_of(entry.backend):
-            if server.name in versions.servers:
-                server.connection.version, server.connection.unusable = versions.servers[server.name]
-
 
 def _read(content: msgspec.Raw, kind: Any) -> Any:
     return msgspec.msgpack.decode(content, type=kind)
@@ -235,12 +201,12 @@ def _read(content: msgspec.Raw, kind: Any) -> Any:
 async def _run(descriptor: int) -> None:
     """Serve from what the owner begins with until it says stop, or is gone."""
     stop, ready = asyncio.Event(), asyncio.Event()
-    begun: asyncio.Future[Settings] = asyncio.get_running_loop().create_future()
+    begun: asyncio.Future[Beginning] = asyncio.get_running_loop().create_future()
     worker: Worker | None = None
 
     async def obey(name: str, content: msgspec.Raw) -> None:
         if name == "begin":
-            begun.set_result(_read(content, Settings))
+            begun.set_result(_read(content, Beginning))
             await ready.wait()
         elif name == "stop":
             stop.set()
@@ -251,11 +217,11 @@ async def _run(descriptor: int) -> None:
 
     loop = asyncio.get_running_loop()
     _, pipe = await loop.create_unix_connection(lambda: Pipe(obey), sock=socket.socket(fileno=descriptor))
-    settings = await begun
+    beginning = await begun
+    settings = beginning.server
     configure_logging(settings.log_format)
-    worker = await asyncio.to_thread(Worker, settings, pipe)
-    for hold in settings.holds:
-        worker.hold(hold)
+    worker = Worker(settings, pipe)
+    await worker.take(beginning.state)
     app = create_app(
         None,
         gateway=worker.gateway,
@@ -265,8 +231,8 @@ async def _run(descriptor: int) -> None:
         access_log=settings.access_log,
         keys=worker.store,
     )
-    place = Place(settings.index, settings.count, Path(settings.folder))
-    async with HttpServer(app, host=settings.host, port=settings.port, place=place):
+    place = Place(beginning.index, settings.workers, Path(beginning.folder))
+    async with HttpServer(app, host=settings.host, port=beginning.port, place=place):
         ready.set()
         reporting = asyncio.create_task(worker.report(), name="reports to the owner")
         ends = [asyncio.create_task(event.wait()) for event in (stop, pipe.closed)]

@@ -12,17 +12,18 @@ import socket
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.gates import Gate
-from agentlightning.gateway.models import ModelEntry
 from agentlightning.gateway.recorder import CallStatistics
 from agentlightning.gateway.replicas import servers_of
+from agentlightning.server.app import ServerSettings
+from agentlightning.server.models import Models
 from agentlightning.server.pipe import Pipe
-from agentlightning.server.worker import Hold, Report, Settings, Versions
+from agentlightning.server.worker import Beginning, Report, State
 from agentlightning.store.base import CALLS
 from agentlightning.store.prompts import SpanRow
 from agentlightning.store.sql import SqlStore
@@ -36,31 +37,37 @@ _rows: Final = msgspec.msgpack.Decoder(list[SpanRow])
 
 
 class Workers:
-    """`count` workers, from `start` to `stop`. `observer` gets the spans that they store."""
+    """The workers of a server, from `start` to `stop`. `observer` gets the spans that they store."""
 
-    def __init__(self, count: int, store: SqlStore, observer: Observer | None) -> None:
+    def __init__(self, settings: ServerSettings, store: SqlStore, observer: Observer | None) -> None:
         self.reports: dict[int, Report] = {}
         self.ended = CallStatistics()  # of workers that are gone
         self.ended_shed = 0
-        self._count = count
+        self._settings = settings
         self._store = store
         self._observer = observer
-        self._settings: Callable[[int], Settings] | None = None
+        self._beginning: Callable[[int], Beginning] | None = None
         self._pipes: dict[int, Pipe] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
 
-    async def start(self, settings: Callable[[int], Settings]) -> None:
-        """Return when all of them answer calls; `settings` gives worker number `index` its settings, now and when
-        it is started again. Raises what keeps a worker from starting."""
-        self._settings = settings
-        begun = [asyncio.get_running_loop().create_future() for _ in range(self._count)]
+    async def start(self, port: int, folder: Path, models: Models) -> None:
+        """Return when all of them answer calls. Raises what keeps a worker from starting."""
+        self._beginning = lambda index: Beginning(
+            server=self._settings, port=port, folder=str(folder), index=index, state=_state(models)
+        )
+        begun = [asyncio.get_running_loop().create_future() for _ in range(self._settings.workers)]
         self._tasks = [
             asyncio.create_task(self._keep(index, ready), name=f"worker {index}")
             for index, ready in enumerate(begun, start=1)
         ]
         self._tasks.append(asyncio.create_task(self._pass_changes(), name="changes for workers"))
         await asyncio.gather(*begun)
+
+    def changed(self) -> None:
+        """Tell them how the models are now."""
+        if self._beginning is not None:
+            self.tell("state", self._beginning(0).state)
 
     async def stop(self) -> None:
         """Let them answer the calls that they have, and end."""
@@ -113,8 +120,8 @@ class Workers:
         try:
             await asyncio.get_running_loop().create_unix_connection(lambda: pipe, sock=ours)
             self._pipes[index] = pipe  # from here on it hears of changes, behind what it begins with
-            assert self._settings is not None
-            await pipe.ask("begin", self._settings(index))
+            assert self._beginning is not None
+            await pipe.ask("begin", self._beginning(index))
             if not ready.done():
                 ready.set_result(None)
             await process.wait()
@@ -162,23 +169,13 @@ class SharedGateway(Gateway):
         super().__init__(*args, **named)
         self.workers = workers
 
-    def hold_gates(self, gates: Iterable[Gate], holder: str, seconds: float | None = None) -> None:
-        gates = list(gates)
-        super().hold_gates(gates, holder, seconds)
-        self.workers.tell("hold", Hold(names=[gate.name for gate in gates], holder=holder, seconds=seconds))
+    def hold_gate(self, name: str, holder: str, seconds: float | None = None) -> None:
+        super().hold_gate(name, holder, seconds)
+        self.workers.changed()
 
-    def release_gates(self, gates: Iterable[Gate], holder: str) -> None:
-        gates = list(gates)
-        super().release_gates(gates, holder)
-        for gate in gates:  # what they held may have changed the weights
-            entry = self.models.get(gate.name)
-            if entry is not None:
-                self.workers.tell("versions", versions_of(entry))
-        self.workers.tell("release", Hold(names=[gate.name for gate in gates], holder=holder))
-
-    async def idle(self, *names: str) -> None:
-        gates = [gate.name for gate in self.gates_of(names)]
-        await asyncio.gather(super().idle(*names), self.workers.ask("idle", gates))
+    def release_gate(self, name: str, holder: str) -> None:
+        super().release_gate(name, holder)
+        self.workers.changed()  # also what they held calls for, new weights
 
     def turn_away(self) -> None:
         super().turn_away()
@@ -198,11 +195,19 @@ class SharedGateway(Gateway):
         return super().shed + self.workers.ended_shed + sum(report.shed for report in self.workers.reports.values())
 
 
-def versions_of(entry: ModelEntry) -> Versions:
-    servers = {
-        server.name: (server.connection.version, server.connection.unusable) for server in servers_of(entry.backend)
-    }
-    return Versions(model=entry.name, servers=servers)
+def _state(models: Models) -> State:
+    table = models.gateway.models
+    return State(
+        models=list(models.registered.values()),
+        versions={
+            entry.name: {
+                server.name: (server.connection.version, server.connection.unusable)
+                for server in servers_of(entry.backend)
+            }
+            for entry in table
+        },
+        holds={gate.name: dict(gate.holds()) for gate in table.gates()},
+    )
 
 
 def _summed(several: Iterable[CallStatistics]) -> CallStatistics:

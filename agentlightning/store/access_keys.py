@@ -16,9 +16,8 @@ import msgspec
 from agentlightning.errors import InvalidError, NotFoundError
 from agentlightning.store import codec, keys
 from agentlightning.store.attempts import load_standing, touch_worker
-from agentlightning.store.database import Connection
+from agentlightning.store.database import Connection, Transaction
 from agentlightning.store.tables import KEYS
-from agentlightning.store.transaction import Transaction
 from agentlightning.types import ApiKey, IssuedKey, KeyScope
 
 PREFIX: Final = "aglk-"

@@ -13,12 +13,11 @@ import msgspec
 
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError
 from agentlightning.store import codec, keys, lifecycle
-from agentlightning.store.database import Connection
+from agentlightning.store.database import Connection, Transaction
 from agentlightning.store.lifecycle import Standing
 from agentlightning.store.outcomes import note_error, recall
 from agentlightning.store.rollouts import ACTIVE, QUEUED, create_rollout, require_rollout, set_status
 from agentlightning.store.tables import ATTEMPTS, ROLLOUTS
-from agentlightning.store.transaction import Transaction
 from agentlightning.types import (
     Attempt,
     AttemptedRollout,

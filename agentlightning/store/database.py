@@ -6,19 +6,22 @@ runs each operation in a savepoint, so that a failed one is undone alone, calls 
 store numbers finished rollouts), and commits. Back on the event loop, `committed` wakes the callers that wait for these
 changes, and each caller gets its answer. If the connection is lost before the commit, all of it runs again.
 
-This module knows transactions and the interface of a connection; not what operations do, nor which database it is.
+This module does not know what operations do, nor which database it is.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar
+
+import msgspec
 
 from agentlightning.errors import ConfigError, ConflictError, InvalidError, UnavailableError
 
@@ -72,48 +75,88 @@ class Connection(Protocol):
         ...
 
 
-Operation: TypeAlias = Callable[[Connection], T]
+class Changes(msgspec.Struct):
+    """Changes that callers may be waiting for."""
+
+    queued: int = 0  # rollouts
+    finished: list[str] = []  # rollout ids
+    groups: list[str] = []  # groups of which a member finished
+    runs_with_groups: list[str] = []  # runs of which a group became complete
+    touched: list[str] = []  # rollout ids that look different now
+    spans: list[str] = []  # rollout ids that got spans
+    removed: list[str] = []  # rollout ids that are no longer stored
+    runs: list[str] = []  # runs that began, ended or measured something
+    keys: bool = False  # a key was revoked
+    deadline: float = math.inf  # the earliest clock that was set
+
+    def set_deadline(self, when: float) -> None:
+        self.deadline = min(self.deadline, when)
+
+    @classmethod
+    def merged(cls, several: Iterable[Changes]) -> Changes:
+        whole = cls()
+        for changes in several:
+            whole.queued += changes.queued
+            for name in ("finished", "groups", "runs_with_groups", "touched", "spans", "removed", "runs"):
+                getattr(whole, name).extend(getattr(changes, name))
+            whole.keys = whole.keys or changes.keys
+            whole.set_deadline(changes.deadline)
+        return whole
+
+
+@dataclass
+class Transaction:
+    """A transaction on the database at the time `now`."""
+
+    connection: Connection
+    now: float
+    lease_seconds: float
+    secret: bytes
+    changes: Changes = field(default_factory=Changes)
+
+
+Operation: TypeAlias = Callable[[Transaction], T]
 
 
 @dataclass(frozen=True)
 class _Job:
     operation: Operation[Any]
     future: asyncio.Future[Any]
-    notes: Any
     seconds: float | None
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What became of a job: its result, or the error it failed with."""
+    """What became of a job: its result and its changes, or the error it failed with."""
 
     job: _Job
     result: Any = None
+    changes: Changes | None = None
     error: Exception | None = None
 
 
 class DatabaseThread:
     """Runs operations on one connection, in the order they were handed over, away from the event loop.
 
-    Threads that are given the same `jobs` share the work. `before_commit` is called at the end of each transaction,
-    inside it, with the notes of the operations that succeeded; `committed` on the event loop after the commit, with
-    what that returned, before anybody gets an answer."""
+    `view` makes the transaction that an operation gets. Threads that are given the same `jobs` share the work.
+    `before_commit` is called at the end of each transaction, inside it, with the changes of the operations that
+    succeeded; `committed` on the event loop after the commit, before anybody gets an answer."""
 
     def __init__(
         self,
         connection: Connection,
         name: str,
+        view: Callable[[Connection], Transaction],
         *,
         begin: str = "BEGIN",
         largest_batch: int = 256,
         jobs: queue.SimpleQueue[list[_Job] | None] | None = None,
-        turn: AbstractContextManager[object] | None = None,
-        before_commit: Callable[[Connection, list[Any]], Any] = lambda connection, notes: None,
-        committed: Callable[[Any], None] = lambda changed: None,
+        before_commit: Callable[[Connection, Changes], None] = lambda connection, changes: None,
+        committed: Callable[[Changes], None] = lambda changes: None,
     ) -> None:
         self._connection = connection
+        self._view = view
         self._begin = begin
-        self._turn = contextlib.nullcontext() if turn is None else turn
         self._before_commit = before_commit
         self._committed = committed
         self._loop = asyncio.get_running_loop()
@@ -124,7 +167,7 @@ class DatabaseThread:
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, operation: Operation[T], notes: Any = None, seconds: float | None = None) -> asyncio.Future[T]:
+    def submit(self, operation: Operation[T], seconds: float | None = None) -> asyncio.Future[T]:
         """Hand an operation over; the future is resolved after its transaction is committed. An operation that only
         reads may be limited to some `seconds`."""
         if self._closed:
@@ -138,7 +181,7 @@ class DatabaseThread:
         if not self._gathering:
             # What one turn of the event loop brings is handed over together: waking a thread costs more than most jobs.
             self._loop.call_soon(self._hand_over)
-        self._gathering.append(_Job(operation, future, notes, seconds))
+        self._gathering.append(_Job(operation, future, seconds))
         return future
 
     def _hand_over(self) -> None:
@@ -170,15 +213,14 @@ class DatabaseThread:
             else:
                 open_for_work = False
             if batch:
-                with self._turn:
-                    self._transact(batch, _TRIES)
+                self._transact(batch, _TRIES)
         self._connection.close()
 
     def _transact(self, batch: list[_Job], tries: int) -> None:
         """Run a batch as one transaction and deliver its outcomes. If the connection was lost before the commit, the
         batch is tried again; for any other reason the whole batch fails."""
         outcomes: list[_Outcome] = []
-        changed = None
+        changes = Changes()
         try:
             self._connection.revive()
             self._connection.execute(self._begin)
@@ -187,10 +229,8 @@ class DatabaseThread:
             else:
                 for job in batch:
                     outcomes.append(self._run_apart(job))
-            notes = [
-                outcome.job.notes for outcome in outcomes if outcome.error is None and outcome.job.notes is not None
-            ]
-            changed = self._before_commit(self._connection, notes)
+            changes = Changes.merged(outcome.changes for outcome in outcomes if outcome.changes is not None)
+            self._before_commit(self._connection, changes)
             self._connection.commit()
         except Exception as error:  # noqa: BLE001 - every caller of the batch gets it
             trouble = self._connection.trouble(error)
@@ -198,8 +238,8 @@ class DatabaseThread:
             if trouble == "lost" and tries > 1:
                 self._transact(batch, tries - 1)
                 return
-            outcomes = [_Outcome(job, error=_typed(trouble, error, job.seconds)) for job in batch]
-        self._loop.call_soon_threadsafe(self._deliver, outcomes, changed)
+            outcomes, changes = [_Outcome(job, error=_typed(trouble, error, job.seconds)) for job in batch], Changes()
+        self._loop.call_soon_threadsafe(self._deliver, outcomes, changes)
 
     def _roll_back(self) -> None:
         try:
@@ -210,10 +250,10 @@ class DatabaseThread:
                 raise
 
     def _run(self, job: _Job) -> _Outcome:
-        if job.seconds is None:
-            return _Outcome(job, job.operation(self._connection))
-        with self._connection.limited(job.seconds):
-            return _Outcome(job, job.operation(self._connection))
+        tx = self._view(self._connection)
+        limit = contextlib.nullcontext() if job.seconds is None else self._connection.limited(job.seconds)
+        with limit:
+            return _Outcome(job, job.operation(tx), tx.changes)
 
     def _run_apart(self, job: _Job) -> _Outcome:
         """Run a job so that it can fail without the others of its batch."""
@@ -232,9 +272,8 @@ class DatabaseThread:
         execute("RELEASE SAVEPOINT operation")
         return outcome
 
-    def _deliver(self, outcomes: list[_Outcome], changed: Any) -> None:
-        if changed is not None:
-            self._committed(changed)
+    def _deliver(self, outcomes: list[_Outcome], changes: Changes) -> None:
+        self._committed(changes)
         for outcome in outcomes:
             if outcome.job.future.done():
                 continue  # the caller was cancelled and no longer waits
@@ -265,58 +304,26 @@ def _typed(trouble: Trouble | None, error: Exception, seconds: float | None) -> 
 class Opened:
     """An open database, which this process owns. Connections to search with are apart from those to read with, so that
     slow queries hold up nobody else; without any, the one to write with does everything. Rows are looked up by their
-    id with `at_hand`, on the event loop, which takes less time than to ask a thread. `clean_up`, called by any thread
-    with the turns of those who read, leaves no trace of what was removed. `release` is for when all is closed."""
+    id with `at_hand`, on the event loop, which takes less time than to ask a thread. `clean_up`, called by any thread,
+    leaves no trace of what was removed. `release` is for when all is closed."""
 
     writing: Connection
     reading: Sequence[Connection]
     searching: Sequence[Connection]
     begin: str
     now: float
-    clean_up: Callable[[Turns], None]
+    clean_up: Callable[[], None]
     release: Callable[[], None] = lambda: None
     at_hand: Connection | None = None
-
-
-class Turns:
-    """Those who read are within a turn each; `all` is a turn that begins when theirs have ended, before any other."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._reading = 0
-        self._taken = False
-
-    def __enter__(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._taken)
-            self._reading += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self._changed:
-            self._reading -= 1
-            self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def all(self, patience: float) -> Generator[None]:
-        """The turn begins after `patience` seconds at the latest, whoever still reads."""
-        with self._changed:
-            self._taken = True
-            self._changed.wait_for(lambda: not self._reading, patience)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._taken = False
-                self._changed.notify_all()
 
 
 class Readers:
     """Several threads that read, each on a connection of its own."""
 
-    def __init__(self, connections: Sequence[Connection], name: str, turns: Turns) -> None:
+    def __init__(self, connections: Sequence[Connection], name: str, view: Callable[[Connection], Transaction]) -> None:
         jobs = queue.SimpleQueue[Any]()
         self._threads = [
-            DatabaseThread(connection, f"agl-store-{name}-{number}", largest_batch=1, jobs=jobs, turn=turns)
+            DatabaseThread(connection, f"agl-store-{name}-{number}", view, largest_batch=1, jobs=jobs)
             for number, connection in enumerate(connections)
         ]
 

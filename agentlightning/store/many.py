@@ -22,8 +22,8 @@ import msgspec
 from agentlightning.errors import AgentLightningError, ConflictError, InvalidError, NotFoundError
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
+from agentlightning.store.database import Changes
 from agentlightning.store.reader import StoreReader
-from agentlightning.store.transaction import Changes
 from agentlightning.types import Filter, Order, Outcome, Run
 
 _DEEPEST: Final = 6  # folders below a searched folder

@@ -11,8 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from agentlightning.semconv import REWARD_FINAL, REWARD_RETURNED, reward_value
 from agentlightning.store import codec
-from agentlightning.store.database import FIND, Connection
-from agentlightning.store.transaction import Transaction
+from agentlightning.store.database import FIND, Connection, Transaction
 from agentlightning.types import Outcome
 
 _AT_ONCE: Final = 500  # ids in one query

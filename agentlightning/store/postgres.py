@@ -20,7 +20,7 @@ from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import TransactionStatus
 
 from agentlightning.errors import ConfigError, InUseError, UnavailableError
-from agentlightning.store import codec, schema
+from agentlightning.store import codec, tables
 from agentlightning.store.database import READERS, Cursor, Dialect, Opened, Trouble
 from agentlightning.store.sqlite import Synchronous
 
@@ -51,9 +51,7 @@ FROM pg_locks JOIN pg_stat_activity USING (pid)
 WHERE locktype = 'advisory' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
 AND classid = %s::oid AND objid = hashtext(COALESCE(current_schema(), ''))::oid AND objsubid = 2 AND granted
 """
-_NUMBER: Final = """
-INSERT INTO meta (name, value) VALUES ('layout', ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value
-"""
+_NUMBER: Final = "INSERT INTO meta (name, value) VALUES ('layout', ?)"
 _MARK: Final = """
 INSERT INTO meta (name, value) SELECT 'last commit', %s WHERE pg_current_xact_id_if_assigned() IS NOT NULL
 ON CONFLICT (name) DO UPDATE SET value = excluded.value
@@ -254,9 +252,8 @@ def open_owner(url: str, synchronous: Synchronous) -> PostgresConnection:
         connection.execute("BEGIN")
         layout = _layout(connection)
         if layout is None:
-            schema.create(connection)
-        if layout is None or schema.bring_up(connection, layout):
-            connection.execute(_NUMBER, (str(schema.VERSION).encode(),))
+            tables.create(connection)
+            connection.execute(_NUMBER, (str(tables.VERSION).encode(),))
         connection.execute("SELECT pg_current_xact_id()")  # so that there is a mark in any case
         connection.commit()
     return connection
@@ -270,12 +267,8 @@ def is_owned(url: str, connection: PostgresConnection) -> bool:
 def open_reader(url: str) -> PostgresConnection:
     """A connection for reading a store that anyone may own. ConfigError if there is none, or one of another layout."""
     with _opening(url) as connection:
-        layout = _layout(connection)
-        if layout is None:
+        if _layout(connection) is None:
             raise ConfigError("the database holds no store of this release")
-        connection.execute("BEGIN READ WRITE")
-        schema.read_as_new(connection, layout)
-        connection.commit()
     return connection
 
 
@@ -302,19 +295,19 @@ def _opening(url: str, writing: Synchronous | None = None) -> Generator[Postgres
 
 def _layout(connection: PostgresConnection) -> int | None:
     """The layout of the store in the database; None if it is empty. ConfigError if it holds something else."""
-    tables = {
+    found = {
         name for (name,) in connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = current_schema()")
     }
-    if not tables:
+    if not found:
         return None
-    if not {"meta", "rollouts", "spans"} <= tables:
+    if not {"meta", "rollouts", "spans"} <= found:
         raise ConfigError(
-            f"the database holds tables that are not a store's ({', '.join(sorted(tables)[:5])} …); it was left "
+            f"the database holds tables that are not a store's ({', '.join(sorted(found)[:5])} …); it was left "
             "as it is. Give the store a database, or a schema (?options=-csearch_path%3Dname), of its own"
         )
     row = connection.execute("SELECT value FROM meta WHERE name = 'layout'").fetchone()
     layout = -1 if row is None else int(bytes(row[0]))
-    schema.check_version(layout, "the database")
+    tables.check_version(layout, "the database")
     return layout
 
 
@@ -325,7 +318,7 @@ def open_store(url: str, synchronous: Synchronous, read_seconds: float) -> Opene
     # The database's own time, which is the same from whatever machine the store is opened.
     (now,) = writing.execute("SELECT EXTRACT(EPOCH FROM clock_timestamp())::float8").fetchone()
     begin = "BEGIN ISOLATION LEVEL READ COMMITTED"  # whatever the database's default
-    return Opened(writing, reading[:READERS], reading[READERS:], begin, now, clean_up=lambda turns: _vacuum(url))
+    return Opened(writing, reading[:READERS], reading[READERS:], begin, now, clean_up=lambda: _vacuum(url))
 
 
 def _vacuum(url: str) -> None:

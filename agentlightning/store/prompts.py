@@ -222,11 +222,6 @@ class WholePrompts:
         span = codec.span_from_columns(rollout_id, attempt_id, columns._replace(prompt_token_ids=ids))
         return msgspec.structs.replace(span, attributes={**span.attributes, **parts})  # pyright: ignore[reportArgumentType]
 
-    def texts(self, attempt: int, span_id: str) -> Mapping[str, str]:
-        """The texts of a prompt, by the names of their attributes."""
-        parts = self.parts(attempt, self._look_up(attempt, span_id))
-        return {name: part for name, part in parts.items() if isinstance(part, str)}
-
     def parts(self, attempt: int, columns: SpanColumns) -> Mapping[str, _Part]:
         """The texts and token ids of a row's prompt."""
         row = self._rows[attempt, columns.span_id] = _row(columns)

@@ -1,31 +1,40 @@
-"""Filters of rollouts and spans, and the rows that match.
+"""Filters of rollouts and spans, and pages of the rows that match.
 
 Conditions on columns are SQL. Those on JSON paths are decided in Python, on the rows that the SQL leaves, alike in both
 databases. A condition is true or false, never unknown: `ne` is exactly not `eq`. A field is missing if its column is
 NULL, or its path leads nowhere or to null; `eq` null matches that, `exists` the opposite. Values of different types are
 never equal, and not comparable. Text is ordered by code points. Names are looked up and values are always parameters,
-so nothing of a caller becomes SQL. This module does not know pages or nouns.
+so nothing of a caller becomes SQL.
+
+The order of a page is total: after the requested columns come those that tell any two rows apart. A cursor holds the
+sort keys of a page's last row, so that rows added or deleted meanwhile neither repeat nor hide others. It is signed:
+only a cursor of the same query is accepted.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
+import hmac
 import itertools
 import math
 import operator
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
 from agentlightning.errors import InvalidError, nearest
-from agentlightning.store.database import FIND, Connection
-from agentlightning.store.prompts import REPEATED, WholePrompts
-from agentlightning.types import And, Filter, Not, Or
+from agentlightning.store import tables
+from agentlightning.store.codec import SpanColumns
+from agentlightning.store.database import FIND, Connection, Dialect, Transaction, take_rows
+from agentlightning.store.prompts import REPEATED, WholePrompts, repeated_counts
+from agentlightning.store.rollouts import MOST_BYTES, check_page
+from agentlightning.types import And, Filter, Not, Or, Order, RolloutPage, SpanPage
 
 Kind: TypeAlias = Literal["text", "number", "boolean", "null"]
-
 
 _COMPARED: Final = {"lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
 _SYMBOLS: Final = {"eq": "=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
@@ -40,7 +49,8 @@ _TAKES: Final[Mapping[str, Sequence[Kind]]] = {
 _DEEPEST: Final = 10
 _MOST_CONDITIONS: Final = 200
 _UNLIMITED: Final = 1 << 62  # where a database wants a number
-_PROMPTS: Final = frozenset(f"attributes.{name}" for name in REPEATED)
+_MOST_ORDERS: Final = 8
+_SIGNATURE: Final = 16  # bytes
 _TAG: Final = "tag"  # each text in the list `metadata["tags"]`
 
 
@@ -72,8 +82,9 @@ class Fields:
             return self.columns[text].kind
         if text == _TAG and self is ROLLOUTS:
             return "tag"
+        if path in REPEATED:
+            raise InvalidError(f"{shown} is stored in part and cannot be searched; search the `input` of rollouts")
         if prefix == self.document and path:
-            _check_text(path, f"the path {shown}")
             return "path"
         raise InvalidError(f"there is no field {shown!r}; {nearest(shown, [*self.columns, f'{self.document}.KEY'])}")
 
@@ -134,23 +145,18 @@ SPANS: Final = Fields(
 )
 
 
-def _check_size(filter: Filter) -> None:
-    level, depth, count = [filter], 0, 0
+def _conditions(filter: Filter) -> list[Filter]:
+    """Every condition in a filter. InvalidError if it is too large."""
+    level, depth, count, found = [filter], 0, 0, list[Filter]()
     while level:
         depth, count = depth + 1, count + len(level)
         if depth > _DEEPEST or count > _MOST_CONDITIONS:
             raise InvalidError(
                 f"the filter is too large: at most {_MOST_CONDITIONS} conditions, nested at most {_DEEPEST} deep"
             )
+        found += [inner for inner in level if inner.op not in ("and", "or", "not")]
         level = [inner for outer in level for inner in outer.of]
-
-
-def _conditions(filter: Filter) -> Generator[Filter]:
-    """Every condition in a filter."""
-    if filter.op not in ("and", "or", "not"):
-        yield filter
-    for inner in filter.of:
-        yield from _conditions(inner)
+    return found
 
 
 def _check(asked: Filter, of: Fields) -> None:
@@ -188,18 +194,11 @@ def _kind(value: Any, name: object) -> Kind:
     if (isinstance(value, int) and -(2**63) <= value < 2**63) or (isinstance(value, float) and math.isfinite(value)):
         return "number"
     if isinstance(value, str):
-        _check_text(value, f"a value for {name}")
         return "text"
     raise InvalidError(
         f"{_shown(value)} cannot be compared with {name}; give text, a finite number of at most 64 bits, a boolean "
         "or null"
     )
-
-
-def _check_text(text: str, what: str) -> None:
-    """InvalidError if a database cannot store the text."""
-    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-        raise InvalidError(f"{what} holds a NUL or half a surrogate pair, which no database can store")
 
 
 def _shown(value: object) -> str:
@@ -208,11 +207,14 @@ def _shown(value: object) -> str:
 
 
 def _plainer(asked: Filter, of: Fields) -> Filter:
-    """The same filter without `ne`, and with texts as they are and as JSON writes them."""
+    """The same filter without `ne` and `exists`, and with texts as they are and as JSON writes them."""
     if asked.field is None:
         return msgspec.structs.replace(asked, of=tuple(_plainer(inner, of) for inner in asked.of))
     if asked.op == "ne":
         return Not(msgspec.structs.replace(asked, op="eq"))
+    if asked.op == "exists":
+        missing = msgspec.structs.replace(asked, op="eq", value=None)
+        return missing if asked.value is False else Not(missing)
     if of.kind(asked.field) == "json":
         return Or([msgspec.structs.replace(asked, value=text) for text in {asked.value, _in_json(asked.value)}])
     return asked
@@ -229,8 +231,7 @@ class Query:
         self._of = of
         self._connection = connection
         where = And([]) if where is None else where
-        _check_size(where)
-        conditions = list(_conditions(where))
+        conditions = _conditions(where)
         for condition in conditions:
             _check(condition, of)
         self._where = _plainer(where, of)
@@ -240,10 +241,6 @@ class Query:
         self._paths = [name for name in names if name not in of.columns]
         self._named = [name for name in names if name in of.columns]
         self._read = [*(of.columns[name].sql for name in self._named), of.document_column] if self._paths else []
-        self._prompts = None
-        if not _PROMPTS.isdisjoint(self._paths):
-            self._prompts = WholePrompts.stored(connection)
-            self._read[:0] = ["spans.attempt", "spans.span_id", "spans.base"]
 
     def count(self) -> int:
         """How many rows match."""
@@ -277,16 +274,19 @@ class Query:
                 parts = [self._condition(inner) for inner in asked.of] or ["TRUE" if asked.op == "and" else "FALSE"]
                 return f"({f' {asked.op} '.join(parts)})"
             case "not":
-                if any(condition.field not in self._of.columns for condition in _conditions(asked)):
+                if not self._on_columns(asked):
                     return "TRUE"  # what may match a path may also match its negation
                 return f"(NOT {self._condition(asked.of[0])})"
             case op:
                 column = self._of.columns.get(str(asked.field))
                 return self._may_hold(asked) if column is None else self._column(op, asked.value, column)
 
+    def _on_columns(self, asked: Filter) -> bool:
+        return all(map(self._on_columns, asked.of)) if asked.field is None else asked.field in self._of.columns
+
     def _column(self, op: str, value: Any, column: Column) -> str:
-        if op == "exists" or (op == "eq" and value is None):
-            return f"({column.sql} IS {'NOT NULL' if op == 'exists' and value is not False else 'NULL'})"
+        if op == "eq" and value is None:
+            return f"({column.sql} IS NULL)"
         if op == "contains":
             self._parameters.append(value)
             made = f"{FIND[self._connection.dialect]}({column.sql}, ?) > 0"
@@ -310,25 +310,14 @@ class Query:
         return f"= ANY(?::{'float8' if real else 'bigint' if isinstance(plain[0], int) else 'text'}[])"
 
     def _may_hold(self, asked: Filter) -> str:
-        """Texts in the JSON of every matching document, so that most others need not be read."""
-        op, value = asked.op, asked.value
-        if (op == "exists" and value is False) or (op == "eq" and value is None):
+        """A text that is in every matching document, so that most others need not be read."""
+        if asked.op not in ("eq", "contains") or not isinstance(asked.value, str):
             return "TRUE"
-        found = f"{FIND[self._connection.dialect]}({self._of.document_column}, ?) > 0"
-        if asked.field in _PROMPTS:
-            found += " OR spans.base IS NOT NULL"  # whose text is elsewhere in part
-        if op != "in" and isinstance(value, str) and op not in _COMPARED:
-            self._parameters.append(_in_json(value))
-        else:
-            key = "tags" if asked.field == _TAG else str(asked.field).rpartition(".")[2]
-            self._parameters.append(f'{_in_json(key)}":')
-        return f"({found})"
+        self._parameters.append(_in_json(asked.value))
+        return f"({FIND[self._connection.dialect]}({self._of.document_column}, ?) > 0)"
 
     def _matches(self, row: Sequence[Any]) -> bool:
         document = msgspec.json.decode(row[-1])
-        if self._prompts is not None:
-            attempt, span_id, base, *row = row
-            document |= self._prompts.texts(attempt, span_id) if base is not None else {}
         values = {name: _candidates(document, name) for name in self._paths}
         for name, value in zip(self._named, row[:-1], strict=True):
             values[name] = [bool(value) if self._of.columns[name].kind == "boolean" else value]
@@ -353,8 +342,6 @@ def _in_json(text: str) -> str:
 
 def _fits(value: Any, op: str, wanted: Any) -> bool:
     match op:
-        case "exists":
-            return (value is None) == (wanted is False)
         case "eq":
             return _same(value, wanted)
         case "in":
@@ -385,3 +372,129 @@ def _candidates(document: Any, name: str) -> Sequence[Any]:
         key, _, path = path.partition(".")
         document = document.get(key)
     return [None]
+
+
+_ROLLOUT: Final = ", ".join(f"rollouts.{name}" for name in tables.ROLLOUTS.fields)
+_SPAN: Final = ", ".join(
+    ["attempts.rollout_id", "attempts.attempt_id", "spans.attempt", *(f"spans.{name}" for name in SpanColumns._fields)]
+)
+_REPEATED: Final = 2 + len(SpanColumns._fields)  # its place among them
+
+
+def page_rollouts(tx: Transaction, **asked: Any) -> RolloutPage:
+    rows, total, next_cursor = _page(tx, ROLLOUTS, _ROLLOUT, **asked)
+    return RolloutPage(items=tuple(map(tables.ROLLOUTS.noun, rows)), total=total, next_cursor=next_cursor)
+
+
+def page_spans(tx: Transaction, **asked: Any) -> SpanPage:
+    rows, total, next_cursor = _page(tx, SPANS, _SPAN, further=_repeated, **asked)
+    prompts = WholePrompts.stored(tx.connection)
+    items = tuple(prompts.span(row[0], row[1], row[2], SpanColumns._make(row[3:])) for row in rows)
+    return SpanPage(items=items, total=total, next_cursor=next_cursor)
+
+
+def _repeated(row: Sequence[Any]) -> int:
+    """How much of its base a row's span repeats."""
+    counts = row[_REPEATED]
+    return sum(repeated_counts(counts).values()) if counts else 0
+
+
+def _page(
+    tx: Transaction,
+    of: Fields,
+    columns: str,
+    where: Filter | None,
+    order: Sequence[Order],
+    limit: int | None,
+    offset: int,
+    cursor: str | None,
+    with_total: bool,
+    further: Callable[[Any], int] = lambda row: 0,
+) -> tuple[list[Any], int | None, str | None]:
+    """These columns of a page's rows, the count of all matches if requested, and the cursor of the next page. A row
+    counts as `further` bytes. InvalidError names a wrong field or order."""
+    check_page(limit, offset)
+    matching = Query(where, of, tx.connection)
+    total = matching.count() if with_total else None
+    keys = _keys(order, of, tx.connection.dialect)
+    query = msgspec.json.encode((of.tables, where, order))
+    rest, parameters = ("", []) if cursor is None else _after(keys, _keys_of(query, cursor, tx.secret))
+    names = [f"key_{index}" for index in range(1, len(keys) + 1)]
+    by = ", ".join(f"{name} DESC" if key.descending else name for key, name in zip(keys, names, strict=True))
+    selected = ", ".join((columns, *(f"{key.sql} AS {name}" for key, name in zip(keys, names, strict=True))))
+    most = None if limit is None else limit + 1
+    found = matching.rows(selected, f"{rest} ORDER BY {by}", parameters, skip=offset, most=most)
+    taken, whole = take_rows(found, MOST_BYTES, further)
+    rows = [row[: -len(keys)] for row in taken[:limit]]
+    if not rows or (whole and len(taken) == len(rows)):
+        return rows, total, None
+    return rows, total, _cursor(query, taken[len(rows) - 1][-len(keys) :], tx.secret)
+
+
+class _Key(NamedTuple):
+    """One expression to sort by."""
+
+    sql: str
+    descending: bool
+
+
+def _keys(orders: Sequence[Order], of: Fields, dialect: Dialect) -> list[_Key]:
+    if len(orders) > _MOST_ORDERS:
+        raise InvalidError(f"{len(orders)} sort keys are too many; give at most {_MOST_ORDERS}")
+    keys: list[_Key] = []
+    for order in orders:
+        if of.kind(order.field) not in ("text", "number", "boolean"):
+            sortable = ", ".join(name for name, column in of.columns.items() if column.kind != "json")
+            raise InvalidError(f"rows cannot be sorted by {order.field}; sort by one of {sortable}")
+        column = of.columns[order.field]
+        if column.nullable:
+            keys.append(_Key(f"(CASE WHEN {column.sql} IS NULL THEN 1 ELSE 0 END)", order.nulls == "first"))
+        keys.append(_key(column, order.descending, dialect))
+    return [*keys, *(_key(column, False, dialect) for column in of.unique)]
+
+
+def _key(column: Column, descending: bool, dialect: Dialect) -> _Key:
+    by_code_point = column.kind == "text" and dialect == "postgres"
+    return _Key(f'({column.sql} COLLATE "C")' if by_code_point else column.sql, descending)
+
+
+def _after(keys: Sequence[_Key], values: Sequence[Any]) -> tuple[str, list[Any]]:
+    """The condition that a row comes after these sort keys, and its parameters."""
+    # From the last key to the first, each around the ones after it: ((c > 3 AND b = 2 OR b > 2) AND a = 1 OR a > 1).
+    # The inner one stands first because SQLite's parser has little room for what is still open.
+    following, parameters = "FALSE", list[Any]()
+    for (sql, descending), value in zip(reversed(keys), reversed(values), strict=True):
+        if value is None:  # a null comes among nulls only, by the keys after it
+            following = f"({following} AND {sql} IS NULL)"
+        else:
+            following = f"({following} AND {sql} = ? OR {sql} {'<' if descending else '>'} ?)"
+            parameters += (value, value)
+    if values[0] is not None:  # follows from the rest, but is what lets an index on the first key begin there
+        following = f"{following} AND {keys[0].sql} {'<=' if keys[0].descending else '>='} ?"
+        parameters.append(values[0])
+    return f" AND {following}", parameters
+
+
+def _cursor(query: bytes, keys: Sequence[Any], secret: bytes) -> str:
+    """The cursor of a row with these sort keys, safe in a URL."""
+    packed = msgspec.json.encode(list(keys))
+    return base64.urlsafe_b64encode(_signature(query, packed, secret) + packed).decode().rstrip("=")
+
+
+def _keys_of(query: bytes, cursor: str, secret: bytes) -> list[Any]:
+    """The sort keys of a cursor. InvalidError if it is damaged or of another query."""
+    try:
+        given = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))
+    except ValueError:
+        given = b""
+    packed = given[_SIGNATURE:]
+    if not hmac.compare_digest(given[:_SIGNATURE], _signature(query, packed, secret)):
+        raise InvalidError(
+            "the cursor is damaged, or of a query with another filter or order; give back the `next_cursor` of a "
+            "page as it was, or begin again without a cursor"
+        )
+    return msgspec.json.decode(packed)
+
+
+def _signature(query: bytes, packed: bytes, secret: bytes) -> bytes:
+    return hashlib.blake2b(query + packed, key=secret[:64], digest_size=_SIGNATURE).digest()

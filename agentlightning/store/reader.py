@@ -17,9 +17,8 @@ from agentlightning.errors import ConflictError
 from agentlightning.store import records, rollouts
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
-from agentlightning.store.database import Connection, DatabaseThread
+from agentlightning.store.database import Connection, DatabaseThread, Transaction
 from agentlightning.store.sql import LEASE_SECONDS, READS, database_of
-from agentlightning.store.transaction import Transaction
 from agentlightning.types import Run
 
 _LOOK_AGAIN_SECONDS: Final = 0.5
@@ -37,7 +36,9 @@ class StoreReader(LightningStore):
 
     def __init__(self, address: str, connection: Connection) -> None:
         self._address = address
-        self._thread = DatabaseThread(connection, "agl-store-reader")
+        self._thread = DatabaseThread(
+            connection, "agl-store-reader", lambda held: Transaction(held, time.time(), LEASE_SECONDS, b"")
+        )
 
     @classmethod
     async def open(cls, address: Path | str) -> StoreReader:
@@ -47,9 +48,9 @@ class StoreReader(LightningStore):
     async def close(self) -> None:
         await self._thread.close()
 
-    def _runs(self, connection: Connection) -> list[Run]:
-        owned = database_of(self._address).is_owned(self._address, connection)
-        runs = records.query_runs(Transaction(connection, time.time(), LEASE_SECONDS, b""))
+    def _runs(self, tx: Transaction) -> list[Run]:
+        owned = database_of(self._address).is_owned(self._address, tx.connection)
+        runs = records.query_runs(tx)
         gone = () if owned else [run for run in runs if run.status == "running"]
         return [msgspec.structs.replace(run, status="stopped") if run in gone else run for run in runs]
 
@@ -62,9 +63,7 @@ class StoreReader(LightningStore):
             return await self._thread.submit(self._runs)
         give_up = time.monotonic() + asked.pop("timeout", 0.0)
         while True:
-            answer: Any = await self._thread.submit(
-                lambda connection: read(Transaction(connection, time.time(), LEASE_SECONDS, b""), **asked)
-            )
+            answer: Any = await self._thread.submit(lambda tx: read(tx, **asked))
             remaining = give_up - time.monotonic()
             if remaining <= 0 or getattr(answer, "rollouts", True):  # only what has finished is waited for
                 return answer

@@ -13,10 +13,9 @@ import msgspec
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError
 from agentlightning.store import codec, lifecycle
 from agentlightning.store.attempts import touch_worker
-from agentlightning.store.database import Connection
+from agentlightning.store.database import Connection, Transaction
 from agentlightning.store.rollouts import ACTIVE, require
 from agentlightning.store.tables import RESOURCES, RUNS
-from agentlightning.store.transaction import Transaction
 from agentlightning.types import Metrics, NamedResources, Resource, ResourcesUpdate, Run, RunStatus, Worker
 
 

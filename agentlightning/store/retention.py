@@ -14,14 +14,13 @@ from agentlightning.errors import InvalidError
 from agentlightning.semconv import CALL_FLAG
 from agentlightning.store import codec, lifecycle, query
 from agentlightning.store.attempts import cancel_rollout, insert_attempt
-from agentlightning.store.database import Connection
+from agentlightning.store.database import Connection, Transaction
 from agentlightning.store.outcomes import recall
 from agentlightning.store.prompts import SpanRow
 from agentlightning.store.query import Query
 from agentlightning.store.rollouts import ACTIVE, TERMINAL, find_rollout
 from agentlightning.store.spans import add_spans
 from agentlightning.store.tables import ROLLOUTS
-from agentlightning.store.transaction import Transaction
 from agentlightning.types import UNATTRIBUTED, And, Attempt, Condition, Deleted, Filter, Rollout
 
 _AT_ONCE: Final = 200  # rollouts in one transaction, so that nobody waits long

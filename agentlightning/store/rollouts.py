@@ -11,9 +11,8 @@ from typing import Any, Final
 
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError
 from agentlightning.store import codec, lifecycle
-from agentlightning.store.database import Connection, take_rows
+from agentlightning.store.database import Changes, Connection, Transaction, take_rows
 from agentlightning.store.tables import ROLLOUTS
-from agentlightning.store.transaction import Changes, Transaction
 from agentlightning.types import (
     UNATTRIBUTED,
     EnqueueRolloutRequest,

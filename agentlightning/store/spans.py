@@ -12,11 +12,10 @@ from agentlightning.errors import ConflictError, InvalidError, NotFoundError, Ou
 from agentlightning.store import lifecycle
 from agentlightning.store.attempts import load_standing, load_with_sequence, save_standing
 from agentlightning.store.codec import SPAN_COLUMNS, SpanColumns
-from agentlightning.store.database import Connection
+from agentlightning.store.database import Connection, Transaction
 from agentlightning.store.outcomes import note_reward
 from agentlightning.store.prompts import SpanRow, WholePrompts
 from agentlightning.store.rollouts import require_rollout
-from agentlightning.store.transaction import Transaction
 from agentlightning.types import UNATTRIBUTED, Span
 
 _LARGEST_GIVEN: Final = 2**52  # the store numbers on from it, and there is room for an import

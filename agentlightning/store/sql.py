@@ -26,7 +26,7 @@ from agentlightning.store import (
     attempts,
     keys,
     outcomes,
-    paging,
+    query,
     records,
     retention,
     rollouts,
@@ -35,12 +35,11 @@ from agentlightning.store import (
 )
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
-from agentlightning.store.database import Connection, DatabaseThread, Opened, Readers, Turns
+from agentlightning.store.database import Changes, Connection, DatabaseThread, Opened, Readers, Transaction
 from agentlightning.store.prompts import Prompts, SpanRow
 from agentlightning.store.redaction import Redact, redaction, text_without_secrets
 from agentlightning.store.spans import Stored, add_spans
 from agentlightning.store.sqlite import Synchronous
-from agentlightning.store.transaction import Changes, Transaction
 from agentlightning.store.waiters import Alarm, Subscribers, Waiters, give_up, steady, woken_within
 from agentlightning.store.writer import Observer, SpanWriter, write_spans
 from agentlightning.types import (
@@ -82,7 +81,7 @@ _WRITES: Final = _by_name(
     *(access_keys.issue_key, access_keys.issue_attempt_key, access_keys.issue_worker_key, access_keys.revoke_key),
 )
 READS: Final = _by_name(
-    *(paging.page_rollouts, paging.page_spans, rollouts.get_rollout_by_id, rollouts.get_group),
+    *(query.page_rollouts, query.page_spans, rollouts.get_rollout_by_id, rollouts.get_group),
     *(attempts.query_attempts, attempts.get_latest_attempt, spans.query_spans, records.get_time),
     *(records.query_resources, records.get_latest_resources, records.get_resources_by_id, records.query_runs),
     *(records.query_metrics, records.query_workers, records.statistics),
@@ -139,11 +138,13 @@ class SqlStore(LightningStore):
             "get_latest_attempt": self._get_latest_attempt,
         }
         self._writer = DatabaseThread(
-            opened.writing, "agl-store-writer", begin=opened.begin, before_commit=self._number, committed=self._announce
+            *(opened.writing, "agl-store-writer", self._view),
+            begin=opened.begin,
+            before_commit=rollouts.number_finished,
+            committed=self._announce,
         )
-        self._turns = Turns()
         kinds = {"reader": opened.reading, "search": opened.searching}
-        self._readers = {kind: Readers(several, kind, self._turns) for kind, several in kinds.items() if several}
+        self._readers = {kind: Readers(several, kind, self._view) for kind, several in kinds.items() if several}
 
     @classmethod
     async def open(
@@ -175,7 +176,7 @@ class SqlStore(LightningStore):
         try:
             secret = await asyncio.to_thread(_secret_of, opened)
             store = cls(str(address), opened, secret, clock, lease_seconds, redact, observer, read_seconds)
-            await store._write(attempts.grant_grace)
+            await store._writer.submit(attempts.grant_grace)
             await store.expire_overdue()
         except BaseException:
             await (asyncio.to_thread(opened.close) if store is None else store.close())
@@ -209,7 +210,7 @@ class SqlStore(LightningStore):
             return await self._others[name](**asked)
         if name in _WRITES:
             write = _WRITES[name]
-            return await self._write(lambda tx: write(tx, **asked))
+            return await self._writer.submit(lambda tx: write(tx, **asked))
         read = READS[name]
         if name in _LOOK_UPS:
             return await self._look_up(lambda tx: read(tx, **asked))
@@ -224,7 +225,7 @@ class SqlStore(LightningStore):
     ) -> asyncio.Future[T]:
         readers = self._readers.get(kind) or self._readers.get("reader") or self._writer
         limit = self._read_seconds if seconds is None else seconds
-        return readers.submit(lambda connection: operation(self._view(connection)), seconds=limit)
+        return readers.submit(operation, seconds=limit)
 
     async def _look_up(self, operation: Callable[[Transaction], T], rows: int = 1) -> T:
         """Read rows by id: a few at once, without a thread."""
@@ -239,21 +240,6 @@ class SqlStore(LightningStore):
 
     def _view(self, connection: Connection) -> Transaction:
         return Transaction(connection, self._clock(), self._lease_seconds, self._secret)
-
-    def _write(self, operation: Callable[[Transaction], T]) -> asyncio.Future[T]:
-        changes = Changes()
-
-        def run(connection: Connection) -> T:
-            changes.clear()  # what an earlier try noted was undone
-            return operation(Transaction(connection, self._clock(), self._lease_seconds, self._secret, changes))
-
-        return self._writer.submit(run, changes)
-
-    def _number(self, connection: Connection, several: list[Changes]) -> Changes:
-        """Number what has finished, at the end of a transaction."""
-        changes = Changes.merged(several)
-        rollouts.number_finished(connection, changes)
-        return changes
 
     def _announce(self, changes: Changes) -> None:
         """Drop cached values that changed, and wake callers that wait for the change."""
@@ -282,7 +268,7 @@ class SqlStore(LightningStore):
     async def expire_overdue(self) -> int:
         """End the attempts whose time has run out, and return how many. The store does this itself, on time."""
         async with self._clocks:
-            return await self._write(attempts.expire)
+            return await self._writer.submit(attempts.expire)
 
     async def _watch(self) -> None:
         while True:
@@ -311,7 +297,7 @@ class SqlStore(LightningStore):
                         self._queued.wake(most=1)
 
     async def _lease(self, **asked: Any) -> list[AttemptedRollout]:
-        leasing = self._write(lambda tx: attempts.lease(tx, **asked))
+        leasing = self._writer.submit(lambda tx: attempts.lease(tx, **asked))
         try:
             return await asyncio.shield(leasing)
         except asyncio.CancelledError:
@@ -323,7 +309,7 @@ class SqlStore(LightningStore):
         if leasing.cancelled() or leasing.exception() is not None or not leasing.result():
             return
         with contextlib.suppress(UnavailableError):  # closed meanwhile: the leases run out instead
-            self._write(lambda tx: attempts.withdraw(tx, leasing.result()))
+            self._writer.submit(lambda tx: attempts.withdraw(tx, leasing.result()))
 
     async def _wait_for_rollouts(self, rollout_ids: Sequence[str], timeout: float | None) -> list[Rollout]:
         until = give_up(timeout)
@@ -357,11 +343,11 @@ class SqlStore(LightningStore):
 
     async def store_rows(self, rows: Sequence[SpanRow]) -> list[Stored]:
         """Store spans that a `SpanWriter` has redacted, here or in another process of this server."""
-        return await self._write(lambda tx: add_spans(tx, rows))
+        return await self._writer.submit(lambda tx: add_spans(tx, rows))
 
     async def _import_rollout(self, rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> bool:
         def bring_in(rows: list[SpanRow]) -> Awaitable[bool]:
-            return self._write(lambda tx: retention.import_rollout(tx, rollout, attempts, rows))
+            return self._writer.submit(lambda tx: retention.import_rollout(tx, rollout, attempts, rows))
 
         _, imported = await write_spans(spans, Prompts(), self._redact, bring_in)
         return imported
@@ -422,10 +408,10 @@ class SqlStore(LightningStore):
             after = numbers[-1]
             matching = where
             if unfinished:
-                numbers = await self._write(lambda tx, some=numbers: retention.cancel_active(tx, where, some))
+                numbers = await self._writer.submit(lambda tx, some=numbers: retention.cancel_active(tx, where, some))
                 matching = And([])  # those that were cancelled for it matched before
             while numbers:
-                work = self._write(lambda tx, of=matching, some=numbers: retention.delete_some(tx, of, some))
+                work = self._writer.submit(lambda tx, of=matching, some=numbers: retention.delete_some(tx, of, some))
                 part, numbers = await work
                 deleted = retention.summed(deleted, part)
         if scrub:
@@ -438,10 +424,10 @@ class SqlStore(LightningStore):
         try:
             async with self._clocks if anew else contextlib.nullcontext():
                 try:
-                    await asyncio.to_thread(self._opened.clean_up, self._turns)
+                    await asyncio.to_thread(self._opened.clean_up)
                 finally:  # also where it fails at the end
                     if anew:
-                        await self._write(lambda tx: attempts.go_on_after(tx, began))
+                        await self._writer.submit(lambda tx: attempts.go_on_after(tx, began))
         except UnavailableError as error:
             raise UnavailableError(
                 f"what matched was removed, but traces of it are left in the database's files: {error}. Ask again later"

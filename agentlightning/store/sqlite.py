@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
 
 from agentlightning.errors import ConfigError, InUseError, UnavailableError
-from agentlightning.store import schema
-from agentlightning.store.database import READERS, Dialect, Opened, Trouble, Turns
+from agentlightning.store import tables
+from agentlightning.store.database import READERS, Dialect, Opened, Trouble
 
 APPLICATION_ID: Final = 0x41474C53  # "AGLS", in the header of every store's file
 
@@ -26,7 +26,6 @@ _BEGIN: Final = "BEGIN IMMEDIATE"
 _PATIENCE: Final = 600_000  # milliseconds; only a file that is written anew keeps others waiting
 _CLAIM_SECONDS: Final = 0.25
 _READERS_PATIENCE: Final = 15.0  # seconds, for queries that run; more than the limit of one
-_TRIES: Final = 1200  # to empty the log, in a minute
 _STEPS: Final = 1000  # of SQLite's machine between two looks at the clock: some 20 µs
 
 
@@ -78,7 +77,7 @@ def check_file(path: Path, *, reading: bool = False) -> Path:
         raise _unusable(path, error) from None
     if not header.startswith(b"SQLite format 3\x00") or int.from_bytes(header[68:72], "big") != APPLICATION_ID:
         raise ConfigError(f"{path} is not an Agent Lightning store; it was left unchanged. Choose another path")
-    schema.check_version(int.from_bytes(header[60:64], "big"), f"the store {path}")
+    tables.check_version(int.from_bytes(header[60:64], "big"), f"the store {path}")
     if names > 1:
         raise ConfigError(
             f"the store {path} has {names} names (hard links), and SQLite would keep a log of its own beside each; "
@@ -86,21 +85,7 @@ def check_file(path: Path, *, reading: bool = False) -> Path:
         )
     if not reading and not os.access(path, os.W_OK):
         raise _unusable(path, PermissionError("no permission to write it"))
-    _check_whole(path, header)
     return path
-
-
-def _check_whole(path: Path, header: bytes) -> None:
-    """ConfigError if the file is shorter than its header says, like an interrupted copy. Pages that a crash left in its
-    log may be missing."""
-    log = path.with_name(f"{path.name}-wal")
-    if log.exists() and log.stat().st_size > 0:
-        return
-    page_size = int.from_bytes(header[16:18], "big")
-    pages = int.from_bytes(header[28:32], "big")
-    expected, size = pages * (65536 if page_size == 1 else page_size), path.stat().st_size
-    if size < expected:
-        raise _damaged(path, ValueError(f"it has {size} bytes and should have {expected}"))
 
 
 def own(path: Path) -> sqlite3.Connection:
@@ -155,10 +140,6 @@ def prepare_file(path: Path) -> None:
         else:
             with contextlib.closing(_open(str(path))) as connection:
                 connection.execute("PRAGMA journal_mode = WAL")  # which a copy is not
-                connection.execute(_BEGIN)
-                if schema.bring_up(connection, _layout(connection)):
-                    connection.execute(f"PRAGMA user_version = {schema.VERSION}")
-                connection.execute("COMMIT")
     except OSError as error:
         raise _unusable(path, error) from None
     except sqlite3.DatabaseError as error:
@@ -169,14 +150,10 @@ def prepare_file(path: Path) -> None:
 
 def _lay_out(connection: SqliteConnection) -> None:
     connection.execute("BEGIN IMMEDIATE")
-    schema.create(connection)
+    tables.create(connection)
     connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-    connection.execute(f"PRAGMA user_version = {schema.VERSION}")
+    connection.execute(f"PRAGMA user_version = {tables.VERSION}")
     connection.execute("COMMIT")
-
-
-def _layout(connection: SqliteConnection) -> int:
-    return connection.execute("PRAGMA user_version").fetchone()[0]
 
 
 def _open(address: str, *, uri: bool = False) -> SqliteConnection:
@@ -220,7 +197,7 @@ def open_store(address: str, synchronous: Synchronous, read_seconds: float) -> O
     if address == ":memory:":
         memory = _open(":memory:")
         _lay_out(memory)
-        return Opened(memory, (), (), _BEGIN, time.time(), clean_up=lambda turns: None)
+        return Opened(memory, (), (), _BEGIN, time.time(), clean_up=lambda: None)
     path = check_file(Path(address))
     owner = own(path)
     try:
@@ -239,7 +216,7 @@ def open_store(address: str, synchronous: Synchronous, read_seconds: float) -> O
 
     return Opened(
         *(writing, reading[:READERS], reading[READERS:], _BEGIN, time.time()),
-        clean_up=lambda turns: _vacuum(path, turns),
+        clean_up=lambda: _vacuum(path),
         release=release,
         at_hand=at_hand,
     )
@@ -250,36 +227,25 @@ def open_reader(address: str) -> SqliteConnection:
     path = check_file(Path(address), reading=True)
     # A connection that may write puts the log away if it is the last to close.
     connection = connect(path, "FULL", read_only=not os.access(path, os.W_OK))
-    schema.read_as_new(connection, _layout(connection))
     connection.execute("PRAGMA query_only = ON")
     return connection
 
 
-def _vacuum(path: Path, turns: Turns) -> None:
+def _vacuum(path: Path) -> None:
     """Rewrite the file and empty its log while writers wait, so that deleted data are overwritten, including copies in
     moved pages. UnavailableError says what prevents it."""
     try:
         with contextlib.closing(connect(path, "FULL")) as connection:
             connection.execute("PRAGMA temp_store = FILE")  # the new file is made there: memory may not hold it
             connection.execute("VACUUM")
-            connection.execute("PRAGMA busy_timeout = 0")  # while it waited for a reader, nobody could write
-            if _emptied(connection, 1):
-                return
-            with turns.all(_READERS_PATIENCE):  # queries that overlap would keep the log for as long as they come
-                done = _emptied(connection, _TRIES // 60)
-            if not (done or _emptied(connection, _TRIES)):  # a reader of another process keeps it
-                raise UnavailableError("a running query still needs the log of earlier writes")
+            connection.execute(f"PRAGMA busy_timeout = {1000 * _READERS_PATIENCE:.0f}")
+            give_up = time.monotonic() + _READERS_PATIENCE
+            while connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
+                if time.monotonic() > give_up:
+                    raise UnavailableError("a running query still needs the log of earlier writes")
+                time.sleep(0.05)  # a writer's commit moves the log into the file
     except sqlite3.Error as error:
         raise UnavailableError(str(error)) from None
-
-
-def _emptied(connection: SqliteConnection, tries: int) -> bool:
-    """Whether the log is emptied: it is busy at once while a writer's commit moves it into the file."""
-    for _ in range(tries):
-        if not connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def back_up(path: Path, copy: Path) -> None:

@@ -9,13 +9,12 @@ from demonstrations import TOOLS, demonstrations
 
 from agentlightning.algorithm import GRPO
 from agentlightning.learner.base import AdamW
-from agentlightning.learner.warm_start import Policy, WarmStart, make_policy
+from agentlightning.learner.tiny import Policy, make_policy
 
 SETTINGS = yaml.safe_load((Path(__file__).parent / "run.yaml").read_text(encoding="utf-8"))
 SIZES = {name: SETTINGS[name] for name in ("n_runners", "max_sequence_length")}
 DEMONSTRATIONS = 2000
 VOCABULARY_SIZE = 1024
-WARM_START = WarmStart()
 
 
 def algorithm(steps: int | None = None) -> GRPO:
@@ -30,4 +29,4 @@ def optimizer() -> AdamW:
 def starting_policy(seed: int) -> Policy:
     """The tiny policy, warm-started on deliberately mediocre demonstrations. The same seed gives the same policy."""
     shown = demonstrations(DEMONSTRATIONS, seed)
-    return make_policy(shown, tools=TOOLS, seed=seed, vocabulary_size=VOCABULARY_SIZE, options=WARM_START)
+    return make_policy(shown, tools=TOOLS, seed=seed, vocabulary_size=VOCABULARY_SIZE)

@@ -2,7 +2,7 @@
 
 import random
 
-from agentlightning.learner.warm_start import Policy, make_policy
+from agentlightning.learner.tiny import Policy, make_policy
 
 SUBJECTS = ("sea", "sky")
 

@@ -7,16 +7,16 @@ import random
 
 from agent import HIGHEST, TRIES, Game
 
-from agentlightning.learner.warm_start import Policy, WarmStart, make_policy
+from agentlightning.learner.tiny import Policy, make_policy
 
 GAMES = 12_000
-WARM_START = WarmStart(min_steps=600, max_steps=600, check_every=600)
+WARM_START_STEPS = 600
 
 
 def make(seed: int) -> Policy:
     """The model that training starts from; the same for the same seed."""
     generator = random.Random(seed)
-    return make_policy([play(generator) for _ in range(GAMES)], seed=seed, options=WARM_START)
+    return make_policy([play(generator) for _ in range(GAMES)], seed=seed, steps=WARM_START_STEPS)
 
 
 def play(generator: random.Random) -> dict:

@@ -11,8 +11,7 @@ import random
 import subprocess
 import typing
 
-from agentlightning.learner.tiny import make_model, make_tokenizer
-from agentlightning.learner.warm_start import Policy, warm_start
+from agentlightning.learner.tiny import Policy, make_model, make_tokenizer, warm_start
 
 WORDS = inspect.getdoc(typing).split() + inspect.getdoc(subprocess).split()
 
@@ -24,7 +23,7 @@ def make(seed: int) -> Policy:
     model = make_model(tokenizer, seed=seed, max_positions=65536)
     generator = random.Random(seed)
     shown = [demonstrate(generator) for _ in range(1000)]
-    warm_start(model, tokenizer, shown, tools=[], seed=seed)
+    warm_start(model, tokenizer, shown, seed=seed)
     return Policy(model, tokenizer)
 
 

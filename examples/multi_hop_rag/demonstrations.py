@@ -15,7 +15,7 @@ from pathlib import Path
 from grading import grade
 from tasks import facts, train_tasks
 
-from agentlightning.learner.warm_start import Progress, WarmStart, make_policy
+from agentlightning.learner.tiny import make_policy
 
 # The agent's, which a test compares; importing them would need its framework.
 INSTRUCTIONS = "Search fact by fact, then reply: answer, kind in parentheses, colon, name."
@@ -32,7 +32,7 @@ TOOLS = [
 ]
 
 DEMONSTRATIONS = 2000
-WARM_START = WarmStart(max_steps=160, cool_down=50)
+WARM_START_STEPS = 160
 KNOWS_RELATION = 0.3  # how often it knows which relation is next, beyond chance
 ANSWERS_AT_END = 0.6  # how often it answers once it has followed the last relation
 ANSWERS_TOO_EARLY = 0.15  # and after any other
@@ -82,9 +82,4 @@ def make_start(out: Path, seed: int) -> None:
     index = Index(out / "index")
     shown = demonstrations(DEMONSTRATIONS, seed, lambda query: "".join(index.search(query)))
     print("making a tiny policy from demonstrations …", flush=True)
-    make_policy(shown, tools=TOOLS, seed=seed, options=WARM_START, on_step=tell).save(out / "start")
-
-
-def tell(progress: Progress) -> None:
-    if progress.step % 50 == 0:
-        print(f"warm start: step {progress.step}, loss {progress.loss:.2f}", flush=True)
+    make_policy(shown, tools=TOOLS, seed=seed, steps=WARM_START_STEPS).save(out / "start")

@@ -25,7 +25,7 @@
 import random
 
 import agentlightning as agl
-from agentlightning.learner.warm_start import WarmStart, make_policy
+from agentlightning.learner.tiny import make_policy
 
 TEAMS = {
     "billing": ["invoice", "refund", "price"],
@@ -63,7 +63,7 @@ def demonstration() -> dict:
     return {"messages": [*prompt(task), {"role": "assistant", "content": team}]}
 
 
-policy = make_policy([demonstration() for _ in range(600)], seed=1, options=WarmStart(max_steps=80))
+policy = make_policy([demonstration() for _ in range(600)], seed=1, steps=80)
 
 # %% [markdown]
 # ## Training

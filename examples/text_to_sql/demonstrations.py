@@ -15,7 +15,7 @@ from pathlib import Path
 from agent import State, execute, prompt
 from tasks import DIRECTIONS, FUNCTIONS, KINDS, Question, Schema, make_question, schemas, write_instances
 
-from agentlightning.learner.warm_start import WarmStart, make_policy
+from agentlightning.learner.tiny import make_policy
 
 DEMONSTRATIONS = 2500
 WARM_START_STEPS = 300
@@ -72,4 +72,4 @@ def make_start(folder: Path, databases: Path, seed: int) -> None:
     """Save the tiny policy that training begins with to `folder`; the same for the same seed."""
     print("making a tiny policy from demonstrations …", flush=True)
     shown = demonstrations(DEMONSTRATIONS, seed, databases)
-    make_policy(shown, seed=seed, options=WarmStart(max_steps=WARM_START_STEPS)).save(folder)
+    make_policy(shown, seed=seed, steps=WARM_START_STEPS).save(folder)

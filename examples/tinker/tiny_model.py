@@ -8,7 +8,7 @@ from pathlib import Path
 
 from agents import GUESSES, HIGHEST, NAMES, THINGS, ask_about, begin_guessing, greeting, questions
 
-from agentlightning.learner.warm_start import make_policy
+from agentlightning.learner.tiny import make_policy
 
 HEEDS = 0.3
 

@@ -7,7 +7,7 @@ import json
 import random
 from pathlib import Path
 
-from agentlightning.learner.warm_start import Policy, make_policy
+from agentlightning.learner.tiny import Policy, make_policy
 
 TOOLS = [{"type": "function", "function": {"name": "stock", "parameters": {"properties": {"item": {}}}}}]
 LOOKS_UP = 0.3  # how often a demonstration calls the tool
@@ -19,7 +19,7 @@ def make(seed: int) -> Policy:
     tasks = [json.loads(line) for line in lines]
     generator = random.Random(seed)
     shown = [demonstrate(generator.choice(tasks), generator) for _ in range(2000)]
-    return make_policy(shown, tools=TOOLS, seed=seed)
+    return make_policy(shown, tools=TOOLS, seed=seed, steps=140)
 
 
 def demonstrate(task: dict, generator: random.Random) -> dict:

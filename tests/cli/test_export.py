@@ -87,7 +87,7 @@ def test_pairs_and_what_was_left_out_are_told(capsys: pytest.CaptureFixture[str]
 
 
 def test_rows_of_every_rollout_that_has_ended() -> None:
-    assert run(["data", "export", "agentlightning.sqlite", "--format", "parquet", "--out", "out.parquet"]) == 0
+    assert run(["export", "out.parquet", "--format", "parquet"]) == 0
     table = parquet.read_table("out.parquet").to_pydict()
     assert sorted(table["mode"]) == ["train", "train", "train", "train", "val"]
     assert sorted(table["status"]) == ["failed", *["succeeded"] * 4]

@@ -127,7 +127,7 @@ def test_train_by_a_run_file_then_resume_then_list(project: Path) -> None:
 @pytest.mark.slow
 def test_each_trace_is_shown_and_why_an_agent_failed(project: Path) -> None:
     common = ("tasks.jsonl", "--model", "model", "--max-sequence-length", "128", "--limit", "2")
-    out, _ = finish(start(project, "dev", "agent.py:agent", *common))
+    out, _ = finish(start(project, "eval", "agent.py:agent", *common, "--show"))
     assert out.count("├── input") == 2
     out, err = finish(start(project, "eval", "agent.py:broken", *common, "--show", "--json"), 1)
     assert "no such city" in err and json.loads(out)["ended"] == {"failed": 2}

@@ -27,7 +27,8 @@ from agentlightning import semconv
 from agentlightning.cli.main import run
 from agentlightning.errors import TrainingError
 from agentlightning.runner.harnesses import PRESETS
-from agentlightning.server.service import ServerSettings, running_server
+from agentlightning.server.app import ServerSettings
+from agentlightning.server.service import running_server
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.store.transfer import Record
@@ -343,8 +344,7 @@ def test_a_sitecustomize_of_the_programs_own_is_imported_too(
     Path("own").mkdir()
     Path("own/sitecustomize.py").write_text("print('own')")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["own", str(Path(__file__).parents[2])]))
-    # Without `--` the program is not taken for a name of instrumentation.
-    assert run(["record", "--instrument", sys.executable, "-c", "print('ran')"]) == 0
+    assert run(["record", "--instrument", "--", sys.executable, "-c", "print('ran')"]) == 0
     assert capfd.readouterr().out == "own\nran\n"
 
 

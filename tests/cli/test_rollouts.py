@@ -69,7 +69,7 @@ def failed(given: str, fills: Callable[[AttemptTracer, float], None]) -> str:
 
 def test_rollouts_are_listed_newest_first_and_narrowed(capsys: pytest.CaptureFixture[str]) -> None:
     ids = fill()
-    assert run(["rollouts", "list"]) == 0
+    assert run(["rollouts", "ls"]) == 0
     told = capsys.readouterr()
     rows = [line.split() for line in told.out.splitlines() if "ro-" in line]
     assert [row[0] for row in rows] == ids[::-1]
@@ -81,7 +81,7 @@ def test_rollouts_are_listed_newest_first_and_narrowed(capsys: pytest.CaptureFix
         (["--run", "nobody's"], []),
         (["--limit", "1"], [1]),
     ):
-        assert run(["rollouts", "list", "--json", *options]) == 0
+        assert run(["rollouts", "ls", "--json", *options]) == 0
         listed = [json.loads(line)["rollout"]["rollout_id"] for line in capsys.readouterr().out.splitlines()]
         assert listed == [ids[index] for index in which], options
 
@@ -151,15 +151,15 @@ def test_a_failed_rollout_is_shown_with_its_traceback_and_where_it_stood(capsys:
 
 
 def test_the_store_is_the_newest_unless_one_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["rollouts", "list"]) == 1
+    assert run(["rollouts", "ls"]) == 1
     assert "name a --store" in capsys.readouterr().err
     fill()
     Path("runs/one").mkdir(parents=True)
     fill("runs/one/store.sqlite")
     for file in Path().glob("agentlightning.sqlite*"):
         os.utime(file, (1, 1))
-    assert run(["rollouts", "list"]) == 0
-    assert run(["rollouts", "list", "--store", "agentlightning.sqlite"]) == 0
+    assert run(["rollouts", "ls"]) == 0
+    assert run(["rollouts", "ls", "--store", "agentlightning.sqlite"]) == 0
     assert capsys.readouterr().err == "runs/one/store.sqlite\nagentlightning.sqlite\n"
 
 

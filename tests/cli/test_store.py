@@ -160,10 +160,13 @@ def test_check_ends_with_1_if_anything_is_wrong(agl, path: Path) -> None:
 def test_a_backup_and_an_imported_export_are_stores(agl, path: Path) -> None:
     copy, moved, other = (path.parent / name for name in ("copy.db", "rollouts.jsonl.gz", "other.db"))
     fill(path, "old")
-    assert agl("store", "export", moved, "--store", path)[:2] == (0, "wrote 1 rollouts, 1 attempts, 0 spans\n")
-    assert agl("store", "export", moved, "--store", path)[0] == 1
-    assert agl("store", "import", moved, "--store", other)[:2] == (0, "stored 1 rollouts\n")
-    assert agl("store", "import", moved, "--store", other)[1] == "stored 0 rollouts; 1 were stored already\n"
+    assert agl("export", moved, "--format", "rollouts", "--store", path)[:2] == (
+        0,
+        "wrote 1 rollouts, 1 attempts, 0 spans\n",
+    )
+    assert agl("export", moved, "--format", "rollouts", "--store", path)[0] == 1
+    assert agl("import", moved, "--store", other)[:2] == (0, "stored 1 rollouts\n")
+    assert agl("import", moved, "--store", other)[1] == "stored 0 rollouts; 1 were stored already\n"
     assert stored(other) == stored(path)
     assert agl("store", "backup", copy, "--store", path)[0] == 0
     fill(path, "new")
@@ -181,12 +184,10 @@ def test_a_store_in_postgres_is_kept_alike(agl, tmp_path: Path, postgres_databas
     fill(postgres_database, "old ZEBRA", ago=31 * DAY)
     fill(postgres_database, "young ZEBRA", "horse")
     moved = tmp_path / "rollouts.jsonl.gz"
-    assert agl("store", "export", moved, "--store", postgres_database)[0] == 0
+    assert agl("export", moved, "--format", "rollouts", "--store", postgres_database)[0] == 0
     for chosen in (("--older-than", "30d"), ("--task", "ZEBRA")):
         assert agl("store", "delete", "--store", postgres_database, *chosen, "--yes")[1].startswith("removed 1 ")
-    assert (
-        agl("store", "import", moved, "--store", postgres_database)[1] == "stored 2 rollouts; 1 were stored already\n"
-    )
+    assert agl("import", moved, "--store", postgres_database)[1] == "stored 2 rollouts; 1 were stored already\n"
     assert agl("store", "check", "--store", postgres_database) == (0, "nothing is wrong\n", "")
 
 
@@ -204,12 +205,12 @@ def test_a_running_server_is_asked_to_do_it(agl, path: Path) -> None:
         at = ("--server", url, "--key", KEY)
         asyncio.run(running(url))
         assert agl("store", "check", *at) == (0, "nothing is wrong\n", "")
-        assert agl("store", "export", moved, *at)[1].startswith("wrote 2 rollouts")
+        assert agl("export", moved, "--format", "rollouts", *at)[1].startswith("wrote 2 rollouts")
         assert agl("store", "backup", copy, "--store", path)[0] == 0
         assert agl("store", "delete", *at, "--task", "ZEBRA", "--yes")[1] == "removed 2 rollouts, 2 attempts, 0 spans\n"
         traces = [file.name for file in path.parent.iterdir() if b"ZEBRA" in file.read_bytes()]
         assert sorted(traces) == ["copy.db", "rollouts.jsonl"]
-        assert agl("store", "import", moved, *at)[1] == "stored 1 rollouts; 1 were stored already\n"
+        assert agl("import", moved, *at)[1] == "stored 1 rollouts; 1 were stored already\n"
         assert agl("store", "delete", *at, "--older-than", "30d")[1].startswith("0 rollouts match")
         code, _, err = agl("store", "check", "--server", url, "--key", "another key")
         assert code == 1 and "key" in err

@@ -35,7 +35,7 @@ async def watched(folder: Path, arguments: list[str], first: str, happens: Calla
         await process.wait()
 
 
-@pytest.mark.parametrize("words", [["runs", "--watch", "0.1"], ["rollouts", "tail"]])
+@pytest.mark.parametrize("words", [["runs", "--watch", "0.1"], ["rollouts", "ls", "--watch", "0.1"]])
 async def test_what_is_new_is_shown(tmp_path: Path, words: list[str]) -> None:
     store = await SqlStore.open(tmp_path / "agentlightning.sqlite")
 

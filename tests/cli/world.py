@@ -13,7 +13,7 @@ from agentlightning.tracing.context import AttemptTracer, bind
 from agentlightning.tracing.emit import emit_reward
 from agentlightning.types import EnqueueRolloutRequest, Metrics
 
-HOSTILE = "\x1b]0;owned\x07\x1b[31m[bold]\u202e<script>alert(1)</script>"
+HOSTILE = "\x1b]0;owned\x07\x1b[31m\x9b31m[bold]\u202e<script>alert(1)</script>"
 
 
 async def add_run(store: LightningStore, run_id: str, *, steps: int = 10, rise: float = 0.05) -> None:

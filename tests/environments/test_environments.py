@@ -20,7 +20,7 @@ import agentlightning as agl
 from agentlightning.cli.config import TrainConfig, load_config
 from agentlightning.data.references import load_reference
 from agentlightning.data.transitions import trace_rollout
-from agentlightning.environments.base import Environment
+from agentlightning.environments import Environment
 from agentlightning.errors import ConfigError
 from agentlightning.types import Rollout, Span
 from tests.examples.loading import EXAMPLES

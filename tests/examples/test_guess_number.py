@@ -72,11 +72,10 @@ def test_a_guess_is_credited_with_what_it_changed() -> None:
 
 
 SHORT = """
-from agentlightning.learner.warm_start import WarmStart
 import demonstrations
 
 demonstrations.GAMES = 400
-demonstrations.WARM_START = WarmStart(min_steps=40, max_steps=40, cool_down=10)
+demonstrations.WARM_START_STEPS = 40
 make = demonstrations.make
 """
 

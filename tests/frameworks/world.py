@@ -17,7 +17,8 @@ from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.tiny import END
-from agentlightning.server.service import ServerSettings, running_server
+from agentlightning.server.app import ServerSettings
+from agentlightning.server.service import running_server
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.tracing.steps import Step, read_steps
 from agentlightning.types import LLM, EnqueueRolloutRequest, Rollout, Span
@@ -83,8 +84,8 @@ async def _play(policy: Policy, directory: Path, example: Path, programs: Path, 
     chat = ChatTemplate.from_pretrained(policy.tokenizer)
     async with talking(policy, length=4096) as (backend, _):
         model = ModelEntry("policy", backend, train=GREEDY, aliases=("writer", "rewriter"))
-        settings = ServerSettings(f"{directory}/store.sqlite", synchronous="NORMAL", key=KEY, models=(model,))
-        async with running_server(settings) as running:
+        settings = ServerSettings(f"{directory}/store.sqlite", synchronous="NORMAL", key=KEY)
+        async with running_server(settings, [model]) as running:
             store = LightningStoreClient(running.url, api_key=KEY)
             try:
                 await store.add_resources({"llm": LLM(endpoint=f"{running.url}/v1", model="policy", gateway=True)})

@@ -124,7 +124,7 @@ async def test_an_answer_whose_client_left_while_it_was_stored_is_not_trained(tm
             received = await asyncio.wait_for(reader.read(), 60)  # the server has closed the connection: it knows
         assert b'"finish_reason":"stop"' not in received
         store.may_write.set()
-        await asyncio.wait_for(built.gateway.idle(), 60)
+        await until(lambda: not built.gateway.running)
         call, note = await built.spans(attempted)
         learned = await traced(built, attempted)
         assert built.gateway.statistics.undelivered == 1
@@ -143,7 +143,7 @@ async def test_a_client_that_gives_up_and_asks_again_is_trained_once(tmp_path: P
         await until(lambda: built.gateway.running == 2)  # it asked again while the first call is still being stored
         store.may_write.set()
         assert (await asked).choices[0].message.content == "Hi!"
-        await asyncio.wait_for(built.gateway.idle(), 60)
+        await until(lambda: not built.gateway.running)
         assert trained(await traced(built, attempted)) == [1]
 
 

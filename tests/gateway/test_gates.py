@@ -54,7 +54,7 @@ async def attempt_of(world: World, attempted: AttemptedRollout) -> Attempt:
 async def test_held_calls_wait_and_are_answered_and_their_spans_say_for_how_long(gateway_world: World) -> None:
     attempted = await gateway_world.attempt()
     assert await answered(called(gateway_world, attempted))
-    async with gateway_world.gateway.held():
+    async with gateway_world.gateway.held("policy"):
         call = called(gateway_world, attempted)
         await arrived(gateway_world)
         assert await waits(call, seconds=0.4)
@@ -65,38 +65,25 @@ async def test_held_calls_wait_and_are_answered_and_their_spans_say_for_how_long
     statistics = gateway_world.gateway.statistics
     assert (statistics.held, statistics.held_seconds) == (1, held.attributes[semconv.CALL_HELD_SECONDS])
     with pytest.raises(RuntimeError, match="not written"):
-        async with gateway_world.gateway.held():
+        async with gateway_world.gateway.held("policy"):
             raise RuntimeError("the weights were not written")
     assert await answered(called(gateway_world))
 
 
-async def test_a_model_is_held_by_its_name_and_others_are_not(gateway_world: World) -> None:
+async def test_a_model_is_held_by_its_name_until_everybody_who_holds_it_has_released_it(gateway_world: World) -> None:
     gateway = gateway_world.gateway
     gateway.models.put(ModelEntry("judge", gateway.entry("policy").backend, trainable=False, aliases=("grader",)))
     gateway.hold("grader")
-    judged = called(gateway_world, model="judge")
-    assert await answered(called(gateway_world))
+    async with gateway.held("policy", "judge"):
+        gateway.hold("judge")
+        judged, called_too = called(gateway_world, model="judge"), called(gateway_world)
+        assert await waits(judged, called_too)
+    assert await answered(called_too)
     assert await waits(judged)
-    await asyncio.wait_for(gateway.idle("judge"), 1)
     gateway.release("judge")
     assert await answered(judged)
     with pytest.raises(NotFoundError, match="no model is called 'jugde'; the models here are: judge, policy"):
         gateway.hold("jugde")
-
-
-async def test_calls_pass_when_everybody_who_holds_them_has_released_them(gateway_world: World) -> None:
-    gateway = gateway_world.gateway
-    gateway.hold()
-    gateway.hold()
-    async with gateway.held("policy"):
-        call = called(gateway_world)
-        gateway.release()
-        gateway.release()
-        assert await waits(call)
-        async with gateway.held():
-            pass
-        assert await waits(call)
-    assert await answered(call)
 
 
 @pytest.mark.slow
@@ -112,9 +99,9 @@ async def test_a_hold_whose_holder_is_not_heard_of_ends_by_itself_and_says_so(
     with caplog.at_level(logging.WARNING):
         assert await answered(call)
     assert "'policy' are let through again" in caplog.text
-    gateway.hold(seconds=0.2)
-    gateway.release()  # in time: it has no end left
-    async with gateway.held():
+    gateway.hold("policy", seconds=0.2)
+    gateway.release("policy")  # in time: it has no end left
+    async with gateway.held("policy"):
         call = called(gateway_world)
         assert await waits(call, seconds=0.4)
     assert await answered(call)
@@ -122,7 +109,7 @@ async def test_a_hold_whose_holder_is_not_heard_of_ends_by_itself_and_says_so(
 
 async def test_a_call_that_was_held_too_long_is_told_to_ask_again(tmp_path: Path) -> None:
     async with world(tmp_path, longest_hold=0.2) as built:
-        built.gateway.hold()
+        built.gateway.hold("policy")
         with pytest.raises(openai.InternalServerError) as refused:
             await called(built)
         assert refused.value.status_code == 503
@@ -135,14 +122,14 @@ async def test_when_the_process_or_its_attempt_ends_a_waiting_call_ends_too(
     gateway_world: World, what: str, status: int
 ) -> None:
     attempted = await gateway_world.attempt()
-    gateway_world.gateway.hold()
+    gateway_world.gateway.hold("policy")
     call = called(gateway_world, attempted)
     await arrived(gateway_world)
     if what == "process":
         gateway_world.gateway.turn_away()
     else:
         await gateway_world.store.cancel_rollout(attempted.rollout_id)
-        gateway_world.gateway.release()
+        gateway_world.gateway.release("policy")
     with pytest.raises(openai.APIStatusError) as caught:
         await asyncio.wait_for(call, 1)
     assert caught.value.status_code == status
@@ -150,12 +137,12 @@ async def test_when_the_process_or_its_attempt_ends_a_waiting_call_ends_too(
 
 async def test_nothing_is_left_of_a_client_that_left_while_it_was_held(gateway_world: World) -> None:
     attempted = await gateway_world.attempt()
-    async with gateway_world.gateway.held():
+    async with gateway_world.gateway.held("policy"):
         call = called(gateway_world, attempted)
         await arrived(gateway_world)
         call.cancel()
         await until(lambda: not gateway_world.gateway.models.gate("policy").attempts)
-    await asyncio.wait_for(gateway_world.gateway.idle(), 1)
+    await until(lambda: not gateway_world.gateway.running)
     assert await gateway_world.spans(attempted) == []
 
 
@@ -167,7 +154,7 @@ async def test_the_clocks_of_attempts_stand_still_while_their_calls_are_held_and
     config = RolloutConfig(**{clock: 1.0})
     free = await gateway_world.attempt(config=config)
     assert await answered(called(gateway_world, free))
-    async with gateway_world.gateway.held():
+    async with gateway_world.gateway.held("policy"):
         held = [await gateway_world.attempt(config=config) for _ in range(2)]
         calls = [called(gateway_world, attempted) for attempted in held]
         assert await waits(*calls, seconds=2.0)
@@ -184,7 +171,7 @@ async def test_they_stand_still_for_a_call_that_runs_in_an_engine_at_rest(gatewa
     async with gateway_world.service.exclusive():
         call = called(gateway_world, attempted)
         await arrived(gateway_world)
-        async with gateway_world.gateway.held():
+        async with gateway_world.gateway.held("policy"):
             assert await waits(call, seconds=1.5)
     assert await answered(call)
     assert (await attempt_of(gateway_world, attempted)).status == "running"

@@ -16,6 +16,7 @@ from agentlightning.data.transitions import trace_rollout
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.types import AttemptedRollout, Span
+from tests.gateway.servers import until
 from tests.gateway.talker import user
 from tests.gateway.upstream import DONE, GOOD, chunk, piece, whole
 from tests.gateway.world import World, fronting
@@ -205,7 +206,7 @@ async def test_a_client_that_leaves_in_mid_stream_ends_the_call_upstream(path: s
             while b"Hi" not in received:
                 received += await asyncio.wait_for(answer.content.readany(), 60)
         await asyncio.wait_for(server.left.wait(), 60)
-        await asyncio.wait_for(built.gateway.idle(), 60)
+        await until(lambda: not built.gateway.running)
         span = await untrained(built, attempted)
     assert span.attributes[semconv.CALL_FLAG] == "client disconnected"
     assert span.attributes[semconv.GEN_AI_FINISH_REASONS] == ["abort"]

@@ -3,7 +3,7 @@
 import random
 from pathlib import Path
 
-from agentlightning.learner.warm_start import WarmStart, make_policy
+from agentlightning.learner.tiny import make_policy
 
 
 def sum_of(draw: random.Random) -> dict:
@@ -14,5 +14,4 @@ def sum_of(draw: random.Random) -> dict:
 
 
 draw = random.Random(1)
-quick = WarmStart(max_steps=30, cool_down=10)
-make_policy([sum_of(draw) for _ in range(400)], seed=1, options=quick).save(Path("tiny"))
+make_policy([sum_of(draw) for _ in range(400)], seed=1, steps=40).save(Path("tiny"))

@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backends.factory import make_backend
 from agentlightning.gateway.models import ModelEntry, ModelTable
-from agentlightning.gateway.updates import WeightUpdate, update_weights
+from agentlightning.gateway.updates import load_weights
 from agentlightning.learner.base import LoRA
 from agentlightning.learner.policy import load_policy
 from agentlightning.server.app import create_app
@@ -76,7 +76,7 @@ async def test_a_chat_is_captured_exactly_before_and_after_updates(tmp_path: Pat
     try:
         async with recording(gateway, store) as (client, rollout_id):
             for version, weights in enumerate((model, other, model), start=1):
-                await update_weights(gateway, "policy", WeightUpdate(policy_version=version, path=str(weights)))
+                await load_weights([backend], version, str(weights))
                 said = {"role": "user", "content": "How are you?"}
                 asked = {"model": "policy", "messages": [said], "max_tokens": 8}
                 await client.chat.completions.create(**asked)  # type: ignore[call-overload]

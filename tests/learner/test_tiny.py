@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from agentlightning.learner.tiny import chat_text, make_model, make_tokenizer, token_id
+from agentlightning.learner.tiny import answers_of, chat_text, make_model, make_policy, make_tokenizer, token_id
+from agentlightning.learner.torch import TorchLearner
 
 TOOL = {
     "type": "function",
@@ -106,3 +108,25 @@ def test_a_new_model_always_looks_at_how_the_request_begins(tokenizer: PreTraine
     attention = model(torch.tensor([token_ids]), output_attentions=True).attentions[1][0, 1]
     after_user = token_ids.index(token_id(tokenizer, "<|user|>")) + 1
     assert attention[after_user:, after_user].min() > 0.9
+
+
+def demonstrate(generator: random.Random) -> dict:
+    name, number = (
+        generator.choice(["Anna", "Ben", "Carla", "Dov", "Elsa", "Finn", "Greta"]),
+        generator.randrange(10, 99),
+    )
+    messages = [("user", f"name: {name}, number: {number}."), ("assistant", f"number: {number}, name: {name}")]
+    return {"messages": [{"role": role, "content": content} for role, content in messages]}
+
+
+def test_a_warm_start_teaches_what_the_assistant_says_the_same_for_the_same_seed() -> None:
+    generator = random.Random(1)
+    *shown, new = (demonstrate(generator) for _ in range(300))
+    policy = make_policy(shown, seed=1, steps=40)
+    sequence = answers_of(policy.tokenizer, policy.tokenizer(chat_text(new["messages"]))["input_ids"])  # type: ignore[arg-type]
+    learned = policy.tokenizer.decode(sequence.token_ids[sequence.positions])
+    assert learned == new["messages"][1]["content"] + "<|end|>"
+    (logprobs,) = TorchLearner(policy).logprobs([sequence])
+    assert float(logprobs.exp().min()) > 0.5
+    short = [make_policy(shown, seed=seed, steps=2).model.get_input_embeddings().weight for seed in (1, 1, 2)]
+    assert torch.equal(short[0], short[1]) and not torch.equal(short[0], short[2])

@@ -25,7 +25,7 @@ from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import Delta, ModelCall, Sampling
 from agentlightning.gateway.backends.factory import make_backend
 from agentlightning.gateway.backends.tokens import VllmBackend
-from agentlightning.gateway.updates import WeightUpdate, load_weights
+from agentlightning.gateway.updates import load_weights
 from agentlightning.learner.base import LoRA
 from agentlightning.learner.policy import load_policy
 from tests import agents
@@ -100,11 +100,11 @@ async def test_each_token_is_of_the_weights_that_its_version_names(tmp_path: Pat
     with vllm(weights[1]) as (url, _):
         backend = make_backend(f"{url}/v1", tokenizer=str(weights[1]), model=str(weights[1]))
         assert isinstance(backend, VllmBackend) and await backend.takes_ids()
-        await load_weights("m", [backend], WeightUpdate(policy_version=1, path=str(weights[1])))
+        await load_weights([backend], 1, str(weights[1]))
         begun = asyncio.Event()
         answering = [asyncio.create_task(answered(backend, begun, stream=stream)) for stream in (False, True)]
         await begun.wait()
-        await load_weights("m", [backend], WeightUpdate(policy_version=2, path=str(weights[2]), in_flight="pause"))
+        await load_weights([backend], 2, str(weights[2]))
         for answer in await asyncio.gather(*answering):
             (choice,) = answer.choices
             print(f"versions {choice.versions}")

@@ -90,7 +90,7 @@ async def test_the_time_for_which_a_call_is_held_does_not_count_towards_the_time
         await store.add_resources({"llm": LLM(endpoint=f"{there.url}/v1", model="policy", gateway=True)})
         answering, hanging = await enqueue(store, "answer", "hang", config=RolloutConfig(timeout_seconds=1.0))
         async with running(Runner(store, asks)):
-            async with there.gateway.held():
+            async with there.gateway.held("policy"):
                 assert not await store.wait_for_rollouts([answering, hanging], timeout=2)
             await store.wait_for_rollouts([answering, hanging], timeout=60)
         assert await statuses(store, answering, hanging) == [["succeeded"], ["timeout"]]

@@ -19,7 +19,6 @@ from agentlightning.semconv import ATTEMPT_ID, REWARD, ROLLOUT_ID, reward_value
 from agentlightning.server.access import ATTEMPT_BYTES
 from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
-from agentlightning.server.sessions import Sessions
 from agentlightning.store.base import CALLS
 from agentlightning.store.calls import Call
 from agentlightning.store.sql import SqlStore
@@ -321,11 +320,3 @@ async def test_models_without_a_store_are_this_machines_too():
     async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http:
         assert (await http.get("/v1/models")).status == 200
         assert (await http.get("/v1/models", headers={"host": "models.example"})).status == 403
-
-
-def test_many_sessions_of_one_key_end_no_others() -> None:
-    sessions, headers = Sessions(), {"host": "here:80"}
-    cookie = sessions.begin(headers, "mine", secure=False).partition(";")[0]
-    for _ in range(2000):
-        theirs = sessions.begin(headers, "theirs", secure=False).partition(";")[0]
-    assert [sessions.key_of(headers | {"cookie": one}) for one in (cookie, theirs)] == ["mine", "theirs"]

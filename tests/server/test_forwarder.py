@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,8 +19,9 @@ from agentlightning.errors import ConfigError
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.semconv import ATTEMPT_ID, GEN_AI_INPUT_TOKENS, GEN_AI_OUTPUT_TOKENS
 from agentlightning.server import forwarder as forwarding
+from agentlightning.server.app import ServerSettings
 from agentlightning.server.forwarder import Forwarder, traces_url
-from agentlightning.server.service import Running, ServerSettings, running_server
+from agentlightning.server.service import Running, running_server
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.tracing.otlp import PROTOBUF, decode_traces
 from agentlightning.types import AttemptedRollout, SampledChoice, Span, TokenCapture
@@ -85,9 +86,9 @@ async def collector(anyio_backend) -> AsyncIterator[CollectorStandIn]:
 
 @asynccontextmanager
 async def forwarding_server(
-    collector: CollectorStandIn, **settings: Any
+    collector: CollectorStandIn, models: Sequence[ModelEntry] = (), **settings: Any
 ) -> AsyncIterator[tuple[Running, LightningStoreClient, AttemptedRollout]]:
-    async with running_server(ServerSettings(":memory:", otlp_forward=collector.url, **settings)) as running:
+    async with running_server(ServerSettings(":memory:", otlp_forward=collector.url, **settings), models) as running:
         store = LightningStoreClient(running.url)
         yield running, store, await store.start_rollout("task")
         await store.close()
@@ -101,7 +102,7 @@ def span(attempted: AttemptedRollout | None = None, number: int = 1, **fields: A
 async def test_spans_of_every_way_in_reach_the_collector(collector):
     async with (
         talking() as (backend, _),
-        forwarding_server(collector, models=(ModelEntry("policy", backend, train=GREEDY),)) as (running, store, mine),
+        forwarding_server(collector, [ModelEntry("policy", backend, train=GREEDY)]) as (running, store, mine),
     ):
         await store.add_span(span(mine, attributes={"city": "Köln"}))
         exporter = OTLPSpanExporter(f"{running.url}/v1/traces", headers=key_of(mine))

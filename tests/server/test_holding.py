@@ -1,4 +1,4 @@
-"""Models held and weights updated over HTTP, as a trainer in another process does."""
+"""Models held over HTTP, as a trainer in another process does."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from agentlightning.errors import ConflictError, ForbiddenError, InvalidError, NotFoundError, UnavailableError
+from agentlightning.errors import ForbiddenError, InvalidError, NotFoundError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
-from agentlightning.gateway.updates import ServerUpdate
 from agentlightning.server.app import create_app
-from agentlightning.server.models import HoldModel, ReleaseModel, UpdateModel
+from agentlightning.server.models import HoldModel, ReleaseModel
 from agentlightning.server.serve import HttpServer
 from agentlightning.server.service import models_held
 from agentlightning.store.calls import Call
@@ -35,12 +34,10 @@ NAME = "Qwen/Qwen3-4B"
 
 
 class Vllm:
-    """Stands in for a vLLM server in development mode; `status` is what it answers to a load."""
+    """Stands in for a vLLM server."""
 
     def __init__(self) -> None:
-        self.status = 200
         self.asked = 0
-        self.loaded: list[str] = []
 
     async def _answer(self, request: Request) -> Response:
         self.asked += 1
@@ -50,20 +47,8 @@ class Vllm:
         choices = [choice | {"logprobs": logprobs, "token_ids": [3]}]
         return JSONResponse({"choices": choices, "prompt_token_ids": [1, 2], "usage": usage})
 
-    async def _load(self, request: Request) -> Response:
-        self.loaded.append((await request.json())["kwargs"]["weights_path"])
-        return JSONResponse({"results": [None]}, self.status)
-
-    async def _reset(self, request: Request) -> Response:
-        return Response()
-
     def app(self) -> Starlette:
-        paths = {
-            "/v1/chat/completions": self._answer,
-            "/collective_rpc": self._load,
-            "/reset_prefix_cache": self._reset,
-        }
-        return Starlette(routes=[Route(path, answer, methods=["POST"]) for path, answer in paths.items()])
+        return Starlette(routes=[Route("/v1/chat/completions", self._answer, methods=["POST"])])
 
 
 class Place:
@@ -136,7 +121,7 @@ async def test_only_an_admin_holds_a_model(place: Place) -> None:
     async with place.http.post("/api/v1/keys", json={"name": "trainer", "scopes": ["trainer"]}) as answer:
         trainer = (await answer.json())["api_key"]
     for key in (None, "wrong", trainer):
-        for call in (HoldModel(name=NAME), UpdateModel(name=NAME, policy_version=1)):
+        for call in (HoldModel(name=NAME), ReleaseModel(name=NAME)):
             with pytest.raises(ForbiddenError):
                 await place.perform(call, key)
     assert not place.held
@@ -177,21 +162,8 @@ async def test_a_block_goes_on_where_nothing_can_be_held(place: Place, caplog: p
     assert "cannot be reached" in caplog.text
 
 
-async def test_a_server_loads_weights_and_says_what_became_of_each_replica(place: Place) -> None:
-    updated = await place.perform(UpdateModel(name=NAME, policy_version=3, path="/w/3"))
-    assert updated.servers == [ServerUpdate(url=place.gateway.entry(NAME).backend.name, policy_version=3)]
-    assert place.vllm.loaded == ["/w/3"]
-    assert not place.held
-    place.vllm.status = 500
-    with pytest.raises(UnavailableError, match="has loaded version 4"):
-        await place.perform(UpdateModel(name=NAME, policy_version=4, path="/w/4"))
-    status, said = await place.call()
-    assert status == 503
-    assert "update them again" in said["error"]["message"]
-
-
 async def test_a_server_that_is_registered_again_holds_the_weights_it_held(place: Place) -> None:
-    await place.perform(UpdateModel(name=NAME, policy_version=3, path="/w/3"))
+    await place.perform(ReleaseModel(name=NAME, policy_version=3))
     body = {"base_url": place.gateway.entry(NAME).backend.name, "check": False, "train": {"temperature": 0.5}}
     async with place.http.put(f"/api/v1/models/{NAME}", json=body) as answer:
         assert answer.status == 200
@@ -206,8 +178,6 @@ async def test_what_is_wrong_with_a_request_is_said(place: Place) -> None:
         ("hold", {"second": 1}),
         ("hold", []),
         ("release", {"policy_version": -1}),
-        ("weights", {}),
-        ("weights", {"policy_version": 1, "in_flight": "abort"}),
     ):
         assert await place.post(verb, body) == 422, (verb, body)
     assert await place.post("hold", {"x": "y" * 10_000}) == 413
@@ -216,9 +186,6 @@ async def test_what_is_wrong_with_a_request_is_said(place: Place) -> None:
         await place.perform(HoldModel(name="nobody"))
     with pytest.raises(InvalidError):
         await place.perform(HoldModel(name=NAME, seconds=-1.0))
-    async with place.gateway.held(NAME, holder="an update of weights"):
-        with pytest.raises(ConflictError, match="being updated already"):
-            await place.perform(UpdateModel(name=NAME, policy_version=1))
 
 
 async def test_a_server_that_stops_tells_the_calls_it_holds(place: Place) -> None:

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from agentlightning.errors import ConfigError, UnavailableError
-from agentlightning.server.service import ServerSettings, running_server
+from agentlightning.server.app import ServerSettings
+from agentlightning.server.service import running_server
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import Rollout

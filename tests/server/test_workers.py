@@ -19,10 +19,11 @@ import aiohttp
 import pytest
 
 from agentlightning import semconv
-from agentlightning.errors import ConfigError, InvalidError
+from agentlightning.errors import ConfigError
+from agentlightning.server.app import ServerSettings
 from agentlightning.server.handover import OWNER, Place
-from agentlightning.server.models import HoldModel, ListModels, RegisterModel, ReleaseModel, RemoveModel, UpdateModel
-from agentlightning.server.service import Running, ServerSettings, running_server
+from agentlightning.server.models import HoldModel, ListModels, RegisterModel, ReleaseModel, RemoveModel
+from agentlightning.server.service import Running, running_server
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.types import AttemptedRollout, Span
 from tests.gateway.servers import Server
@@ -168,18 +169,6 @@ async def test_models_are_held_released_updated_and_changed_in_every_worker(tmp_
             upstream.hold()
             asked = [asyncio.create_task(ask(one)) for one in begun]
             await until(lambda: _true(upstream.running == 6))
-            with pytest.raises(InvalidError, match="lets calls finish"):
-                await client.perform(UpdateModel(name="m", policy_version=4, in_flight="pause"))
-            idle = asyncio.create_task(running.gateway.idle("m"))
-            await asyncio.sleep(0.1)
-            assert not idle.done()
-            upstream.release()
-            await idle
-            assert await asyncio.gather(*asked) == [200] * 6
-
-            upstream.hold()
-            asked = [asyncio.create_task(ask(one)) for one in begun]
-            await until(lambda: _true(upstream.running == 6))
             async with asyncio.timeout(20):  # a model is replaced while its calls are answered
                 await client.perform(RegisterModel(name="m", base_url=upstream.url, check=False, train=None, val=None))
             upstream.release()
@@ -312,7 +301,7 @@ async def test_a_request_that_another_process_answers_is_not_answered_behind_ano
             finally:
                 writer.close()
 
-        begun = [await client.start_rollout({"n": n}) for n in range(6)]
+        begun = [await client.start_rollout({"n": n}) for n in range(20)]
         place = Place(OWNER, 2, tmp_path)
         own, other = (next(one for one in begun if place.of_call(None, headers_of(one)) == index) for index in (1, 2))
         calls = [request("POST /v1/chat/completions", one.api_key, asking()) for one in (own, other)]
@@ -352,7 +341,7 @@ async def test_workers_know_sessions_of_browsers_and_limit_each_key(tmp_path, up
 
 async def test_what_workers_cannot_share_is_refused(tmp_path, upstream):
     with pytest.raises(ConfigError, match="TLS"):
-        async with serving(tmp_path, upstream, tls_cert=tmp_path / "c", tls_key=tmp_path / "k"):
+        async with serving(tmp_path, upstream, tls_cert="c", tls_key="k"):
             pass
     async with serving(tmp_path, upstream) as (running, _):
         port = int(running.url.rpartition(":")[2])

@@ -80,7 +80,7 @@ async def test_a_rollout_made_anew_in_the_transaction_that_finished_and_deleted_
         await store.enqueue_many_rollouts(requests=[request])
 
         async def remove() -> None:
-            await store._write(lambda tx: retention.delete_some(tx, EVERYTHING, [1]))
+            await store._writer.submit(lambda tx: retention.delete_some(tx, EVERYTHING, [1]))
 
         await asyncio.gather(  # what one turn of the event loop brings shares a commit
             store.cancel_rollout(rollout_id="again"),

@@ -70,7 +70,7 @@ async def test_a_page_is_bounded_in_rows_and_bytes_and_a_query_puts_pages_togeth
     assert (len(page.items), page.total) == (1050 if isinstance(store, SqlStore) else 1000, 1100)
     assert (await store.page_rollouts(limit=1, cursor=page.next_cursor)).items[0].input == len(page.items)
 
-    monkeypatch.setattr("agentlightning.store.paging.MOST_BYTES", 1_500_000)
+    monkeypatch.setattr("agentlightning.store.query.MOST_BYTES", 1_500_000)
     await store.enqueue_many_rollouts([EnqueueRolloutRequest(input="x" * 1_000_000) for _ in range(3)])
     large = Condition("number", "gt", 1100)
     page = await store.page_rollouts(large)

@@ -12,7 +12,7 @@ import pytest
 from anyio import to_thread
 
 from agentlightning.errors import ConfigError, UnavailableError
-from agentlightning.store import schema, sqlite
+from agentlightning.store import sqlite, tables
 from agentlightning.store.reader import StoreReader
 from agentlightning.store.sql import SqlStore
 from tests.store.conftest import opened, span_of
@@ -122,7 +122,7 @@ def number_postgres(url: str, layout: int) -> None:
         connection.execute("UPDATE meta SET value = %s WHERE name = 'layout'", (b"%d" % layout,))
 
 
-@pytest.mark.parametrize("layout", [schema.VERSION - 2, schema.VERSION + 1])
+@pytest.mark.parametrize("layout", [tables.VERSION - 1, tables.VERSION + 1])
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])
 async def test_a_store_of_another_layout_is_refused_and_left_as_it_is(request, tmp_path, kind, layout):
     address = tmp_path / "store.db" if kind == "sqlite" else request.getfixturevalue("postgres_database")
@@ -130,8 +130,8 @@ async def test_a_store_of_another_layout_is_refused_and_left_as_it_is(request, t
     async with opened(address) as store:
         await store.enqueue_rollout("a")
     await to_thread.run_sync(number, address, layout)
-    with pytest.raises(ConfigError, match=f"layout {layout} and this release reads layout {schema.VERSION};"):
+    with pytest.raises(ConfigError, match=f"layout {layout} and this release reads layout {tables.VERSION};"):
         await SqlStore.open(address)
-    await to_thread.run_sync(number, address, schema.VERSION)
+    await to_thread.run_sync(number, address, tables.VERSION)
     async with opened(address) as store:
         assert [one.input for one in await store.query_rollouts()] == ["a"]

@@ -7,23 +7,19 @@ import contextlib
 import json
 import sqlite3
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import psycopg
 import pytest
-from anyio import to_thread
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning import semconv
 from agentlightning.errors import ConflictError
-from agentlightning.store import prompts, schema, sqlite
+from agentlightning.store import prompts
 from agentlightning.store.base import LightningStore
 from agentlightning.store.prompts import shared_length
-from agentlightning.store.reader import StoreReader
-from agentlightning.types import And, AttemptedRollout, Condition, Order, SampledChoice, Span, TokenCapture
+from agentlightning.types import AttemptedRollout, Condition, Order, SampledChoice, Span, TokenCapture
 from tests.store.conftest import opened
 
 pytestmark = pytest.mark.anyio
@@ -166,19 +162,6 @@ async def test_a_page_has_no_more_bytes_for_being_stored_in_less(tmp_path):
         assert [*page.items, *rest.items][:5] == spans[:5]
 
 
-async def test_what_is_repeated_is_found_by_its_text(store):
-    rollout = await store.start_rollout("x")
-    spans = conversation(rollout, 4)
-    await add_each(store, spans)
-    for place in range(4):
-        field = f"attributes.{semconv.GEN_AI_INPUT_MESSAGES}"
-        where = And([Condition(field, "contains", f"«{1000 + place}»"), Condition("name", "eq", "chat m")])
-        found = await store.page_spans(where, order=[Order(field="start_time")], with_total=True)
-        assert (list(found.items), found.total) == (spans[place:], 4 - place)
-    tools = Condition(f"attributes.{semconv.GEN_AI_TOOL_DEFINITIONS}", "eq", json.dumps([words(9)], ensure_ascii=False))
-    assert len((await store.page_spans(tools)).items) == 4
-
-
 async def test_what_calls_repeat_is_in_the_file_once(tmp_path):
     path = tmp_path / "store.db"
     async with opened(path) as store:
@@ -281,43 +264,3 @@ async def test_a_base_that_is_missing_is_found(tmp_path):
         connection.execute("DELETE FROM spans WHERE sequence_id = 1")
     async with opened(path) as store:
         assert await store.check_store() == ["1 calls that go on from one that is not stored: 0000000000000001"]
-
-
-def as_before(address: Path | str) -> None:
-    """Take from a store without bases what this layout added."""
-    if isinstance(address, Path):
-        with contextlib.closing(sqlite._open(str(address))) as connection:
-            for column in ("base", "repeated"):
-                connection.execute(f"ALTER TABLE spans DROP COLUMN {column}")
-            connection.execute(f"PRAGMA user_version = {schema.VERSION - 1}")
-        return
-    with psycopg.connect(address) as connection:
-        connection.execute("ALTER TABLE spans DROP COLUMN base, DROP COLUMN repeated")
-        connection.execute("UPDATE meta SET value = %s WHERE name = 'layout'", (b"%d" % (schema.VERSION - 1),))
-
-
-@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
-async def test_a_store_of_the_layout_before_is_read_and_then_gone_on_with(request, tmp_path, kind):
-    address = tmp_path / "store.db" if kind == "sqlite" else request.getfixturevalue("postgres_database")
-    async with opened(address) as store:
-        rollout = await store.start_rollout("x")
-        spans = conversation(rollout, 4)
-        await store.add_many_spans(spans[:1])
-    await to_thread.run_sync(as_before, address)
-    reader = await StoreReader.open(address)
-    try:
-        await read_in_every_way(reader, rollout.rollout_id, spans[:1])
-        if kind == "sqlite":
-            assert sqlite.check_file(address) == address
-            sqlite.back_up(address, tmp_path / "copy.db")
-        async with opened(address) as store:
-            await add_each(store, spans[1:])
-            await read_in_every_way(store, rollout.rollout_id, spans)
-    finally:
-        await reader.close()
-    async with opened(address) as store:
-        await read_in_every_way(store, rollout.rollout_id, spans)
-        assert await store.check_store() == []
-    if kind == "sqlite":
-        async with opened(tmp_path / "copy.db") as store:
-            await read_in_every_way(store, rollout.rollout_id, spans[:1])

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentlightning.errors import InvalidError
-from agentlightning.store import paging
+from agentlightning.store import query
+from agentlightning.store.database import Transaction
 from agentlightning.store.query import ROLLOUTS, SPANS, Fields, Query
-from agentlightning.store.transaction import Transaction
 from agentlightning.types import And, Condition, Filter, Not, Or, Order
 from tests.store.query_model import (
     ROLLOUT_ROWS,
@@ -71,7 +71,7 @@ class Database:
         """The rows of one page by what is unique of them, and the cursor of its last row."""
         asked = {"where": filter, "order": orders, "limit": limit, "offset": 0, "cursor": cursor, "with_total": False}
         unique = ", ".join(column.sql for column in fields.unique)
-        rows, _, more = paging._page(Transaction(self, 0.0, 30.0, b"a secret"), fields, unique, **asked)
+        rows, _, more = query._page(Transaction(self, 0.0, 30.0, b"a secret"), fields, unique, **asked)
         return [tuple(row) for row in rows], more
 
 
@@ -239,8 +239,6 @@ def refuse(filter: Filter, hint: str) -> None:
         ("numbers", "did you mean 'number'"),
         ("status; DROP TABLE rollouts", "no field"),
         ("1 = 1 OR status", "no field"),
-        ("metadata.a\0", "NUL"),
-        ("metadata.a\ud800", "surrogate"),
         (None, "no field"),
         (7, "no field"),
     ],
@@ -266,7 +264,6 @@ def test_a_key_never_becomes_sql(database, key):
         (("metadata.a", "eq", float("nan")), "finite"),
         (("metadata.a", "in", [1, float("inf")]), "finite"),
         (("metadata.a", "lt", 2**63), "64 bits"),
-        (("metadata.a", "eq", "a\0"), "NUL"),
         (("metadata.a", "in", "abc"), "takes a list"),
         (("metadata.a", "in", None), "takes a list"),
         (("metadata.a", "in", ["a", None]), "text or number or boolean"),

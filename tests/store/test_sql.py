@@ -132,7 +132,7 @@ async def test_leases_are_put_back_although_one_of_the_rollouts_was_removed_mean
     leased = await store.dequeue_many_rollouts(3)
     removed = Condition("rollout_id", "eq", leased[0].rollout_id)
     await store.delete_rollouts(where=removed, unfinished=True)
-    await store._write(lambda tx: attempts.withdraw(tx, leased))
+    await store._writer.submit(lambda tx: attempts.withdraw(tx, leased))
     assert [rollout.input for rollout in await store.dequeue_many_rollouts(3)] == [1, 2]
     await store.close()
 

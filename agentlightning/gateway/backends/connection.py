@@ -48,7 +48,7 @@ class Connection:
     `timeout_seconds` bounds the wait for each further part of an answer. `health_url` tells whether the server lives.
     `retries=False` leaves a server that cannot be reached to whoever has another one. `version` is the policy version
     of its weights, if the server does not name it. While `unusable` gives a reason, only `control` requests are
-    made. Nothing is sampled while it is `paused`; a server that is `lost` may have ended, its weights are unchanged."""
+    made. `failed_loads` counts failures to load weights: tokens of calls during one may be of any."""
 
     def __init__(
         self,
@@ -68,9 +68,8 @@ class Connection:
         self._query = f"?{parts.query}" if parts.query else ""
         self.health_url = self.url("models")
         self.retries = True
-        self.version = self.running = 0
+        self.version = self.running = self.failed_loads = 0
         self.unusable: str | None = None
-        self.paused = self.lost = False
         self.origin = f"{parts.scheme}://{parts.netloc}"
         self.timeout_seconds = timeout_seconds
         self._host, self._socket = parts.hostname, socket
@@ -89,11 +88,6 @@ class Connection:
     def root(self) -> str:
         """The URL without `/v1`, where servers have routes of their own."""
         return self.base_url.removesuffix("/v1")
-
-    @property
-    def changes_weights(self) -> bool:
-        """Whether the weights that sample now are unknown."""
-        return self.unusable is not None and not self.paused and not self.lost
 
     def url(self, path: str) -> str:
         return f"{self.base_url}/{path}{self._query}"

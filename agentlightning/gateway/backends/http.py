@@ -114,6 +114,7 @@ class HttpBackend:
     async def answer(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
         """See `Backend.answer`. BackendError carries the server's own status and message for what it refuses, 502 for
         what it fails at, 503 where it cannot be reached, and 504 where it falls silent."""
+        failed_loads = self.connection.failed_loads
         reader = _AnswerReader(call, self.captures_tokens, self.connection.version)
         url = self.connection.url("chat/completions" if call.prompt is None else "completions")
         body = msgspec.json.encode(self._body(call))
@@ -126,7 +127,7 @@ class HttpBackend:
                 for event in reader.read(await response.read()):
                     yield event
         version = None if self.keeps_weights else self.connection.version
-        for event in reader.end(version, unknown=self.connection.changes_weights and not self.keeps_weights):
+        for event in reader.end(version, unknown=self.connection.failed_loads != failed_loads):
             yield event
 
     async def count_tokens(self, call: ModelCall) -> int:

@@ -196,6 +196,7 @@ class _VllmAnswer(_Answer):
         self._request = request
         self._backend = backend
         self._version = backend.connection.version
+        self._failed_loads = backend.connection.failed_loads
 
     def body_fields(self) -> dict[str, Any]:
         request = self._request
@@ -240,10 +241,9 @@ class _VllmAnswer(_Answer):
 
     def _ending(self, choice: _VllmChoice) -> Ending:
         connection = self._backend.connection
-        keeps = self._backend.keeps_weights
-        unknown = WEIGHTS_UNKNOWN if connection.changes_weights and not keeps else None
+        unknown = WEIGHTS_UNKNOWN if connection.failed_loads != self._failed_loads else None
         versions = version_runs(choice.weight_versions, self._version)
-        changed = not versions and not keeps and connection.version != self._version
+        changed = not versions and not self._backend.keeps_weights and connection.version != self._version
         return Ending(unknown, connection.version if changed else None, versions)
 
 

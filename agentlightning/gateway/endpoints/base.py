@@ -5,6 +5,7 @@ Knows no backends, rollouts or HTTP server.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal, Protocol
 
 import msgspec
@@ -91,10 +92,45 @@ def openai_error(error: BackendError) -> dict[str, Any]:
     return {"message": str(error), "type": error_kind(error.status, "openai"), "param": param, "code": error.code}
 
 
-def thoughts_and_text(message: dict[str, Any]) -> tuple[str, str]:
-    """What a message, or a delta of one, holds of each, under the names that servers have for them."""
-    thoughts = message.get("reasoning_content") or message.get("reasoning") or ""
-    return thoughts, message.get("content") or message.get("refusal") or ""
+# What the messages of each role may hold; other kinds of parts have no place there in chat completions.
+_CONTENT: Final = ("text", "image_url")
+_SHOWN: Final = {"assistant": ("text", "thought", "function"), "user": (*_CONTENT, "tool")}
+_PARTS: Final = {"image_url": "an image", "thought": "a thought", "function": "a tool call", "tool": "a tool's result"}
+
+
+def chat_of(field: str, turns: Iterable[tuple[str, Sequence[dict[str, Any]]]]) -> list[dict[str, Any]]:
+    """The messages of turns (role, parts). A part is one of a message's content, a tool call, a tool's message, or
+    `{"type": "thought", "text": …}`. Texts and thoughts of the assistant are joined unchanged, as they were sampled;
+    the results of tools come before what else the user says. CallRefused (400) for what cannot stand there."""
+    chat: list[dict[str, Any]] = []
+    for role, parts in turns:
+        for kind in {part.get("type", "tool") for part in parts}.difference(_SHOWN.get(role, _CONTENT)):
+            why = f"a message of role {role} holds {_PARTS[kind]}, which cannot be shown to the model there; send text"
+            raise CallRefused(f"{field}: {why}", code="unsupported_content", param=field)
+        if role == "assistant":
+            text = "".join([part["text"] for part in parts if part["type"] == "text"])
+            thoughts = "".join([part["text"] for part in parts if part["type"] == "thought"])
+            calls = [part for part in parts if part["type"] == "function"]
+            message = {"role": role, "content": text or (None if calls else "")}
+            more = {"reasoning_content": thoughts, "tool_calls": calls}
+            chat.append(message | {name: value for name, value in more.items() if value})
+        else:
+            results = [part for part in parts if "type" not in part]
+            said = [part for part in parts if "type" in part]
+            chat += results
+            if said or not results:
+                chat.append({"role": role, "content": content_of(said)})
+    return chat
+
+
+def content_of(parts: Sequence[dict[str, Any]]) -> Any:
+    """A message's content: one text as a string; several parts unchanged, for the backend to join."""
+    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts or ""
+
+
+def thoughts_of(message: dict[str, Any]) -> str:
+    """The reasoning in a message, or in a delta of one, under the names that servers have for it."""
+    return message.get("reasoning_content") or message.get("reasoning") or ""
 
 
 def cached_and_thought(usage: Usage) -> tuple[int, int | None]:
@@ -104,12 +140,65 @@ def cached_and_thought(usage: Usage) -> tuple[int, int | None]:
     return read.get("cached_tokens") or 0, made.get("reasoning_tokens")
 
 
-def arguments_of(call: dict[str, Any]) -> msgspec.Raw | str:
+def arguments_of(name: str, arguments: str) -> msgspec.Raw | str:
     """The arguments of a tool call as a JSON object. Other arguments have no form in most protocols: the call stays
     text."""
-    name, arguments = call["function"]["name"], call["function"]["arguments"] or "{}"
+    arguments = arguments or "{}"
     try:
         msgspec.json.decode(arguments, type=dict[str, Any])
     except NOT_JSON:
         return f'{{"name": {msgspec.json.encode(name).decode()}, "arguments": {arguments}}}'
     return msgspec.Raw(arguments.encode())
+
+
+class BlockWriter:
+    """Writes an answer of one choice as blocks: thoughts, texts and tool calls. At any time one block at most is open,
+    the last; it is closed when another begins. Subclasses write the events, and keep the blocks in `_blocks`."""
+
+    refusal = "text"  # the kind of block that a refusal is
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._blocks: list[dict[str, Any]] = []
+        self._open: str | int | None = None  # a kind of text, the index of a tool call, or nothing
+        self._written: list[str] = []  # of the open block
+        self._calls = 0
+
+    def delta(self, event: Delta) -> bytes:
+        message = event.delta
+        texts = [("thought", thoughts_of(message)), ("text", message.get("content"))]
+        texts.append((self.refusal, message.get("refusal")))
+        sent = [self._add(kind, text) for kind, text in texts if text]
+        for part in message.get("tool_calls") or ():
+            index, function = part.get("index", self._calls), part.get("function") or {}
+            if self._open != index and index < self._calls:
+                raise BackendError(f"the backend went on with tool call {index}, which it had ended")
+            self._calls = index + 1
+            sent.append(self._add(index, function.get("arguments") or "", part.get("id"), function.get("name")))
+        return b"".join(sent)
+
+    def _add(self, kind: str | int, text: str, call_id: str | None = None, name: str | None = None) -> bytes:
+        """More of the open block, or the begin of one; the first part of a tool call brings its id and name."""
+        sent = b""
+        if self._open != kind:
+            sent = self._close()
+            self._open, self._written = kind, []
+            sent += self._begin(kind, call_id or "", name or "")
+        if text:
+            self._written.append(text)
+            sent += self._piece(kind, text)
+        return sent
+
+    def _close(self) -> bytes:
+        """The events that end the open block, if there is one."""
+        kind, self._open = self._open, None
+        return b"" if kind is None else self._end(kind, "".join(self._written))
+
+    def _begin(self, kind: str | int, call_id: str, name: str) -> bytes:
+        raise NotImplementedError
+
+    def _piece(self, kind: str | int, text: str) -> bytes:
+        raise NotImplementedError
+
+    def _end(self, kind: str | int, text: str) -> bytes:
+        raise NotImplementedError

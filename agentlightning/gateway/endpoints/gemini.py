@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from itertools import groupby
-from typing import Annotated, Any, Final, Literal, cast
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -22,9 +22,10 @@ from agentlightning.gateway.endpoints.base import (
     Endpoint,
     arguments_of,
     cached_and_thought,
+    chat_of,
     error_kind,
     server_sent,
-    thoughts_and_text,
+    thoughts_of,
 )
 from agentlightning.gateway.request import (
     MANY,
@@ -33,8 +34,6 @@ from agentlightning.gateway.request import (
     CallRefused,
     CallRequest,
     Fields,
-    assistant_message,
-    content_of,
     converted,
     function,
     function_call,
@@ -86,6 +85,7 @@ class _Function(_Struct, frozen=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     parameters_json_schema: dict[str, Any] | None = None
+    as_the_sdk_writes: dict[str, Any] | None = msgspec.field(default=None, name="parameters_json_schema")
 
 
 class _Calling(_Struct, frozen=True):
@@ -229,19 +229,10 @@ def _tools(tools: list[dict[str, Any]], dropped: set[str]) -> list[dict[str, Any
             if kind != "functionDeclarations":
                 why = "the gateway runs no tools; only functionDeclarations, which the agent runs, can be offered"
                 raise CallRefused(f"tools[{index}].{kind}: {why}", code="unsupported_tool", param=f"tools[{index}]")
-            if isinstance(inner, list):  # Google's SDK writes this one field of declarations with underscores
-                inner = [_renamed(declared) for declared in cast("list[Any]", inner)]
             for declared in converted(f"tools[{index}].{kind}", inner, Annotated[list[_Function], SOME]):
-                schema = declared.parameters_json_schema or _schema(declared.parameters)
+                schema = declared.parameters_json_schema or declared.as_the_sdk_writes or _schema(declared.parameters)
                 functions.append(function(declared.name, declared.description, schema))
     return functions
-
-
-def _renamed(declaration: Any) -> Any:
-    if isinstance(declaration, dict) and "parameters_json_schema" in declaration:
-        fields = cast("dict[str, Any]", declaration)
-        return {("parametersJsonSchema" if name == "parameters_json_schema" else name): fields[name] for name in fields}
-    return declaration
 
 
 def _chosen(tools: list[dict[str, Any]], calling: _Calling) -> tuple[list[dict[str, Any]], Any]:
@@ -255,58 +246,47 @@ def _chosen(tools: list[dict[str, Any]], calling: _Calling) -> tuple[list[dict[s
 def _chat(system: _Content | None, contents: list[_Content]) -> list[dict[str, Any]]:
     """The whole conversation. Consecutive contents of one role are one turn, as the protocol has it."""
     require_question("contents", contents, "model")
-    turns = _Turns()
-    if system is not None and system.parts:
-        turns.messages.append({"role": "system", "content": _content(system.parts)})
+    reader = _Reader()
+    turns = [("system", list(map(reader.part, system.parts)))] if system is not None and system.parts else []
     for of_model, turn in groupby(contents, key=lambda content: content.role == "model"):
-        parts = [part for content in turn for part in content.parts]
-        (turns.add_model if of_model else turns.add_user)(parts)
-    return turns.messages
+        if of_model:
+            reader.open.clear()
+        parts = [reader.part(part) for content in turn for part in content.parts]
+        turns.append(("assistant" if of_model else "user", parts))
+    return chat_of("contents", turns)
 
 
-class _Turns:
-    """The chat as it grows. Calls without an id have one made up, the same whenever the conversation is sent; results
-    without one belong to the first call of their name that has none yet."""
+class _Reader:
+    """Reads the parts of a chat in their order. Calls without an id have one made up, the same whenever the
+    conversation is sent; results without one belong to the first call of their name that has none yet."""
 
     def __init__(self) -> None:
-        self.messages: list[dict[str, Any]] = []
+        self.open: dict[str, str] = {}  # id → name of the calls that have no result yet
         self._calls = 0
-        self._open: dict[str, str] = {}  # id → name
 
-    def add_model(self, parts: list[_Part]) -> None:
-        self._open.clear()
-        text: list[str] = []
-        thoughts: list[str] = []
-        calls: list[dict[str, Any]] = []
-        for part in parts:
-            if part.function_call is not None:
-                calls.append(self._call(part.function_call))
-            elif part.text is not None:
-                (thoughts if part.thought else text).append(part.text)
-            else:
-                raise _unshown("of the role model")
-        self.messages.append(assistant_message(text, thoughts, calls))
-
-    def add_user(self, parts: list[_Part]) -> None:
-        """The results of functions, and then what else the user says."""
-        results = [part.function_response for part in parts if part.function_response is not None]
-        shown = [part for part in parts if part.function_response is None]
-        self.messages += [self._result(result) for result in results]
-        if shown or not results:
-            self.messages.append({"role": "user", "content": _content(shown)})
-
-    def _call(self, call: _FunctionCall) -> dict[str, Any]:
-        self._calls += 1
-        call_id = call.id or f"{self._calls:09}"  # nine characters, which is what Mistral's templates take
-        self._open[call_id] = call.name
-        return function_call(call_id, call.name, json.dumps(call.args or {}, ensure_ascii=False))
+    def part(self, part: _Part) -> dict[str, Any]:
+        match part:
+            case _Part(function_call=_FunctionCall() as call):
+                self._calls += 1
+                call_id = call.id or f"call_{self._calls}"
+                self.open[call_id] = call.name
+                return function_call(call_id, call.name, json.dumps(call.args or {}, ensure_ascii=False))
+            case _Part(function_response=_FunctionResponse() as result):
+                return self._result(result)
+            case _Part(text=str(text)):
+                return {"type": "thought" if part.thought else "text", "text": text}
+            case _Part(inline_data=_Blob(mime_type, data)) if mime_type.startswith("image/"):
+                return image(f"data:{mime_type};base64,{data}")
+            case _:
+                why = "contents hold a part that cannot be shown to the model; send text or images"
+                raise CallRefused(why, code="unsupported_content", param="contents")
 
     def _result(self, result: _FunctionResponse) -> dict[str, Any]:
-        call_id = result.id if result.id in self._open else None
+        call_id = result.id if result.id in self.open else None
         if call_id is None:
-            named = [call_id for call_id, name in self._open.items() if name == result.name]
-            call_id = next(iter(named or self._open), result.id or result.name)
-        self._open.pop(call_id, None)
+            named = [call_id for call_id, name in self.open.items() if name == result.name]
+            call_id = next(iter(named or self.open), result.id or result.name)
+        self.open.pop(call_id, None)
         return {"role": "tool", "tool_call_id": call_id, "content": _text(result.response)}
 
 
@@ -318,25 +298,6 @@ def _text(response: dict[str, Any]) -> str:
             return f"Error: {text}" if "error" in response else text
         case _:
             return json.dumps(response, ensure_ascii=False)
-
-
-def _content(parts: list[_Part]) -> str | list[dict[str, Any]]:
-    return content_of([_shown(part) for part in parts])
-
-
-def _shown(part: _Part) -> dict[str, Any]:
-    match part:
-        case _Part(text=str(text)):
-            return {"type": "text", "text": text}
-        case _Part(inline_data=_Blob(mime_type, data)) if mime_type.startswith("image/"):
-            return image(f"data:{mime_type};base64,{data}")
-        case _:
-            raise _unshown("of this role")
-
-
-def _unshown(where: str) -> CallRefused:
-    message = f"contents: a content {where} holds a part that cannot be shown to the model there; send text or images"
-    return CallRefused(message, code="unsupported_content", param="contents")
 
 
 _REASONS: Final = {"length": "MAX_TOKENS", "content_filter": "SAFETY", "abort": "OTHER"}  # of the others it is STOP
@@ -359,12 +320,12 @@ def _candidate(index: int, parts: list[dict[str, Any]], ended: Choice | None = N
 
 
 def _text_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
-    thoughts, text = thoughts_and_text(message)
+    thoughts, text = thoughts_of(message), message.get("content") or message.get("refusal")
     return ([{"text": thoughts, "thought": True}] if thoughts else []) + ([{"text": text}] if text else [])
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
-    arguments = arguments_of(call)
+    arguments = arguments_of(call["function"]["name"], call["function"]["arguments"])
     if isinstance(arguments, str):
         return {"text": arguments}
     return {"functionCall": {"id": call["id"], "name": call["function"]["name"], "args": arguments}}

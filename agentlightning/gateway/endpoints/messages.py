@@ -9,7 +9,7 @@ Knows the wire format. No backends, no rollouts, no HTTP server.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
@@ -20,12 +20,14 @@ from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import Delta, Started, Usage
 from agentlightning.gateway.endpoints.base import (
+    BlockWriter,
     Endpoint,
     arguments_of,
     cached_and_thought,
+    chat_of,
+    content_of,
     error_kind,
     server_sent,
-    thoughts_and_text,
 )
 from agentlightning.gateway.request import (
     CHAT_ONLY,
@@ -36,8 +38,6 @@ from agentlightning.gateway.request import (
     CallRefused,
     CallRequest,
     Fields,
-    assistant_message,
-    content_of,
     function,
     function_call,
     image,
@@ -49,44 +49,28 @@ from agentlightning.gateway.request import (
 )
 
 
-class _Text(msgspec.Struct, tag="text"):
-    text: str
+class _Source(msgspec.Struct):
+    type: Literal["base64", "url"]
+    media_type: str = ""
+    data: str = ""
+    url: str = ""
 
 
-class _Base64(msgspec.Struct, tag="base64"):
-    media_type: str
-    data: str
-
-
-class _Url(msgspec.Struct, tag="url"):
-    url: str
-
-
-class _Image(msgspec.Struct, tag="image"):
-    source: _Base64 | _Url
-
-
-class _ToolResult(msgspec.Struct, tag="tool_result"):
-    tool_use_id: str
-    content: str | list[_Text | _Image] | None = None
+class _Block(msgspec.Struct, frozen=True):
+    type: Literal["text", "image", "tool_result", "tool_use", "thinking", "redacted_thinking"]
+    text: str | None = None
+    source: _Source | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, msgspec.Raw] | None = None
+    tool_use_id: str | None = None
+    content: str | list[_Shown] | None = None
     is_error: bool | None = None
 
 
-class _ToolUse(msgspec.Struct, tag="tool_use"):
-    id: str
-    name: str
-    input: dict[str, msgspec.Raw]
-
-
-class _Thinking(msgspec.Struct, tag="thinking"):
-    thinking: str
-
-
-class _RedactedThinking(msgspec.Struct, tag="redacted_thinking"):
-    pass
-
-
-_Block: TypeAlias = _Text | _Image | _ToolResult | _ToolUse | _Thinking | _RedactedThinking
+class _Shown(_Block, frozen=True):
+    type: Literal["text", "image"]
 
 
 class _Message(msgspec.Struct):
@@ -133,7 +117,7 @@ _FIELDS = Fields(
     {
         **{name: SAMPLING_TYPES[name] for name in ("model", "max_tokens", "stream", "seed", *SHAPING_FIELDS)},
         "messages": Annotated[list[_Message], MANY],
-        "system": str | Annotated[list[_Text], MANY],
+        "system": str | Annotated[list[_Shown], MANY],
         "tools": Annotated[list[_Tool], SOME],
         "tool_choice": _ToolChoice,
         "temperature": _Share,
@@ -186,13 +170,7 @@ class Messages(Endpoint):
         )
 
     def whole(self, request: CallRequest, answer: Answer) -> bytes:
-        choice = answer.choices[0]
-        thoughts, text = thoughts_and_text(choice.message())
-        content = [_empty("thinking") | {"thinking": thoughts}] if thoughts else []
-        content += [{"type": "text", "text": text}] if text else []
-        content += map(_tool_block, choice.tool_calls)
-        called = any(block["type"] == "tool_use" for block in content)
-        return msgspec.json.encode(_message(answer, content, answer.token_counts()) | _stop(answer, called=called))
+        return MessageWriter(answer).whole()
 
     def stream(self, request: CallRequest, answer: Answer) -> MessageWriter:
         return MessageWriter(answer)
@@ -227,82 +205,42 @@ def _choice(choice: _ToolChoice) -> str | dict[str, Any]:
     return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
 
 
-def _chat(system: str | list[_Text] | None, messages: list[_Message]) -> list[dict[str, Any]]:
+def _chat(system: str | list[_Shown] | None, messages: list[_Message]) -> list[dict[str, Any]]:
     """The whole conversation. Consecutive messages of one role are one turn, as the protocol has it."""
     require_question("messages", messages, "assistant")
-    chat: list[dict[str, Any]] = [{"role": "system", "content": _content(_blocks(system))}] if system else []
+    turns: list[tuple[str, list[dict[str, Any]]]] = [("system", _parts(system))] if system else []
     for role, turn in groupby(messages, key=lambda message: message.role):
-        blocks = [block for message in turn for block in _blocks(message.content)]
-        if role == "assistant":
-            chat.append(_assistant_message(blocks))
-        elif role == "user":
-            chat += _user_messages(blocks)
-        else:
-            chat.append({"role": "system", "content": _content(blocks)})
-    return chat
+        turns.append((role, [part for message in turn for part in _parts(message.content)]))
+    return chat_of("messages", turns)
 
 
-def _blocks(content: str | Iterable[_Block]) -> list[_Block]:
-    return [_Text(content)] if isinstance(content, str) else list(content)
-
-
-def _assistant_message(blocks: list[_Block]) -> dict[str, Any]:
-    text: list[str] = []
-    thinking: list[str] = []
-    calls: list[dict[str, Any]] = []
-    for block in blocks:
-        match block:
-            case _Text():
-                text.append(block.text)
-            case _Thinking():
-                thinking.append(block.thinking)
-            case _ToolUse():
-                calls.append(function_call(block.id, block.name, msgspec.json.encode(block.input).decode()))
-            case _RedactedThinking():
-                pass  # encrypted for another model
-            case _:
-                raise _refused_block(block, "an assistant's message")
-    return assistant_message(text, thinking, calls)
-
-
-def _user_messages(blocks: list[_Block]) -> list[dict[str, Any]]:
-    """The results of tools, and then what else the user says."""
-    results = [_tool_message(block) for block in blocks if isinstance(block, _ToolResult)]
-    others = [block for block in blocks if not isinstance(block, _ToolResult)]
-    return results + ([{"role": "user", "content": _content(others)}] if others or not results else [])
-
-
-def _tool_message(result: _ToolResult) -> dict[str, Any]:
-    """Chat completions have no mark of failure: a failed call's result begins with `Error: `."""
-    content = result.content or ""
-    if result.is_error:
-        content = f"Error: {content}" if isinstance(content, str) else [_Text("Error: "), *content]
-    return {"role": "tool", "tool_call_id": result.tool_use_id, "content": _content(_blocks(content))}
-
-
-def _content(blocks: Sequence[_Block]) -> str | list[dict[str, Any]]:
-    return content_of([_part(block) for block in blocks])
+def _parts(content: str | Sequence[_Block] | None) -> list[dict[str, Any]]:
+    if content is None or isinstance(content, str):
+        return [{"type": "text", "text": content}] if content else []
+    return [_part(block) for block in content if block.type != "redacted_thinking"]  # encrypted for another model
 
 
 def _part(block: _Block) -> dict[str, Any]:
+    """Chat completions have no mark of failure: a failed call's result begins with `Error: `."""
     match block:
-        case _Text():
-            return {"type": "text", "text": block.text}
-        case _Image(source=_Base64() as source):
+        case _Block(type="text", text=str(text)):
+            return {"type": "text", "text": text}
+        case _Block(type="image", source=_Source("base64") as source):
             return image(f"data:{source.media_type};base64,{source.data}")
-        case _Image(source=_Url() as source):
+        case _Block(type="image", source=_Source("url") as source):
             return image(source.url)
+        case _Block(type="thinking", thinking=str(thinking)):
+            return {"type": "thought", "text": thinking}
+        case _Block(type="tool_use", id=str(call_id), name=str(name), input=dict(arguments)):
+            return function_call(call_id, name, msgspec.json.encode(arguments).decode())
+        case _Block(type="tool_result", tool_use_id=str(call_id), content=content, is_error=failed):
+            if failed and isinstance(content, list):
+                content = [_Block("text", "Error: "), *content]
+            elif failed:
+                content = f"Error: {content or ''}"
+            return {"role": "tool", "tool_call_id": call_id, "content": content_of(_parts(content))}
         case _:
-            raise _refused_block(block, "a message of this role")
-
-
-def _refused_block(block: _Block, where: str) -> CallRefused:
-    kind = type(block).__struct_config__.tag
-    return CallRefused(
-        f"messages: {where} holds a block of type {kind!r}, which cannot be shown to the model there; send its text",
-        code="unsupported_content",
-        param="messages",
-    )
+            raise CallRefused(f"messages: a block of type {block.type!r} lacks a field", param="messages")
 
 
 # For answers without tool calls that no stop sequence ended.
@@ -314,17 +252,6 @@ def _error(error: BackendError) -> dict[str, Any]:
     if error.code == _NO_THREADS:
         body["details"] = {"error_code": _NO_THREADS, "unsupported": ["thread"]}
     return {"type": "error", "error": body, "request_id": None}
-
-
-def _empty(kind: str) -> dict[str, Any]:
-    return {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
-
-
-def _tool_block(call: dict[str, Any]) -> dict[str, Any]:
-    arguments = arguments_of(call)
-    if isinstance(arguments, str):
-        return {"type": "text", "text": arguments}
-    return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments}
 
 
 def _message(answer: Answer, content: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
@@ -363,65 +290,60 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-class MessageWriter:
-    """Writes one streamed answer: blocks of thinking, text and tool calls, each opened when its first piece comes and
-    closed when the next begins."""
-
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
-        self._blocks = 0
-        self._open: str | None = None  # the kind of the last block, while it is open
-        self._calls: dict[int, int] = {}  # tool call → its block
+class MessageWriter(BlockWriter):
+    """Writes one answer, whose blocks are the content of the message."""
 
     def started(self, event: Started) -> bytes:
         message = _message(self._answer, [], Usage(len(event.prompt_token_ids), 0))
         return _event("message_start", message=message) + _event("ping")
 
-    def delta(self, event: Delta) -> bytes:
-        thoughts, text = thoughts_and_text(event.delta)
-        sent = [self._written("thinking", thoughts), self._written("text", text)]
-        return b"".join([*sent, *(self._called(part) for part in event.delta.get("tool_calls") or ())])
-
     def end(self) -> bytes:
-        stop = _stop(self._answer, called=bool(self._calls))
+        stop, closed = _stop(self._answer, called=self._calls > 0), self._close()
         ends = _event("message_delta", delta=stop, usage=_usage(self._answer.token_counts()))
-        return self._closed() + ends + _event("message_stop")
+        return closed + ends + _event("message_stop")
+
+    def whole(self) -> bytes:
+        answer = self._answer
+        self.delta(Delta(0, answer.choices[0].message()))
+        self._close()
+        called = any(block["type"] == "tool_use" for block in self._blocks)
+        message = _message(answer, self._blocks, answer.token_counts())
+        return msgspec.json.encode(message | _stop(answer, called=called))
 
     def error(self, error: BackendError) -> bytes:
         return server_sent(_error(error), "error")
 
-    def _written(self, kind: str, text: str) -> bytes:
-        if not text:
-            return b""
-        opened = b"" if self._open == kind else self._opened(_empty(kind))
-        return opened + _piece(self._blocks - 1, {"type": f"{kind}_delta", kind: text})
+    def _begin(self, kind: str | int, call_id: str, name: str) -> bytes:
+        block: dict[str, Any] = {"type": "text", "text": ""}
+        if kind == "thought":
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+        elif kind != "text":
+            block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+        self._blocks.append(block)
+        return self._block_event("start", content_block=block)
 
-    def _called(self, part: dict[str, Any]) -> bytes:
-        call, function = part.get("index", len(self._calls)), part.get("function") or {}
-        opened = b""
-        if call not in self._calls:
-            block = {"type": "tool_use", "id": part.get("id") or "", "name": function.get("name") or "", "input": {}}
-            opened = self._opened(block)
-            self._calls[call] = self._blocks - 1
-        arguments = function.get("arguments")
-        if not arguments:
-            return opened
-        return opened + _piece(self._calls[call], {"type": "input_json_delta", "partial_json": arguments})
+    def _piece(self, kind: str | int, text: str) -> bytes:
+        type, field = _DELTAS.get(kind, ("input_json_delta", "partial_json"))
+        return self._block_event("delta", delta={"type": type, field: text})
 
-    def _opened(self, block: dict[str, Any]) -> bytes:
-        closed = self._closed()
-        self._open, self._blocks = block["type"], self._blocks + 1
-        return closed + _event("content_block_start", index=self._blocks - 1, content_block=block)
+    def _end(self, kind: str | int, text: str) -> bytes:
+        block = self._blocks[-1]
+        if kind in _DELTAS:
+            block[_DELTAS[kind][1]] = text
+        elif isinstance(arguments := arguments_of(block["name"], text), str):
+            self._blocks[-1] = {"type": "text", "text": arguments}
+        else:
+            block["input"] = arguments
+        return self._block_event("stop")
 
-    def _closed(self) -> bytes:
-        if self._open is None:
-            return b""
-        self._open = None
-        return _event("content_block_stop", index=self._blocks - 1)
+    def _block_event(self, what: str, **fields: Any) -> bytes:
+        return _event(f"content_block_{what}", index=len(self._blocks) - 1, **fields)
 
 
-def _piece(block: int, delta: dict[str, str]) -> bytes:
-    return _event("content_block_delta", index=block, delta=delta)
+_DELTAS: Final[dict[str | int, tuple[str, str]]] = {
+    "thought": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+}
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -1,23 +1,31 @@
-"""OpenAI's responses: requests of that protocol in the form of chat completions.
+"""OpenAI's responses: requests of that protocol in the form of chat completions, and answers in its own.
 
     user "U"                                            →  user "U"
     reasoning R, assistant "A", function_call 1 and 2   →  assistant "A", reasoning_content R, tool_calls [1, 2]
     function_call_output 1                              →  tool (1)
     tool "read" of the namespace "files"                →  function "files__read"
 
-Knows the wire format of requests; `responses_answer` writes the answers. No backends, no rollouts, no HTTP server.
+Knows the wire format. No backends, no rollouts, no HTTP server.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
+from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
-from agentlightning.gateway.endpoints.base import Endpoint
-from agentlightning.gateway.endpoints.responses_answer import Original, ResponseWriter
+from agentlightning.gateway.backend import Delta, Started, Usage
+from agentlightning.gateway.endpoints.base import (
+    BlockWriter,
+    Endpoint,
+    cached_and_thought,
+    chat_of,
+    content_of,
+    openai_error,
+    server_sent,
+)
 from agentlightning.gateway.request import (
     CHAT_ONLY,
     MANY,
@@ -61,19 +69,13 @@ class _TextConfig(msgspec.Struct, forbid_unknown_fields=True):
     verbosity: str | None = None
 
 
-class _ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
-    """The answer holds the reasoning itself, however a summary was asked for."""
-
-    effort: str | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
-    context: str | None = None
+class _ReasoningConfig(msgspec.Struct):
+    effort: str | None = None  # what else it holds is how it is shown: here the answer holds the reasoning itself
 
 
 # The agent gets on without these tools, which OpenAI runs; all others of OpenAI's are refused.
 _HOSTED: Final = ("web_search", "web_search_preview", "image_generation")
 _LOGPROBS: Final = "message.output_text.logprobs"
-_INCLUDED: Final = (_LOGPROBS, "reasoning.encrypted_content")  # reasoning is given as text
 # Fields that cannot be honoured: the value that asks for nothing, and why.
 _REFUSED: Final[dict[str, tuple[Any, str]]] = {
     "background": (False, "a response is made while its caller listens; leave it out, or stream"),
@@ -102,7 +104,7 @@ _FIELDS = Fields(
         "text": _TextConfig,
         "reasoning": _ReasoningConfig,
         "max_output_tokens": SAMPLING_TYPES["max_tokens"],
-        "include": list[str],
+        "include": list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],  # which is text here
         "top_logprobs": TopLogprobs,
     },
     refused=CHAT_ONLY,
@@ -127,6 +129,14 @@ _ECHOED: Final[dict[str, Any]] = {
 }
 
 
+class Original(NamedTuple):
+    """Of a request: what its response repeats, and (name, namespace) of the tools that the model knows by another name
+    than the agent."""
+
+    echoed: dict[str, Any]
+    namespaces: dict[str, tuple[str, str]]
+
+
 class Responses(Endpoint):
     """`POST /v1/responses`. `CallRequest.original` is what the response repeats of the request."""
 
@@ -138,9 +148,12 @@ class Responses(Endpoint):
         for name, (harmless, why) in _REFUSED.items():
             if values.get(name, harmless) != harmless:
                 raise unsupported(name, why)
-        messages = _chat_messages(values.get("input", []))
+        messages = _chat(values.get("input", []))
         if not messages and "previous_response_id" not in values:
             raise CallRefused("input is empty; a response answers something", param="input")
+        logprobs = _LOGPROBS in values.get("include", ())
+        if values.get("top_logprobs") and not logprobs:
+            raise CallRefused(f"top_logprobs needs {_LOGPROBS!r} in include", param="top_logprobs")
         tools: list[dict[str, Any]] = []
         namespaces: dict[str, tuple[str, str]] = {}
         dropped = sorted(_offer(tools, namespaces, "tools", values.get("tools", [])))
@@ -153,7 +166,7 @@ class Responses(Endpoint):
             continuable=values.get("store", True),
             tools=tools,
             tool_choice=_tool_choice(values.get("tool_choice")),
-            logprobs=_logprobs(values),
+            logprobs=logprobs,
             top_logprobs=values.get("top_logprobs", 0),
             extra=unread | _chat_fields(values),
             dropped=tuple(dropped),
@@ -190,14 +203,14 @@ def _offer(
         elif not tool.name:
             raise CallRefused(f"{where} has no name", param=where)
         else:
-            name = flat_name(namespace, tool.name)
+            name = _flat_name(namespace, tool.name)
             if namespace is not None:
                 namespaces[name] = (tool.name, namespace)
             chat.append(function(name, tool.description, tool.parameters, tool.strict))
     return dropped
 
 
-def flat_name(namespace: str | None, name: str) -> str:
+def _flat_name(namespace: str | None, name: str) -> str:
     return name if namespace is None else f"{namespace}__{name}"
 
 
@@ -211,17 +224,6 @@ def _tool_choice(choice: Any) -> Any:
             kind = choice.get("type") if isinstance(choice, dict) else choice
             message = f"tool_choice {kind!r} cannot be used; give 'auto', 'none', 'required' or a function's name"
             raise CallRefused(message, param="tool_choice")
-
-
-def _logprobs(values: dict[str, Any]) -> bool:
-    """Whether logprobs are asked for."""
-    include: list[str] = values.get("include", [])
-    for name in include:
-        if name not in _INCLUDED:
-            raise CallRefused(f"include has {name!r}; only {' and '.join(_INCLUDED)} can be", param="include")
-    if values.get("top_logprobs") and _LOGPROBS not in include:
-        raise CallRefused(f"top_logprobs needs {_LOGPROBS!r} in include", param="top_logprobs")
-    return _LOGPROBS in include
 
 
 def _chat_fields(values: dict[str, Any]) -> dict[str, Any]:
@@ -239,12 +241,8 @@ def _chat_fields(values: dict[str, Any]) -> dict[str, Any]:
 def _response_format(format: _Format | None) -> dict[str, Any] | None:
     if format is None or format.type == "text":
         return None
-    if format.type == "json_object":
-        return {"type": "json_object"}
-    if format.name is None or format.schema is None:
-        raise CallRefused("text.format of type json_schema needs name and schema", param="text.format")
     described = given(name=format.name, schema=format.schema, description=format.description, strict=format.strict)
-    return {"type": "json_schema", "json_schema": described}
+    return {"type": format.type} | ({"json_schema": described} if format.type == "json_schema" else {})
 
 
 class _Part(msgspec.Struct):
@@ -287,36 +285,37 @@ _ITEMS: Final[dict[Any, type[_Item]]] = {
 }
 
 
-def _chat_messages(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _chat(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages that `input` stands for; texts and calls of one turn of the assistant are one message.
 
     CallRefused (400) names the item that is malformed or of a kind that has no chat form."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
-    messages: list[dict[str, Any]] = []
+    turns: list[tuple[str, list[dict[str, Any]]]] = []
+    kinds: set[str] = set()  # of what the assistant's turn that is under way holds
     for position, raw in enumerate(items):
         where = f"input[{position}]"
+        role = "assistant"
         match _item(where, raw):
             case _Message("assistant", content):
                 # Text after text is a turn of its own; after a call whose result has not come it belongs to that turn.
-                turn = _turn(messages, lambda turn: "content" in turn and "tool_calls" not in turn)
-                turn.setdefault("content", []).append(content if isinstance(content, str) else _text(content))
+                parts, ends = [{"type": "text", "text": _text(content)}], {"text"} if "function" not in kinds else ()
             case _Message(role, content):
-                messages.append({"role": role, "content": _content(where, content)})
+                parts, ends = _parts(where, content), ()
             case _Reasoning() as item:
-                if thought := _thought(where, item):
-                    turn = _turn(messages, lambda turn: "content" in turn or "tool_calls" in turn)
-                    turn.setdefault("reasoning_content", []).append(thought)
+                thought = _thought(where, item)
+                parts, ends = [{"type": "thought", "text": thought}] if thought else [], {"text", "function"}
             case _FunctionCall(call_id, name, arguments, namespace):
-                call = function_call(call_id, flat_name(namespace, name), arguments)
-                _turn(messages, lambda turn: False).setdefault("tool_calls", []).append(call)
+                parts, ends = [function_call(call_id, _flat_name(namespace, name), arguments)], ()
             case _FunctionCallOutput(call_id, output):
-                messages.append({"role": "tool", "tool_call_id": call_id, "content": _content(where, output)})
-    for message in messages:
-        if message["role"] == "assistant":  # joined at once: text after text would be copied each time
-            message.setdefault("content", None)
-            message |= {name: "".join(message[name]) for name in ("content", "reasoning_content") if message.get(name)}
-    return messages
+                content = content_of(_parts(where, output))
+                role, parts, ends = "user", [{"role": "tool", "tool_call_id": call_id, "content": content}], ()
+        if role != "assistant" or not turns or turns[-1][0] != role or kinds.intersection(ends):
+            turns.append((role, []))
+            kinds.clear()
+        turns[-1][1].extend(parts)
+        kinds.update(part.get("type", "") for part in parts)
+    return chat_of("input", turns)
 
 
 def _item(where: str, raw: dict[str, Any]) -> _Item:
@@ -324,13 +323,6 @@ def _item(where: str, raw: dict[str, Any]) -> _Item:
     if not isinstance(kind, str) or kind not in _ITEMS:
         raise CallRefused(f"{where} is of type {kind!r}; only {', '.join(_ITEMS)} can be read here", param=where)
     return converted(where, raw, _ITEMS[kind])
-
-
-def _turn(messages: list[dict[str, Any]], ended: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """The assistant's turn that is under way, or a new one; its texts are lists of their parts."""
-    if not messages or messages[-1]["role"] != "assistant" or ended(messages[-1]):
-        messages.append({"role": "assistant"})
-    return messages[-1]
 
 
 def _thought(where: str, item: _Reasoning) -> str:
@@ -341,22 +333,168 @@ def _thought(where: str, item: _Reasoning) -> str:
     return thought
 
 
-def _text(parts: list[_Part]) -> str:
-    return "".join(part.text or part.refusal for part in parts)
+def _text(content: str | list[_Part]) -> str:
+    return content if isinstance(content, str) else "".join(part.text or part.refusal for part in content)
 
 
-def _content(where: str, content: str | list[_Part]) -> str | list[dict[str, Any]]:
-    """A message's content: a single text as it is, several parts as parts."""
+def _parts(where: str, content: str | list[_Part]) -> list[dict[str, Any]]:
     if isinstance(content, str):
-        return content
-    if len(content) == 1 and content[0].type != "input_image":
-        return _text(content)
-    return [_chat_part(where, part) for part in content]
+        return [{"type": "text", "text": content}]
+    return [_part(where, part) for part in content]
 
 
-def _chat_part(where: str, part: _Part) -> dict[str, Any]:
+def _part(where: str, part: _Part) -> dict[str, Any]:
     if part.type != "input_image":
         return {"type": "text", "text": part.text or part.refusal}
     if part.image_url is None:
         raise CallRefused(f"{where} has an image without image_url; files are not kept here", param=where)
     return image(part.image_url, part.detail)
+
+
+_INCOMPLETE: Final = {"length": "max_output_tokens", "content_filter": "content_filter"}
+_ID_PREFIXES: Final = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+_ABORTED: Final = {"code": "server_error", "message": "the backend aborted the answer"}
+_KINDS: Final[dict[str | int, str]] = {"thought": "reasoning_text", "text": "output_text", "refusal": "refusal"}
+
+
+def _text_part(kind: str, text: str, logprobs: list[Any]) -> dict[str, Any]:
+    if kind == "refusal":
+        return {"type": kind, "refusal": text}
+    more = {"annotations": [], "logprobs": logprobs} if kind == "output_text" else {}
+    return {"type": kind, "text": text, **more}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    cached, thought = cached_and_thought(usage)
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": thought or 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+class ResponseWriter(BlockWriter):
+    """Writes one answer, whose blocks are the items of the response."""
+
+    refusal = "refusal"
+
+    def __init__(self, request: CallRequest, answer: Answer) -> None:
+        super().__init__(answer)
+        self._original: Original = request.original
+        self._events = 0
+        self._status = "completed"  # of an item that is closed
+        self._logprobs: list[Any] = []  # of all tokens since the last message was closed
+        self._logprobs_sent = 0
+
+    def started(self, event: Started) -> bytes:
+        response = self._response("in_progress")
+        kinds = ("response.created", "response.in_progress")
+        return b"".join([self._event(kind, response=response) for kind in kinds])
+
+    def delta(self, event: Delta) -> bytes:
+        self._logprobs.extend(event.logprob_entries)
+        return super().delta(event)
+
+    def end(self) -> bytes:
+        """The end of the last item and of the response."""
+        if self._answer.choices[0].finish_reason in (*_INCOMPLETE, "abort"):
+            self._status = "incomplete"
+        sent = (b"" if self._blocks else self._add("text", "")) + self._close()
+        response = self._finished()
+        return sent + self._event(f"response.{response['status']}", response=response)
+
+    def whole(self) -> bytes:
+        """The response as a stream of it says at its end."""
+        choice = self._answer.choices[0]
+        self.delta(Delta(0, choice.message(), logprob_entries=tuple(choice.logprob_entries)))
+        self.end()
+        return msgspec.json.encode(self._finished())
+
+    def error(self, error: BackendError) -> bytes:
+        """Both events that say it: SDKs raise at the `error` in the first, others wait for the second."""
+        body = openai_error(error)
+        flat = {name: body[name] for name in ("code", "message", "param")}
+        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        response = self._response("failed", error={"code": code, "message": str(error)})
+        return self._event("error", **flat, error=body) + self._event("response.failed", response=response)
+
+    def _finished(self) -> dict[str, Any]:
+        """The response object of an answer that has come to its end."""
+        reason, status = self._answer.choices[0].finish_reason, "completed"
+        fields: dict[str, Any] = {"usage": _usage(self._answer.token_counts())}
+        if reason in _INCOMPLETE:
+            status, fields["incomplete_details"] = "incomplete", {"reason": _INCOMPLETE[reason]}
+        elif reason == "abort":
+            status, fields["error"] = "failed", _ABORTED
+        return self._response(status, **fields)
+
+    def _response(self, status: str, **more: Any) -> dict[str, Any]:
+        return {
+            "id": self._answer.response_id,
+            "object": "response",
+            "created_at": self._answer.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "model": self._answer.model,
+            "output": self._blocks,
+            "usage": None,
+            **self._original.echoed,
+            **more,
+        }
+
+    def _begin(self, kind: str | int, call_id: str, name: str) -> bytes:
+        if isinstance(kind, int):
+            name, namespace = self._original.namespaces.get(name, (name, None))
+            called = given(call_id=call_id, name=name, namespace=namespace, arguments="")
+            return self._begin_item("function_call", called)
+        if kind == "thought":
+            sent = self._begin_item("reasoning", {"summary": [], "content": []})
+        else:
+            sent = self._begin_item("message", {"role": "assistant", "content": []})
+        return sent + self._part_event("response.content_part.added", part=_text_part(_KINDS[kind], "", []))
+
+    def _begin_item(self, type: str, fields: dict[str, Any]) -> bytes:
+        position = len(self._blocks)
+        id = f"{_ID_PREFIXES[type]}_{self._answer.response_id.removeprefix('resp_')}_{position}"
+        item = {"id": id, "type": type, **fields, "status": "in_progress"}
+        self._blocks.append(item)
+        return self._event("response.output_item.added", output_index=position, item=item)
+
+    def _piece(self, kind: str | int, text: str) -> bytes:
+        if isinstance(kind, int):
+            return self._item_event("response.function_call_arguments.delta", delta=text)
+        logprobs = {}
+        if kind == "text":
+            logprobs["logprobs"] = self._logprobs[self._logprobs_sent :]
+            self._logprobs_sent = len(self._logprobs)
+        return self._part_event(f"response.{_KINDS[kind]}.delta", delta=text, **logprobs)
+
+    def _end(self, kind: str | int, text: str) -> bytes:
+        item = self._blocks[-1]
+        item["status"] = self._status
+        if isinstance(kind, int):
+            item["arguments"] = text
+            sent = self._item_event("response.function_call_arguments.done", name=item["name"], arguments=text)
+        else:
+            part = _text_part(_KINDS[kind], text, self._logprobs)
+            item["content"] = [part]
+            fields = {name: part[name] for name in ("text", "refusal", "logprobs") if name in part}
+            sent = self._part_event(f"response.{_KINDS[kind]}.done", **fields)
+            sent += self._part_event("response.content_part.done", part=part)
+        if kind == "text":
+            self._logprobs, self._logprobs_sent = [], 0
+        return sent + self._event("response.output_item.done", output_index=len(self._blocks) - 1, item=item)
+
+    def _part_event(self, kind: str, **fields: Any) -> bytes:
+        return self._item_event(kind, content_index=0, **fields)
+
+    def _item_event(self, kind: str, **fields: Any) -> bytes:
+        return self._event(kind, item_id=self._blocks[-1]["id"], output_index=len(self._blocks) - 1, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        data = {"type": kind, "sequence_number": self._events, **fields}
+        self._events += 1
+        return server_sent(data, kind)

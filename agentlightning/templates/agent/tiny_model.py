@@ -11,7 +11,7 @@ from pathlib import Path
 
 from agent import TEAMS, prompt
 
-from agentlightning.learner.warm_start import Policy, WarmStart, make_policy
+from agentlightning.learner.tiny import Policy, make_policy
 
 DEMONSTRATIONS = 1500
 KNOWN = 0.25  # how often a demonstration knows the team; otherwise it guesses
@@ -23,7 +23,7 @@ def make(seed: int) -> Policy:
     tasks = [json.loads(line) for line in lines]
     generator = random.Random(seed)
     shown = [demonstrate(generator.choice(tasks), generator) for _ in range(DEMONSTRATIONS)]
-    return make_policy(shown, seed=seed, options=WarmStart(max_steps=160))
+    return make_policy(shown, seed=seed)
 
 
 def demonstrate(task: dict, generator: random.Random) -> dict:

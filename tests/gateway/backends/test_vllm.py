@@ -128,17 +128,17 @@ async def test_the_server_says_which_weights_sampled_each_token(world: Setting, 
     assert told.versions == [[4, 1], [5, len(plain.token_ids) - 1]]
 
 
-async def test_a_server_that_is_thought_lost_costs_no_call_that_it_ends(world: Setting) -> None:
+@pytest.mark.parametrize(("failures", "untrainable"), [(0, None), (1, WEIGHTS_UNKNOWN)])
+async def test_a_call_during_which_a_load_failed_is_not_trained_and_one_whose_server_seemed_lost_is(
+    world: Setting, failures: int, untrainable: str | None
+) -> None:
     backend, _, _ = world
-    for lost, untrainable in ((True, None), (False, WEIGHTS_UNKNOWN)):
-        events = backend.answer(chat_call(stream=True))
-        answer = Answer(1)
-        answer.add(await anext(events))
-        backend.connection.unusable, backend.connection.lost = "the server was lost", lost
-        async for event in events:
-            answer.add(event)
-        assert answer.choices[0].untrainable == untrainable
-        backend.connection.unusable = None
+    events, answer = backend.answer(chat_call(stream=True)), Answer(1)
+    answer.add(await anext(events))
+    backend.connection.unusable, backend.connection.failed_loads = "the server was lost", failures
+    async for event in events:
+        answer.add(event)
+    assert answer.choices[0].untrainable == untrainable
 
 
 async def test_versions_that_nothing_holds_are_not_believed(world: Setting) -> None:
