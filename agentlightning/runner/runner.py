@@ -35,8 +35,8 @@ from agentlightning.runner.execution import Flight, Hook, Outcome
 from agentlightning.runner.isolation import AgentNotLoadedError, AgentProcess, Isolation, boot_of, usual_concurrency
 from agentlightning.store.base import LightningStore
 from agentlightning.store.lifecycle import TERMINAL
-from agentlightning.tracing.context import tracer_class
 from agentlightning.tracing.dialects import speaks_for_gateway
+from agentlightning.tracing.instrument import tracer_class
 from agentlightning.tracing.logs import AttemptLogs
 from agentlightning.types import (
     Attempt,

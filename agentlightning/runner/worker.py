@@ -34,9 +34,9 @@ from agentlightning.runner.channel import (
 from agentlightning.runner.clients import ClientPool, current_pool
 from agentlightning.runner.environment import AgentResources
 from agentlightning.runner.execution import AGENT_THREAD, Answer, call_agent, guarded, record_result
-from agentlightning.tracing.context import AttemptTracer, bind, tracer_class
+from agentlightning.tracing.context import AttemptTracer, bind
 from agentlightning.tracing.emit import exception_attributes
-from agentlightning.tracing.instrument import instrument_from_environment
+from agentlightning.tracing.instrument import instrument_from_environment, tracer_class
 from agentlightning.tracing.logs import AttemptLogs
 
 _PR_SET_CHILD_SUBREAPER: Final = 36

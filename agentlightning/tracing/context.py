@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import random
 import time
 from collections import deque
@@ -181,16 +180,6 @@ class Bound:
 
 def bind(tracer: AttemptTracer, parent_id: str | None = None) -> Bound:
     return Bound(tracer, parent_id)
-
-
-def tracer_class() -> type[AttemptTracer]:
-    """The tracer that also collects what OpenTelemetry's SDK traces, if that is installed and not disabled."""
-    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() != "true":
-        with suppress(ImportError):
-            from agentlightning.tracing.opentelemetry import OpenTelemetryTracer
-
-            return OpenTelemetryTracer
-    return AttemptTracer
 
 
 @contextmanager

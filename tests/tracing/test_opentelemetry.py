@@ -20,7 +20,8 @@ import agentlightning as agl
 from agentlightning.runner.runner import Runner
 from agentlightning.semconv import OPERATION, UNFINISHED
 from agentlightning.store.sql import SqlStore
-from agentlightning.tracing.context import AttemptTracer, bind, tracer_class
+from agentlightning.tracing.context import AttemptTracer, bind
+from agentlightning.tracing.instrument import tracer_class
 from agentlightning.tracing.opentelemetry import OpenTelemetryTracer
 from agentlightning.types import EnqueueRolloutRequest, Span
 from tests.runner.world import running
@@ -165,7 +166,8 @@ OWN_PROVIDER = """
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     trace.set_tracer_provider(provider)
 
-    from agentlightning.tracing.context import bind, tracer_class
+    from agentlightning.tracing.context import bind
+    from agentlightning.tracing.instrument import tracer_class
 
     library = trace.get_tracer("library")
     for name in "ab":
@@ -185,7 +187,8 @@ WITHOUT_SDK = """
     import sys
     sys.modules["opentelemetry"] = None  # whoever imports it gets an ImportError
 
-    from agentlightning.tracing.context import bind, tracer_class
+    from agentlightning.tracing.context import bind
+    from agentlightning.tracing.instrument import tracer_class
     import agentlightning as agl
 
     with bind(tracer_class()("rollout", "a")) as tracer, agl.operation(name="plan"):
