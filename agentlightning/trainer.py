@@ -26,7 +26,7 @@ from agentlightning.algorithm.base import TrainedPolicy
 from agentlightning.algorithm.directory import RunDirectory, check_data, make_manifest, run_directory
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
 from agentlightning.algorithm.measures import Measures, measured, summarise
-from agentlightning.algorithm.rl.checkpoints import Checkpoints
+from agentlightning.algorithm.rl.job import Checkpoints
 from agentlightning.algorithm.tracking import Tracker, make_tracker
 from agentlightning.datasets.hub import fetched_model
 from agentlightning.datasets.tasks import load_dataset

@@ -1,7 +1,4 @@
-"""Loads new weights into a model's servers: the requests of each kind of server, their order, and failures.
-
-Knows the control routes of vLLM and SGLang; no training, rollouts, or HTTP server of our own.
-"""
+"""Loads new weights into vLLM and SGLang: the requests of each kind of server, their order, and failures."""
 
 from __future__ import annotations
 

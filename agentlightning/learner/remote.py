@@ -20,7 +20,7 @@ import torch
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.errors import BackendError, ConfigError, UnavailableError
 from agentlightning.gateway.backend import Backend, BackendEvent, Delta, ModelCall, RelayedAnswer, RelayedCall, Sampling
-from agentlightning.gateway.backends.connection import Connection
+from agentlightning.gateway.backends.connection import BROKE_OFF, UNREACHABLE, Connection
 from agentlightning.gateway.backends.factory import with_version
 from agentlightning.gateway.backends.tokens import SglangBackend, VllmBackend
 from agentlightning.gateway.chat.template import ChatTemplate
@@ -199,7 +199,7 @@ class RemoteSampler:
         async with self._changing:
             for server in self._servers:
                 if not server.connection.unusable:
-                    if await server.connection.deserted(_HEALTH_SECONDS):
+                    if await server.connection.health(_HEALTH_SECONDS) in (UNREACHABLE, BROKE_OFF):  # a slow one lives
                         self._lost(server)
                 elif not await server.connection.healthy(_HEALTH_SECONDS, control=True):
                     self._gone.add(server)

@@ -67,11 +67,6 @@ class Principal:
         and from who only reads."""
         return limit if self.attempt is None and "grader" in self.opens else min(limit, least_trusted)
 
-    @property
-    def is_admin(self) -> bool:
-        """Whether the caller may touch everything."""
-        return self.attempt is None and "admin" in self.opens
-
     def refuses(self, span: Span) -> str | None:
         """Why the caller may not add a span with this content, or None: neither an attempt's key nor a grader's speaks
         for the gateway, and an attempt's gives rewards only if it was issued to."""
@@ -120,27 +115,19 @@ class Access:
         self._sent: dict[str, int] = {}  # bytes of spans, by attempt
         self.sessions = Sessions()
 
-    @property
-    def protected(self) -> bool:
-        """Whether nothing is done without a key."""
-        return self._admin_key is not None
-
-    def count_sent(self, scope: Principal, size: int) -> None:
-        """ForbiddenError once an attempt's key has sent more spans than an agent may since the server began."""
+    def count_sent(self, scope: Principal, size: int = 0, spans: int = 0) -> None:
+        """ForbiddenError once an attempt's key has sent more spans, by bytes and number, than an agent may since the
+        server began."""
         if scope.attempt is None:
             return
         attempt_id = scope.attempt[1]
-        self._sent[attempt_id] = sent = self._sent.pop(attempt_id, 0) + size
+        self._sent[attempt_id] = sent = self._sent.pop(attempt_id, 0) + size + _SPAN_BYTES * spans
         if len(self._sent) > _COUNTED:
             del self._sent[next(iter(self._sent))]
         if sent > _ATTEMPT_TOTAL:
             raise ForbiddenError(
                 f"attempt {attempt_id} has sent {sent:,} bytes of spans; {_ATTEMPT_TOTAL:,} are the most"
             )
-
-    def count_spans(self, scope: Principal, spans: Sequence[Span]) -> None:
-        """As above, of spans that have been sent."""
-        self.count_sent(scope, _SPAN_BYTES * len(spans))
 
     async def scope(self, headers: Mapping[str, str]) -> Principal:
         """UnauthenticatedError if a key is needed and the caller has none that is valid, ForbiddenError if none is and

@@ -138,7 +138,7 @@ def page_routes(access: Access, *, protected: bool, reading: bool) -> list[BaseR
             headers["set-cookie"] = access.sessions.begin(request.headers, key, secure=secure)
         shown = Session(
             name=scope.name,
-            admin=scope.is_admin,
+            admin="admin" in scope.opens,
             scopes=sorted(scope.opens),
             protected=protected,
             reading=reading,

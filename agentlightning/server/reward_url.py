@@ -27,11 +27,10 @@ _LONGEST: Final = 64 * 1024  # bytes
 
 
 def reward_route(store: LightningStore) -> Route:
-    """The route over one store. A body that is no reward is answered 400 with what to send."""
+    """The route over one store. A body that is no reward is answered 400 with what to send; a request that repeats an
+    `Idempotency-Key` counts once."""
 
     async def give(request: Request) -> Response:
-        """Give an attempt a reward: a number, or an object of named ones. A request that repeats an `Idempotency-Key`
-        counts once"""
         key = request.path_params["key"]
         rollout_id, attempt_id = await _attempt_of(store, request, key)
         try:

@@ -146,8 +146,6 @@ class Worker:
                 self.store.forget(_read(content, list[str] | None))
             elif name == "state":
                 await self.take(_read(content, State))
-            elif name == "turn away":
-                self.gateway.turn_away()
 
     async def take(self, state: State) -> None:
         """Have the models of this state, with its versions and holds."""

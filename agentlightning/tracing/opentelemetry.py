@@ -2,7 +2,7 @@
 
 A span processor finds the attempt of each span: its parent's, or that of the running code. It works beside the
 program's own processors, exports nothing and changes no span. This is the only agent-side module that imports
-opentelemetry; `tracing.choice` imports it if the SDK is installed. Nothing is patched.
+opentelemetry; `tracing.instrument` imports it if the SDK is installed. Nothing is patched.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from agentlightning.datasets.annotations import annotation_of
+from agentlightning.datasets.export import annotation_of
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.server import dashboard

@@ -63,7 +63,7 @@ def test_the_engine_samples_what_the_learner_trains(tokenizer: Any, dtype: Any) 
     assert one.policy.adapter is not None
     engine = Engine(one.policy.adapter.publish(), eos_token_ids=[1], slots=1, max_sequence_length=64)
     out: list[SampledToken] = []
-    engine.submit(GenerationRequest([5, 6, 7], max_tokens=32, seed=3), out.append)
+    engine.submit(GenerationRequest([5, 6, 7], max_tokens=32, seed=3), out.append, print)
     while engine.step():
         pass
     ids = torch.tensor([5, 6, 7, *(token.token_id for token in out)])

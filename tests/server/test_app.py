@@ -8,6 +8,7 @@ import aiohttp
 import msgspec
 import pytest
 
+from agentlightning.server import rest
 from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.client import LightningStoreClient
@@ -99,8 +100,9 @@ async def test_no_web_page_of_elsewhere_is_let_in(http):
         assert not [name for name in answer.headers if name.lower().startswith("access-control")]
 
 
-async def test_a_poll_is_answered_before_a_proxy_would_cut_it(store):
-    app = create_app(store, longest_poll=0.05)
+async def test_a_poll_is_answered_before_a_proxy_would_cut_it(store, monkeypatch):
+    monkeypatch.setattr(rest, "LONGEST_POLL", 0.05)
+    app = create_app(store)
     rollout = await store.enqueue_rollout("nobody runs it")
     async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http:
         for timeout in (1e308, 3600, None):
