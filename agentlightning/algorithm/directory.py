@@ -136,8 +136,6 @@ def read_mark(directory: Path) -> RunMark:
         raise ConfigError(f"{mark} cannot be read: {error}; delete the directory or choose another") from None
 
 
-# --- the manifest ------------------------------------------------------------------------------------------------
-
 PACKAGES = (
     *("agent-lightning-next", "torch", "transformers", "peft", "tokenizers", "numpy"),
     *("openai", "aiohttp", "msgspec"),

@@ -96,9 +96,6 @@ class Comparison(msgspec.Struct, frozen=True):
     tags: dict[str, dict[str, Difference]]
 
 
-# --- reading rollouts --------------------------------------------------------------------------------------------
-
-
 def measured(traced: TracedRollout, spans: Sequence[Span], tag_fields: Sequence[str] = TAG_FIELDS) -> Measured:
     """A rollout's measures. Its tags are the words in `tags`, and `field=value` for the other `tag_fields`, in its
     input and metadata."""
@@ -129,8 +126,6 @@ def _tags(place: Any, fields: Sequence[str]) -> Iterable[str]:
             if isinstance(tag, str | int | float):
                 yield str(tag) if field == "tags" else f"{field}={tag}"
 
-
-# --- summing up --------------------------------------------------------------------------------------------------
 
 _Attempts: TypeAlias = dict[str, list[Measured]]  # by task
 _Values: TypeAlias = dict[str, dict[str, float]]  # what is measured → task → its value

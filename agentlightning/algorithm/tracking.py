@@ -159,9 +159,6 @@ class _Outbox:
             self._loop.call_soon_threadsafe(self._note, f"{self._tracker.name}: {message}")
 
 
-# --- the trackers that are there ---------------------------------------------------------------------------------
-
-
 @dataclass(kw_only=True)
 class TensorBoard:
     """Event files for TensorBoard in `directory`; default: `tensorboard/` of the run's directory."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, get_type_hints
 import msgspec
 
 from agentlightning.dashboard import credit, progress, rollouts, runs, tokens
-from agentlightning.datasets.annotations import changed_annotation
+from agentlightning.datasets.export import changed_annotation
 from agentlightning.errors import InvalidError, NotFoundError
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call

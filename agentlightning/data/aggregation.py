@@ -7,7 +7,6 @@ the batch. You can pass your own function with this signature.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Final, TypeAlias
@@ -123,37 +122,31 @@ def aggregation_weights(
     `constant`. ConfigError if a function returns invalid weights.
 
     Observed tokens are aggregated separately, and the result is multiplied by their own weights."""
-    tokens = Tokens(sequences)
-    made = _split(weights_of(tokens, aggregation, length), tokens.lengths)
+    made = _weights_of(Tokens(sequences), aggregation, length)
     if all(sequence.observed is None for sequence in sequences):
         return made
-    tokens = Tokens(sequences, observed=True)
-    observed = iter(_split(weights_of(tokens, aggregation, length), tokens.lengths))
+    observed = iter(_weights_of(Tokens(sequences, observed=True), aggregation, length))
     return [
         own if sequence.observed is None else np.concatenate([own, next(observed) * sequence.observed.weights])
         for own, sequence in zip(made, sequences, strict=True)
     ]
 
 
-def _split(values: FloatArray, lengths: Sequence[int]) -> list[FloatArray]:
-    return [values[start:stop] for start, stop in itertools.pairwise(itertools.accumulate(lengths, initial=0))]
-
-
-def weights_of(tokens: Tokens, aggregation: Aggregation, length: int | None = None) -> FloatArray:
-    """The weight of each token, float32[N]."""
+def _weights_of(tokens: Tokens, aggregation: Aggregation, length: int | None) -> list[FloatArray]:
+    """The weights of the tokens, float32[N] per sequence."""
     function = find_function("aggregation", aggregation, AGGREGATIONS)
     if not len(tokens):
-        return np.zeros(0, np.float32)
+        return [np.zeros(0, np.float32) for _ in tokens.lengths]
     weights = np.asarray(function(tokens, length=length) if function is constant else function(tokens), np.float64)
     if weights.shape != (len(tokens),) or not np.isfinite(weights).all():
         raise ConfigError(
             f"aggregation {function_name(function, AGGREGATIONS)} must return a finite weight for each of "
             f"{len(tokens)} tokens, but returned {weights!r:.200}"
         )
-    return weights.astype(np.float32)
+    return np.split(weights.astype(np.float32), np.cumsum(tokens.lengths)[:-1])
 
 
 def try_aggregation(aggregation: Aggregation, length: int | None) -> None:
     """ConfigError unless it returns weights for five tokens."""
     with trial(f"aggregation {aggregation!r}", "the Tokens of a batch", excused=(LookupError, AttributeError)):
-        weights_of(Tokens.trial(), aggregation, length)
+        _weights_of(Tokens.trial(), aggregation, length)

@@ -83,7 +83,6 @@ def test_pairs_and_what_was_left_out_are_told(capsys: pytest.CaptureFixture[str]
     told = json.loads(capsys.readouterr().out)
     assert (told["file"], told["pairs"], told["rollouts"]) == ("out.jsonl", 1, 3)
     assert list(told["left_out"].values()) == [1, 1]
-    assert len(export("--format", "dpo", "--pairs", "all")) == 2
 
 
 def test_rows_of_every_rollout_that_has_ended() -> None:
@@ -103,7 +102,6 @@ def test_rows_of_every_rollout_that_has_ended() -> None:
         (["--format", "sft", "--agents", "("], "agents is '('"),
         (["--store", "agentlightning.sqlite", "--format", "sft", "--server", "http://127.0.0.1:1"], "choose the store"),
         (["--format", "dpo", "--best-of-group"], "--best-of-group goes with --format sft"),
-        (["--format", "sft", "--pairs", "all"], "--pairs goes with --format dpo"),
     ],
 )
 def test_where_nothing_can_be_written_there_is_no_file(

@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from agentlightning.datasets.annotations import annotation_of
+from agentlightning.datasets.export import annotation_of
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.server import dashboard

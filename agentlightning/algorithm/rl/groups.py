@@ -123,8 +123,6 @@ class Groups:
         self._first: list[TracedRollout] | None = []  # of the first step, until one is known to call the model
         self._failure: BaseException | None = None
 
-    # --- what a checkpoint keeps ---
-
     @property
     def state(self) -> GroupsState:
         complete = [*self._ready, *self._taken]
@@ -158,8 +156,6 @@ class Groups:
         if not position.isdecimal() or int(position) < self.sampler.state.position:
             return False
         return group_id == self.name(Ticket(int(position), version))
-
-    # --- what a step is given ---
 
     async def take(self) -> tuple[list[CompleteGroup], Dropped]:
         """The groups of the next step in the order of their tasks, and what was dropped since the step before.
@@ -229,8 +225,6 @@ class Groups:
         sampled = {int(version) for call in traced.transitions for version in np.unique(call.versions)} or {-1}
         unknown = 1 + self.algorithm.max_staleness
         return max(ages.get(ticket.version if version < 0 else version, unknown) for version in sampled)
-
-    # --- beside the loop ---
 
     async def collect(self) -> None:
         """Start groups and collect complete ones, forever. `take` raises its errors."""

@@ -1,7 +1,7 @@
 """The reinforcement-learning loop: take complete groups, give credit, step, publish, repeat.
 
 With staleness 0, rollouts, steps and evaluations take turns; with more they run concurrently. After a kill at any
-moment, `resumption.py` finds everything again.
+moment, `resume` (`job.py`) finds everything again.
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ from agentlightning.algorithm.base import RunContext, Stopped
 from agentlightning.algorithm.evaluation import Evaluation, why_unrewarded
 from agentlightning.algorithm.rl.alarms import Alarms
 from agentlightning.algorithm.rl.batch import BATCHES_FILE, RecordedBatch, make_batches
-from agentlightning.algorithm.rl.checkpoints import Checkpoints, explained
 from agentlightning.algorithm.rl.evaluations import HeldOut
 from agentlightning.algorithm.rl.groups import CompleteGroup, Dropped, Groups
-from agentlightning.algorithm.rl.job import Job
+from agentlightning.algorithm.rl.job import Checkpoints, Job, explained, resume
 from agentlightning.algorithm.rl.metrics import over_steps, rollout_metrics, speed_metrics
 from agentlightning.algorithm.rl.policies import Policies, optimiser_steps
-from agentlightning.algorithm.rl.resumption import resume
 from agentlightning.algorithm.rl.settings import RLSettings
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.transitions import TracedRollout
@@ -105,8 +103,6 @@ class Loop:
         target, rewards = self.job.algorithm.target_reward, self.job.recent_rewards()
         return target is not None and len(rewards) == 3 and sum(rewards) / 3 >= target
 
-    # --- one step ---
-
     async def _step(self) -> None:
         job = self.job
         started, engines, step = time.perf_counter(), job.policies.usage(), job.state.step + 1
@@ -137,13 +133,16 @@ class Loop:
         metrics |= speed_metrics(metrics, *times, job.policies.usage() - engines, overlaps=job.overlaps)
         metrics["policy_version"] = float(job.state.policy_version)
         metrics |= self._own_metrics([*groups, *dropped.useless], metrics)
-        fallen = job.state.earnings.add(self._earned([*groups, *dropped.useless]))
+        if self._earned([*groups, *dropped.useless]):
+            job.state.flat_steps = 0
+        elif job.state.flat_steps is not None:
+            job.state.flat_steps += 1
         await job.context.tracking.record(step, metrics)
         if step % job.algorithm.checkpoint_every == 0:
             await job.save()
         job.context.progress.step(step, metrics)
         self._alarms.check_explosion(step, metrics, self._how_to_replay(step))
-        self._alarms.check_collapse(step, fallen, job.state.earnings, job.checkpoints.best)
+        self._alarms.check_collapse(step, job.state.flat_steps or 0, job.checkpoints.best)
 
     def _own_metrics(self, groups: Sequence[CompleteGroup], others: Mapping[str, float]) -> dict[str, float]:
         """Report the step to the algorithm. ConfigError if one of its metrics has a name of the loop's, or is not
@@ -156,10 +155,10 @@ class Loop:
                 raise ConfigError(f"{self.job.algorithm.name}.step_done gave {name} = {value!r}, {reason}")
         return {name: float(value) for name, value in own.items()}
 
-    def _earned(self, groups: Sequence[CompleteGroup]) -> list[bool]:
-        """Whether each group has a rollout with a reward above 0, without the terms that training adds."""
+    def _earned(self, groups: Sequence[CompleteGroup]) -> bool:
+        """Whether a rollout has a reward above 0, without the terms that training adds."""
         given = self.job.algorithm.reward.given_part
-        return [any(given(rollout.reward_terms) > 0 for rollout in of.rollouts) for of in groups if of.rollouts]
+        return any(given(rollout.reward_terms) > 0 for group in groups for rollout in group.rollouts)
 
     def _how_to_replay(self, step: int) -> str:
         directory = self.job.context.directory

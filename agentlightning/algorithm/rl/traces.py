@@ -96,8 +96,6 @@ def _of_unknown_weights(traced: TracedRollout) -> TracedRollout:
     )
 
 
-# --- before anything is trained ----------------------------------------------------------------------------------
-
 _OTHERWISE: Final = (
     "Train the model that sampled them, or one with its tokenizer; or take the text: agl export --format sft"
 )
