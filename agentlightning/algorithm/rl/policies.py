@@ -159,7 +159,7 @@ def optimiser_steps(
         for some in minibatches(prepared, count, seed, step, epoch):
             present = None
             if moved and corrections.ask_present:
-                of_part = learner.logprobs([item.sequence for item in some], loss.temperature)
+                of_part = learner.logprobs([sequence for sequence, _ in some], loss.temperature)
                 present = [tensor.numpy() for tensor in of_part]
             part, masked = corrected(some, corrections, loss.old, present)
             moved |= bool(part)
