@@ -16,13 +16,11 @@ from typing import Any, Final, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.text import Text
 
 from agentlightning.tracing.tree import printable, rollout_tree
 
-RECENT_STEPS = 5  # the time left is judged by the pace of these
 PLAIN_INTERVAL = 5.0  # seconds between two lines about steps where there is no terminal
 BLOCKS = "▁▂▃▄▅▆▇█"
 FIGURES: Final = {
@@ -75,39 +73,38 @@ def sparkline(values: Sequence[float], width: int = 40, span: tuple[float, float
     return "".join(BLOCKS[int((value - low) * scale)] for value in shown)
 
 
-class Pace:
-    """How many items are done, how fast, and how long the rest takes."""
+def pace(task: Task) -> str:
+    """`120/480 · 24/s · about 0:15 left`; without a total `120 · 24/s`; before the first `0/480`."""
+    done, total = int(task.completed), None if task.total is None else int(task.total)
+    done = done if total is None else min(done, total)  # of rollouts more may be there already
+    words = [f"{done:,}" if total is None else f"{done:,}/{total:,}"]
+    if done and task.elapsed:
+        rate = done / task.elapsed
+        words.append(f"{rate:,.0f}/s" if rate >= 10 else f"{rate:.2g}/s")
+        if total is not None and done < total:
+            words.append(f"about {duration((total - done) / rate)} left")
+    return " · ".join(words)
 
-    def __init__(self, name: str, total: int | None, clock: Callable[[], float]) -> None:
-        self.name = name
-        self.total = total
-        self.done = 0
-        self._clock = clock
-        self._start = clock()
 
-    def words(self) -> str:
-        """`120/480 · 24/s · about 0:15 left`; without a total `120 · 24/s`; before the first `0/480`."""
-        done = self.done if self.total is None else min(self.done, self.total)  # of rollouts more may be there already
-        words = [f"{done:,}" if self.total is None else f"{done:,}/{self.total:,}"]
-        elapsed = self._clock() - self._start
-        if done and elapsed > 0:
-            rate = done / elapsed
-            words.append(f"{rate:,.0f}/s" if rate >= 10 else f"{rate:.2g}/s")
-            if self.total is not None and done < self.total:
-                words.append(f"about {duration((self.total - done) / rate)} left")
-        return " · ".join(words)
+class _Pace(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(pace(task) if task.total or task.completed else "")
+
+
+def _bars(**settings: Any) -> Progress:
+    return Progress(TextColumn("{task.description}", "bold", markup=False), BarColumn(30), _Pace(), **settings)
 
 
 @contextmanager
 def counting(name: str, total: int | None = None) -> Generator[Callable[[int], None]]:
-    """Show on stderr how far a job of many items is. Call the returned function with the number done."""
-    with LiveProgress() as progress:
-        progress.current = Pace(name, total, time.monotonic)
-        yield progress.advance
+    """Show on stderr how far a job of many items is, on a terminal. Call the returned function with the number done."""
+    with _bars(console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task(name, total=total)
+        yield lambda done: bars.update(task, completed=done)
 
 
 class LiveProgress:
-    """A `Progress` to watch, on stderr or a console. Use it as a context manager around the job.
+    """A `Progress` of algorithms to watch, on stderr or a console. Use it as a context manager around the job.
 
     `steps` and `time_limit` (seconds) are the limits of the job; None if there are none."""
 
@@ -119,12 +116,12 @@ class LiveProgress:
         time_limit: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.current = Pace("starting", None, clock)
-        self.beside: dict[str, Pace] = {}  # what goes on beside the phase
         self._console = console = console or Console(stderr=True)
         self._steps, self._time_limit, self._clock = steps, time_limit, clock
         self._start = self._line_time = clock()  # of the job, and of the last line where there is no panel
-        self._step, self._step_times = 0, list[float]()
+        self._bars, self._tasks = _bars(get_time=clock), dict[str | None, TaskID]()  # None: the phase, not beside it
+        self._first: tuple[int, float] | None = None  # a step and when it ended
+        self._step, self._step_end = 0, 0.0
         self._metrics, self._rewards = dict[str, float](), list[float]()
         self._step_shown, self._step_time = 0, 0.0
         self._phases_shown: set[str] = set()
@@ -142,31 +139,32 @@ class LiveProgress:
             self._tell_step()
 
     def phase(self, name: str, total: int | None = None, *, beside: bool = False) -> None:
-        pace = Pace(name, total, self._clock)
-        if beside:
-            self.beside[name] = pace
-        else:
-            self.beside.pop(name, None)  # it was given up, and begins anew
-            self.current = pace
+        for key in (name,) if beside else (None, name):  # what was beside was given up, and begins anew
+            self._remove(key)
+        self._tasks[name if beside else None] = self._bars.add_task(name, total=total)
         if self._live is None and name not in self._phases_shown:
             self._phases_shown.add(name)
             self._tell(f"{name} …")
 
     def advance(self, done: int, beside: str | None = None) -> None:
-        pace = self.current if beside is None else self.beside.get(beside)
-        if pace is None:
+        if beside not in self._tasks:
             return
-        pace.done = done
-        if beside is not None and done >= (pace.total or 0):
-            del self.beside[beside]
+        task = self._bars.tasks[self._bars.task_ids.index(self._tasks[beside])]
+        self._bars.update(task.id, completed=done)
+        if beside is not None and done >= (task.total or 0):
+            self._remove(beside)
         elif self._live is None and beside is None and self._clock() - self._line_time >= LONG_PHASE:
-            self._tell(f"{pace.name} {pace.words()}")
+            self._tell(f"{task.description} {pace(task)}")
+
+    def _remove(self, key: str | None) -> None:
+        if key in self._tasks:
+            self._bars.remove_task(self._tasks.pop(key))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._step = step
+        self._step, self._step_end = step, self._clock()
+        self._first = self._first or (step, self._step_end)
         self._metrics.update(metrics)
         self._rewards += [metrics["reward"]] if "reward" in metrics else []
-        self._step_times = [*self._step_times, self._clock()][-RECENT_STEPS - 1 :]
         if self._live is None and (not self._step_shown or self._clock() - self._step_time >= PLAIN_INTERVAL):
             self._tell_step()
 
@@ -177,14 +175,15 @@ class LiveProgress:
             self._live.console.print(Text(printable(message)))
 
     def time_left(self) -> float | None:
-        """Seconds until the last step at the recent pace, or until the time limit if that is sooner; None if neither is
+        """Seconds until the last step at the pace so far, or until the time limit if that is sooner; None if neither is
         known."""
         limits: list[float] = []
         if self._time_limit is not None:
             limits.append(self._time_limit - self._elapsed())
-        if self._steps is not None and len(self._step_times) > 1:
-            pace = (self._step_times[-1] - self._step_times[0]) / (len(self._step_times) - 1)
-            limits.append((self._steps - self._step) * pace - (self._clock() - self._step_times[-1]))
+        first, began = self._first or (0, 0.0)
+        if self._steps is not None and self._step > first > 0:  # the first is slow, for it includes the start
+            seconds = (self._step_end - began) / (self._step - first)
+            limits.append((self._steps - self._step) * seconds - (self._clock() - self._step_end))
         return max(0.0, min(limits)) if limits else None
 
     def _elapsed(self) -> float:
@@ -210,12 +209,7 @@ class LiveProgress:
         self._console.print(Text(f"[{duration(self._elapsed())}] {printable(message)}"), soft_wrap=True)
 
     def _panel(self) -> RenderableType:
-        grid = Table.grid(padding=(0, 1))
-        for pace in (self.current, *self.beside.values()):
-            done = min(pace.done, pace.total or 0)
-            bar = ProgressBar(total=pace.total, completed=done, width=30) if pace.total else ""
-            grid.add_row(Text(pace.name, style="bold"), bar, pace.words() if pace.total or pace.done else "")
-        lines: list[RenderableType] = [grid]
+        lines: list[RenderableType] = [self._bars]
         if self._step:
             lines.append(Text(f"{self._headline()}  {sparkline(self._rewards)}  {' · '.join(self._figures())}"))
         lines.append(Text(" · ".join([f"{duration(self._elapsed())} elapsed", *self._left()]), style="dim"))

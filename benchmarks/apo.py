@@ -30,7 +30,7 @@ from typing import Any, Final
 from aiohttp import web
 
 import agentlightning as agl
-from agentlightning.algorithm.apo.race import Standing, rungs, survivors
+from agentlightning.algorithm.apo.apo import Standing, rungs, survivors
 from agentlightning.store.base import LightningStore
 from agentlightning.types import PromptTemplate
 

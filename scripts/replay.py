@@ -28,8 +28,8 @@ from safetensors import deserialize
 
 from agentlightning.algorithm.directory import START, read_mark
 from agentlightning.algorithm.rl.batch import BATCHES_FILE, RecordedBatch, make_batches, recorded_batches
-from agentlightning.algorithm.rl.checkpoints import STATE_FILE
 from agentlightning.algorithm.rl.groups import trace_group
+from agentlightning.algorithm.rl.job import STATE_FILE
 from agentlightning.algorithm.rl.policies import Policies, optimiser_steps
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.cli.config import build, load_config

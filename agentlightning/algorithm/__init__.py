@@ -15,7 +15,6 @@ from agentlightning.algorithm.grpo import (
     REINFORCEPlusPlus,
     REINFORCEPlusPlusBaseline,
 )
-from agentlightning.algorithm.opd import OPD
 from agentlightning.algorithm.ppo import PPO
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.algorithm.sft import SFT
@@ -29,7 +28,6 @@ __all__ = [
     "DAPO",
     "GRPO",
     "GSPO",
-    "OPD",
     "PPO",
     "RLOO",
     "SFT",

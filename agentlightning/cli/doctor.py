@@ -18,7 +18,7 @@ import msgspec
 from agentlightning.cli.backends import Upstream, listed_models, with_backend
 from agentlightning.cli.options import json_option, tell
 from agentlightning.cli.place import RUNS
-from agentlightning.errors import AgentLightningError, ConfigError, docs_page
+from agentlightning.errors import AgentLightningError, BackendError, ConfigError, docs_page
 from agentlightning.tracing.tree import one_line
 
 
@@ -90,18 +90,14 @@ async def _writing() -> Check:
 
 async def _backend(upstream: Upstream, model: str | None) -> AsyncGenerator[Check]:
     """Whether the server answers, what it serves, and whether its answers can be trained on."""
-    from agentlightning.errors import BackendError
     from agentlightning.gateway.backend import Sampling
     from agentlightning.gateway.capture import untrainable_reason
     from agentlightning.gateway.probe import one_answer, probe
 
     fix = "see that the server runs, that the URL is right (it usually ends in /v1), and --backend-key and --model"
+    backend, fix_config = None, fix
     try:
         backend = await upstream.open()
-    except ConfigError as error:
-        yield Check("backend", "failed", str(error), fix)
-        return
-    try:
         served = await listed_models(backend.connection)
         yield Check("backend", "ok", f"{backend.name}, {backend.kind}, serves {', '.join(served[:5]) or 'no model'}")
         model = model or next(iter(served), None)
@@ -114,11 +110,13 @@ async def _backend(upstream: Upstream, model: str | None) -> AsyncGenerator[Chec
             fix = "record and evaluate as it is; to train take vLLM 0.16 or newer, or a Trainer's own engine"
             yield Check("token ids", "warning", f"they do not come back: {reason}", fix)
             return
+        fix_config = "start vLLM with --logprobs-mode processed_logprobs"
         await probe(backend, model, Sampling(temperature=0.7))
         yield Check("token ids", "ok", "they come back, with the log-probabilities that were sampled from")
     except ConfigError as error:
-        yield Check("logprobs", "failed", str(error), "start vLLM with --logprobs-mode processed_logprobs")
+        yield Check("backend", "failed", str(error), fix_config)
     except (BackendError, msgspec.DecodeError, LookupError, TypeError) as error:
-        yield Check("backend", "failed", f"{backend.name}: {error}", fix)
+        yield Check("backend", "failed", f"{upstream.url}: {error}", fix)
     finally:
-        await backend.close()
+        if backend is not None:
+            await backend.close()

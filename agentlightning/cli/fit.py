@@ -1,17 +1,22 @@
-"""Makes an algorithm, a `Trainer` and a run from a `TrainConfig`."""
+"""Makes an algorithm, a `Trainer` and a run, or the estimate of a run, from a `TrainConfig`."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import sys
+import tempfile
+from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from rich.console import Console
 
 from agentlightning.cli.config import ALGORITHMS, TrainConfig, build, kept
-from agentlightning.cli.options import instrument_agents
+from agentlightning.cli.options import instrument_agents, number, print_json
+from agentlightning.cli.place import STORE_FILE, Place
 from agentlightning.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -21,6 +26,14 @@ _NOT_THE_TRAINERS: Final = {
     *("agent", "environment", "instrument", "train_dataset", "val_dataset", "resume"),
     *("algorithm", "optimizer", "lora"),
 }
+_GROUPS: Final = 2  # that are run, so that what rollouts gain side by side is in the measurement
+_ONE_STEP: Final = {"steps": 1, "evaluate_every": 0, "dynamic_sampling": False, "max_staleness": 0, "minibatches": 1}
+_PLAN: Final = """\
+Tasks:       {train_tasks} to learn from, {val_tasks} held out
+Training:    {steps} steps × {groups} tasks × {group_size} = {training_rollouts} rollouts
+Evaluations: {evaluations} × {val_tasks} rollouts
+Measured:    {measured_rollouts} rollouts, side by side, mean reward {measured_reward}
+All:         about {calls} calls, {prompt_tokens} prompt and {answer_tokens} answer tokens"""
 
 
 def fit(config: TrainConfig, console: Console, limit: int | None = None) -> FitResult:
@@ -31,7 +44,6 @@ def fit(config: TrainConfig, console: Console, limit: int | None = None) -> FitR
     from agentlightning.display import LiveProgress, hide_library_progress
     from agentlightning.environments import tasks_of
     from agentlightning.learner.base import AdamW, LoRA
-    from agentlightning.runner.signals import watched
     from agentlightning.trainer import Trainer
 
     hide_library_progress()
@@ -46,8 +58,7 @@ def fit(config: TrainConfig, console: Console, limit: int | None = None) -> FitR
         agent, val_dataset = config.load_agent(), config.val_dataset
         if limit is not None:
             val_dataset = tasks_of(agent, config.train_dataset, val_dataset)[1][:limit]
-        with watched():
-            return trainer.fit(agent, config.train_dataset, val_dataset, resume=config.resume)
+        return trainer.fit(agent, config.train_dataset, val_dataset, resume=config.resume)
 
 
 def make_algorithm(spec: Mapping[str, Any]) -> Any:
@@ -62,3 +73,87 @@ def make_algorithm(spec: Mapping[str, Any]) -> Any:
     if not isinstance(maker, type) or not dataclasses.is_dataclass(maker):
         raise ConfigError(f"algorithm.name: {name} is no dataclass; an algorithm declares its fields as one")
     return build(maker, fields, "algorithm")
+
+
+# --- the estimate of a run -----------------------------------------------------------------------------------------
+
+
+def run_dry(config: TrainConfig, console: Console, *, as_json: bool) -> None:
+    """Run two groups of `config`'s run in a temporary directory, and print what the whole run will take.
+
+    The model is not written. ConfigError unless it is reinforcement learning from tasks."""
+    from agentlightning.algorithm import Reinforcement
+    from agentlightning.environments import tasks_of
+
+    algorithm = make_algorithm(config.algorithm)
+    if not isinstance(algorithm, Reinforcement) or "traces" in config.algorithm:
+        raise ConfigError(f"--dry-run measures reinforcement learning from tasks, and {algorithm.name} is none")
+    train, val = tasks_of(config.load_agent(), config.train_dataset, config.val_dataset)
+    group: int = getattr(algorithm, "group_size", 1)
+    every = algorithm.evaluation_interval
+    evaluations = 2 + (every and (algorithm.steps - 1) // every) if val else 0
+    groups = min(_GROUPS, algorithm.tasks_per_step)
+    own = {key: value for key, value in _ONE_STEP.items() if hasattr(algorithm, key)} | {"tasks_per_step": groups}
+    with tempfile.TemporaryDirectory(prefix="agl-dry-run-") as folder:
+        changed: dict[str, Any] = {"algorithm": config.algorithm | own, "run_dir": f"{folder}/run", "trackers": []}
+        changed |= {"val_dataset": None, "time_limit": None, "resume": False, "store": None}
+        measured = fit(msgspec.structs.replace(config, **changed), console).metrics[-1].values
+        hosted = asyncio.run(_hosted_tokens(Path(folder) / "run" / STORE_FILE, set(config.models)))
+    training = algorithm.steps * algorithm.tasks_per_step
+    share = (training * group + evaluations * len(val)) / max(1.0, measured["rollouts"])
+    plan: dict[str, Any] = {
+        "steps": algorithm.steps,
+        "groups": algorithm.tasks_per_step,
+        "group_size": group,
+        "train_tasks": len(train),
+        "val_tasks": len(val),
+        "training_rollouts": training * group,
+        "evaluations": evaluations,
+        "measured_rollouts": measured["rollouts"],
+        "measured_reward": measured.get("reward"),
+        "calls": measured["calls"] * share,
+        "prompt_tokens": measured.get("prompt_tokens_mean", 0.0) * measured["calls"] * share,
+        "answer_tokens": measured["sampled_tokens"] * share,
+        "hosted_tokens": {name: [count * share for count in counts] for name, counts in hosted.items()},
+        "rollout_seconds": measured["rollout_seconds"] * share,
+        "learn_seconds": measured["learn_seconds"] * training / groups,
+        "learning_measured": bool(measured.get("sequences")),
+    }
+    if as_json:
+        print_json(plan)
+        return
+    # Two groups had the machine to themselves; the groups of a step share it, as far as there are runners.
+    at_once = max(groups, min(algorithm.tasks_per_step, (config.n_runners or 64) // group)) / groups
+    for line in _lines(plan, at_once):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _lines(plan: dict[str, Any], at_once: float) -> list[str]:
+    from agentlightning.display import duration
+
+    shown = {key: number(value) if isinstance(value, int | float) else value for key, value in plan.items()}
+    lines = [_PLAN.format_map(shown)]
+    for name, (read, written) in plan["hosted_tokens"].items():
+        lines.append(f"Hosted:      {name}: about {number(read)} prompt and {number(written)} answer tokens")
+    learning, rolling = plan["learn_seconds"], plan["rollout_seconds"]
+    least, most = duration(rolling / at_once + learning), duration(rolling + learning)
+    shared = f"{least} to {most}: the other groups of a step run beside these two, or wait for them"
+    lines.append(f"Time:        about {shared if at_once > 1 else most}")
+    if not plan["learning_measured"]:
+        lines.append("             without learning: no group had two different rewards")
+    return lines
+
+
+async def _hosted_tokens(store: Path, frozen: set[str]) -> dict[str, tuple[int, int]]:
+    """Prompt and answer tokens of the groups' calls to models that are not trained."""
+    from agentlightning.tracing.messages import model_name, token_counts
+
+    read, written = Counter[str](), Counter[str]()
+    async with Place(str(store)).open(reading=True) as opened:
+        for rollout in await opened.query_rollouts() if frozen else ():
+            for span in await opened.query_spans(rollout.rollout_id, "latest"):
+                name, counts = model_name(span.attributes), token_counts(span.attributes)
+                if name in frozen and counts is not None:
+                    read[name] += counts[0]
+                    written[name] += counts[1]
+    return {name: (read[name], written[name]) for name in sorted(read)}

@@ -32,7 +32,7 @@ COMMANDS = {
     "record": "record",
     "import": "transfer",
     "export": "transfer",
-    "ui": "ui",
+    "ui": "serving",
     "runs": "runs",
     "rollouts": "rollouts",
     "store": "store",

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from agentlightning.cli.config import key_flags, load_config
 from agentlightning.cli.fit import fit
-from agentlightning.cli.options import COUNT, json_option, print_json
+from agentlightning.cli.options import COUNT, json_option, make_table, print_json
 from agentlightning.cli.place import RUNS
 from agentlightning.cli.training import RUN_FILE, exit_code, run_to_resume, show_fit, summary
 from agentlightning.data.conversations import first_tool
@@ -82,14 +82,13 @@ def _first_tools(evaluation: Evaluation, right: Mapping[str, str]) -> Shares:
 def _table(before: Shares, after: Shares, right: Mapping[str, str]) -> Table:
     """Rows are kinds of task, columns first tools; the right tool of each kind is marked."""
     tools = [*right.values(), "none"]
-    table = Table(title="First tool called, share of held-out tasks before → after", title_justify="left")
-    table.add_column("kind of task")
-    for tool in tools:
-        table.add_column(tool, justify="right")
-    for kind in right:
-        cells = [
-            Text(f"{before[kind][tool]:.2f} → {after[kind][tool]:.2f}", "bold green" if tool == right[kind] else "dim")
-            for tool in tools
-        ]
-        table.add_row(kind.replace("_", " "), *cells)
-    return table
+    rows: list[list[object]] = [
+        [kind.replace("_", " "), *(_cell(before[kind][tool], after[kind][tool], tool == right[kind]) for tool in tools)]
+        for kind in right
+    ]
+    title = "First tool called, share of held-out tasks before → after"
+    return make_table(("kind of task", *tools), rows, title=title, right=tools)
+
+
+def _cell(before: float, after: float, right: bool) -> Text:
+    return Text(f"{before:.2f} → {after:.2f}", "bold green" if right else "dim")

@@ -118,7 +118,7 @@ async def show(
     """Show a rollout: how its attempts ended, and what an attempt did, call by call."""
     from rich.console import Console
 
-    from agentlightning.datasets.annotations import annotation_of
+    from agentlightning.datasets.export import annotation_of
     from agentlightning.tracing.steps import read_steps
     from agentlightning.tracing.timeline import drawn, timeline
     from agentlightning.tracing.tree import printable, rollout_tree
@@ -156,7 +156,7 @@ async def show(
 @with_place(ANY_RUN)
 async def annotate(place: Place, rollout_id: str, as_json: bool, **parts: str | None) -> None:
     """Give a rollout a label, a note or a corrected answer, for reading and `agl export`."""
-    from agentlightning.datasets.annotations import annotation_of, changed_annotation
+    from agentlightning.datasets.export import annotation_of, changed_annotation
 
     if all(text is None for text in parts.values()):
         raise click.UsageError("give --label, --note or --answer")

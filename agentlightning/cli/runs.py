@@ -6,7 +6,6 @@ This module finds runs in the stores below a folder, in one store or at a server
 from __future__ import annotations
 
 import asyncio
-import fnmatch
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -182,16 +181,8 @@ def runs_table(found: Sequence[StoredRun]) -> Table:
 
 @runs.command()
 @click.argument("name", metavar="[RUN]", required=False)
-@click.option(
-    "--metric",
-    "patterns",
-    multiple=True,
-    metavar="NAME",
-    default=("*",),
-    help="Only these metrics; * matches any text. Repeatable.",
-)
 @with_place(ANY_RUN)
-async def show(name: str | None, patterns: tuple[str, ...], place: Place, as_json: bool) -> None:
+async def show(name: str | None, place: Place, as_json: bool) -> None:
     """Show a run: its settings, its rollouts, and each metric over its steps.
 
     RUN is an id, the beginning of one, or a directory; default: the newest run below runs/."""
@@ -218,7 +209,7 @@ async def show(name: str | None, patterns: tuple[str, ...], place: Place, as_jso
     for setting, value in settings.items():
         if value not in (None, ""):
             click.echo(printable(f"{setting}: {value}"))
-    print_table(_metrics_table(stored, patterns))
+    print_table(_metrics_table(stored))
 
 
 async def count_rollouts(store: LightningStore, run_id: str) -> dict[str, int]:
@@ -231,14 +222,12 @@ async def count_rollouts(store: LightningStore, run_id: str) -> dict[str, int]:
     return counts
 
 
-def _metrics_table(stored: StoredRun, patterns: Sequence[str]) -> Table:
+def _metrics_table(stored: StoredRun) -> Table:
     from agentlightning.display import sparkline
 
     rows: list[tuple[object, ...]] = []
     for name in sorted(stored.newest):
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
-            values = [value for _, value in stored.curve(name)]
-            low, high = min(values), max(values)
-            curve = sparkline(squeezed(values, 30), span=(low, high))
-            rows.append((name, values[0], low, high, values[-1], curve))
+        values = [value for _, value in stored.curve(name)]
+        low, high = min(values), max(values)
+        rows.append((name, values[0], low, high, values[-1], sparkline(squeezed(values, 30), span=(low, high))))
     return make_table(("metric", "first", "least", "most", "last", ""), rows)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from rich.console import Console
 
-from agentlightning.cli.config import TrainConfig, key_flags, load_config
-from agentlightning.cli.dry_run import run_dry
-from agentlightning.cli.fit import fit
+from agentlightning.cli.config import TrainConfig, key_flags, load_config, run_file_schema
+from agentlightning.cli.fit import fit, run_dry
 from agentlightning.cli.options import json_option, print_json
 from agentlightning.cli.place import RUNS
 from agentlightning.errors import ConfigError
@@ -26,8 +25,6 @@ INTERRUPTED: Final = 130
 
 def _print_schema(ctx: click.Context, param: click.Parameter, asked: bool) -> None:
     if asked:
-        from agentlightning.cli.schema import run_file_schema
-
         print_json(run_file_schema())
         ctx.exit()
 

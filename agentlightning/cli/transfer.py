@@ -113,8 +113,6 @@ def _number(count: int, what: str) -> str:
               help="Only rollouts that `agl rollouts annotate` gave this label. Repeatable.")  # fmt: skip
 @click.option("--min-reward", type=float, metavar="X", help="Only rollouts with at least this reward.")
 @click.option("--best-of-group", is_flag=True, help="sft: only the best rollout of each group.")
-@click.option("--pairs", type=click.Choice(["best", "all"]), default="best",
-              help="dpo: for each prompt, the pair that differs most in reward, or all pairs.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Overwrite FILE.")
 @with_place(ANY_RUN)
 async def export(
@@ -158,7 +156,7 @@ async def export(
     tell(as_json, copied, f"wrote {copied.rollouts} rollouts, {copied.attempts} attempts, {copied.spans} spans")
 
 
-def _wanted(kind: str, models: tuple[str, ...], labels: tuple[str, ...], pairs: str, **others: Any) -> Wanted:
+def _wanted(kind: str, models: tuple[str, ...], labels: tuple[str, ...], **others: Any) -> Wanted:
     """What to export. UsageError for what this format has not, ConfigError for a wrong pattern of agents."""
     from agentlightning.data.agents import agent_pattern
     from agentlightning.datasets.export import Wanted
@@ -166,13 +164,12 @@ def _wanted(kind: str, models: tuple[str, ...], labels: tuple[str, ...], pairs: 
     for given, flag, kinds in (
         (others["best_of_group"], "--best-of-group", ("sft",)),
         (labels, "--label", tuple(_UNITS)),
-        (pairs == "all", "--pairs", ("dpo",)),
     ):
         if given and kind not in kinds:
             raise click.UsageError(f"{flag} goes with --format {' or '.join(kinds)}")
     if others["agents"] is not None:
         agent_pattern(others["agents"])
-    return Wanted(frozenset(models) or None, labels=frozenset(labels) or None, all_pairs=pairs == "all", **others)
+    return Wanted(frozenset(models) or None, labels=frozenset(labels) or None, **others)
 
 
 @contextlib.contextmanager
@@ -190,7 +187,7 @@ def _destination(file: str) -> Generator[Path]:
 
 def _push_model(run: StoredRun | None, target: str, as_json: bool) -> None:
     """Push a run's best weights, or its last, to the hub."""
-    from agentlightning.algorithm.rl.checkpoints import Checkpoints
+    from agentlightning.algorithm.rl.job import Checkpoints
 
     if run is None or not is_hub_name(target):
         raise click.UsageError("--format model pushes the best weights of --run; FILE is hf:ORG/NAME")
@@ -256,10 +253,14 @@ def _tell(kind: str, done: _Exported, out: str, as_json: bool) -> None:
 
 
 def _nothing(kind: str, done: _Exported, place: str) -> str:
-    from agentlightning.data.conversations import FROZEN
+    from agentlightning.data.call_filter import FROZEN
 
     if not done.rollouts:
         return f"no rollout in {place} matches; `agl rollouts ls` shows what there is"
     reasons = "; ".join(f"{count:,} {reason}" for reason, count in done.left_out.most_common())
-    hint = ". Name a model with --model to learn from it although it is not trained" if done.left_out[FROZEN] else ""
+    hint = (
+        ". Name a model with --model to learn from it although it is not trained"
+        if done.left_out[f"calls ({FROZEN})"]
+        else ""
+    )
     return f"nothing was written: {done.rollouts:,} rollouts give no {_UNITS[kind]}. Left out: {reasons}{hint}"

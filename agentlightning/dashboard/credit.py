@@ -201,8 +201,9 @@ class _Path:
     call: Transition
 
 
-def prefix_tree(traced: Sequence[TracedRollout], token_bytes: TokenBytes | None) -> PrefixTree:
-    """The calls of these rollouts as a tree of token ids, which branches where ids differ and where an answer ends."""
+def prefix_tree(traced: Sequence[TracedRollout], tokenizers: Mapping[str, TokenBytes]) -> PrefixTree:
+    """The calls of these rollouts as a tree of token ids, which branches where ids differ and where an answer ends;
+    with texts of the models whose tokenizers are known."""
     rewards = {member.rollout.rollout_id: member.reward for member in traced}
     paths = [
         _Path(np.concatenate([call.prompt_ids, call.response_ids]), len(call.prompt_ids), call)
@@ -221,6 +222,7 @@ def prefix_tree(traced: Sequence[TracedRollout], token_bytes: TokenBytes | None)
             end = min(shared_length(branch[0].ids, path.ids) for path in branch)
             names = list(dict.fromkeys(path.call.rollout_id for path in branch))
             known = [reward for name in names if (reward := rewards[name]) is not None]
+            token_bytes = tokenizers.get(branch[0].call.model)
             waiting.append((branch, end, len(nodes)))
             nodes.append(
                 TreeNode(

@@ -1,8 +1,10 @@
-"""Why a run's held-out reward changed: by tag over its evaluations, with tools and lengths, and task by task."""
+"""Why a run's held-out reward changed: by tag over its evaluations, with tools and lengths, and task by task; and why
+rollouts failed."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Final
@@ -12,10 +14,13 @@ import msgspec
 from agentlightning.algorithm.measures import EVALUATED_STEP, Measured, measured
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.store.base import LightningStore
-from agentlightning.types import And, Condition, Rollout
+from agentlightning.types import And, Condition, Filter, Order, Rollout
 
 _MOST: Final = 300  # rollouts to read per evaluation
 _SHOWN: Final = 50  # tasks to compare side by side
+_LATEST: Final = 500  # latest to read
+_OF_A_CAUSE: Final = 20  # rollouts shown per cause
+_PARTICULAR: Final = re.compile(r"0x[0-9a-f]+|[\w-]*\d[\w.-]*|'[^']*'|\"[^\"]*\"")
 ALL: Final = "all tasks"
 
 
@@ -108,3 +113,40 @@ def _pairs(first: Sequence[_Seen], last: Sequence[_Seen]) -> list[TaskPair]:
         if seen.measured.task in newest
     ]
     return sorted(pairs, key=lambda pair: -abs(pair.after - pair.before))[:_SHOWN]
+
+
+# --- failures ----------------------------------------------------------------------------------------------------
+
+
+class Cause(msgspec.Struct, frozen=True, kw_only=True):
+    """A cause of failures: a typical `reason`, the `count` of rollouts, and the latest of them."""
+
+    reason: str
+    count: int
+    rollout_ids: list[str]
+
+
+def failed(run_id: str) -> Filter:
+    return And([Condition("run_id", "eq", run_id), Condition("status", "eq", "failed")])
+
+
+async def causes(store: LightningStore, run_id: str) -> list[Cause]:
+    """The causes of a run's latest failures, the most frequent first. Reasons that differ only in numbers, ids and
+    quoted words have one cause."""
+    newest = Order(field="start_time", descending=True)
+    rollouts = (await store.page_rollouts(failed(run_id), [newest], limit=_LATEST)).items
+    names = [rollout.rollout_id for rollout in rollouts]
+    reasons = {outcome.rollout_id: outcome.error or "failed" for outcome in await store.query_outcomes(names)}
+    found: dict[str, list[tuple[str, str]]] = {}
+    for name in names:
+        reason = reasons.get(name, "failed").partition("\n")[0][:500]
+        found.setdefault(_PARTICULAR.sub("…", reason), []).append((reason, name))
+    alike = [
+        Cause(
+            reason=members[0][0],
+            count=len(members),
+            rollout_ids=[rollout_id for _, rollout_id in members[:_OF_A_CAUSE]],
+        )
+        for members in found.values()
+    ]
+    return sorted(alike, key=lambda cause: -cause.count)

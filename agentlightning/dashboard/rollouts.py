@@ -11,7 +11,8 @@ import msgspec
 
 from agentlightning import semconv
 from agentlightning.data.agents import agent_of
-from agentlightning.data.conversations import Message, call_index, conversations, read_calls
+from agentlightning.data.call_filter import call_index
+from agentlightning.data.conversations import Message, conversations, read_calls
 from agentlightning.data.recordings import Training
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.errors import ConflictError, InvalidError
@@ -227,8 +228,7 @@ def _step(step: Step, parent: int | None, depth: int) -> StepView:
 
 
 def _number(span: Span, name: str) -> float | None:
-    value = span.attributes.get(name)
-    return float(value) if isinstance(value, int | float) else None
+    return float(value) if isinstance(value := span.attributes.get(name), int | float) else None
 
 
 def _conversations(steps: Sequence[Step], spans: Sequence[Span], left_out: Any) -> list[ConversationView]:

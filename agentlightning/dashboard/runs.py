@@ -1,7 +1,5 @@
-"""Runs side by side: settings, results, curves, data quality, and the prompts they tried.
-
-Knows runs, metrics and resources. Metric names are those of `algorithm.rl.metrics` and of the loop.
-"""
+"""Runs side by side: settings, results, curves, data quality, and the prompts they tried. Metric names are those of
+`algorithm.rl.metrics` and of the loop."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from typing import Any, Final, Literal, TypeVar, cast
 import msgspec
 import numpy as np
 
-from agentlightning.dashboard.failures import failed
+from agentlightning.dashboard.progress import failed
 from agentlightning.data.continuity import SUGGESTIONS
 from agentlightning.display import resume_command
 from agentlightning.errors import NotFoundError
@@ -70,30 +68,22 @@ class RunSeries(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured:
-    """The metrics and failure counts of runs; those of ended runs are cached."""
+    """The metrics of runs and how many of their rollouts failed; those of ended runs are cached."""
 
     def __init__(self) -> None:
-        self._ended: dict[tuple[str, float], list[Metrics]] = {}
-        self._failed: dict[tuple[str, float], int] = {}
+        self._ended: dict[tuple[str, float], tuple[list[Metrics], int]] = {}
 
-    async def failed(self, store: LightningStore, run: Run) -> int:
+    async def of(self, store: LightningStore, run: Run) -> tuple[list[Metrics], int]:
         key = (run.run_id, run.end_time or 0.0)
-        if run.end_time is not None and key in self._failed:
-            return self._failed[key]
-        found = await store.page_rollouts(failed(run.run_id), limit=0, with_total=True)
-        if run.end_time is not None:
-            self._failed[key] = found.total or 0
-        return found.total or 0
-
-    async def by(self, store: LightningStore, run: Run) -> list[Metrics]:
-        key = (run.run_id, run.end_time or 0.0)
-        if run.end_time is None:
-            return await store.query_metrics(run.run_id)
-        if key not in self._ended:
-            while len(self._ended) >= 64:
-                del self._ended[next(iter(self._ended))]
-            self._ended[key] = await store.query_metrics(run.run_id)
-        return self._ended[key]
+        found = self._ended.get(key)
+        if found is None:
+            page = await store.page_rollouts(failed(run.run_id), limit=0, with_total=True)
+            found = await store.query_metrics(run.run_id), page.total or 0
+            if run.end_time is not None:
+                while len(self._ended) >= 64:
+                    del self._ended[next(iter(self._ended))]
+                self._ended[key] = found
+        return found
 
 
 async def find_run(store: LightningStore, run_id: str) -> Run:

@@ -1,11 +1,8 @@
-"""The exact sampled tokens of a call, with everything known about each; and the tokenizer that provides their texts.
-
-Knows transitions, tokenizers and where a run keeps its own. It does not know models.
-"""
+"""The exact sampled tokens of a call, with everything known about each; and the tokenizer that provides their texts."""
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -81,38 +78,37 @@ class SpellsTokens(Protocol):
 
 
 class Tokenizers:
-    """The tokenizer of the models behind a gateway, or else of the rollout's run, whose files are beside the store;
-    `address_of` a rollout is the store's address."""
+    """The tokenizer of a model behind a gateway, or else of a policy of the rollout's run, whose files are beside the
+    store; `address_of` a rollout is the store's address."""
 
     def __init__(self, address_of: Callable[[str], str | None], served: Mapping[str, TokenBytes] | None = None) -> None:
         self._address_of = address_of
         self._served = served or {}
-        self._read: dict[Path, TokenBytes] = {}
 
-    def find(self, rollout_id: str) -> tuple[str, TokenBytes] | None:
+    def find(self, rollout_id: str, model: str) -> tuple[str, TokenBytes] | None:
         """The tokenizer's name and its tokens' bytes; None if there is none. May read a file."""
-        for name, token_bytes in self._served.items():
-            return name, token_bytes
+        served = model if model in self._served or len(self._served) != 1 else next(iter(self._served))
+        if served in self._served:  # under its own name, or as the only one there is
+            return served, self._served[served]
         address = self._address_of(rollout_id)
         if address is None or "://" in address or address == ":memory:":
             return None
-        # Training does not change the tokenizer, so any checkpoint has it.
-        folder = Path(address).parent
-        files = [folder / "start" / _FILE, *sorted(folder.glob(f"checkpoints/*/{_FILE}"))]
-        file = next((file for file in files if file.is_file()), None)
+        # Training does not change the tokenizer, so any checkpoint has it; of several policies each has a folder.
+        checkpoints = sorted(Path(address).parent.glob("checkpoints/*"))
+        folders = [folder / model for folder in checkpoints] + [Path(address).with_name("start"), *checkpoints]
+        file = next((file for folder in folders if (file := folder / _FILE).is_file()), None)
         if file is None or importlib.util.find_spec("tokenizers") is None:
             return None
-        if file not in self._read:
-            from tokenizers import Tokenizer
+        return str(file.parent), _read(file)
 
-            from agentlightning.data.token_bytes import TokenBytes
 
-            self._read = {file: TokenBytes(Tokenizer.from_file(str(file)))}
-        return str(file.parent), self._read[file]
+@functools.lru_cache(maxsize=4)
+def _read(file: Path) -> TokenBytes:
+    from tokenizers import Tokenizer
 
-    async def token_bytes(self, rollout_id: str) -> TokenBytes | None:
-        found = await asyncio.to_thread(self.find, rollout_id)
-        return None if found is None else found[1]
+    from agentlightning.data.token_bytes import TokenBytes
+
+    return TokenBytes(Tokenizer.from_file(str(file)))
 
 
 def texts_of(ids: Sequence[int], token_bytes: TokenBytes | None) -> list[str] | None:
@@ -125,15 +121,15 @@ def token_view(
     spans: Sequence[Span],
     group: TracedGroup,
     span_id: str | None,
-    tokenizer: tuple[str, TokenBytes] | None,
+    tokenizers: Tokenizers,
 ) -> TokenView:
     """The call of a span, or the first one; `group` has the rollouts to compare with. NotFoundError if the rollout has
-    no such call that trains."""
+    no such call that trains. May read a file."""
     shown = next((call for call in traced.transitions if span_id in (None, call.span_id)), None)
     if shown is None:
         why = traced.left_out.get(span_id or "") or "no call of it is recorded with token ids that train"
         raise NotFoundError(f"there are no tokens to show of rollout {traced.rollout.rollout_id}: {why}")
-    name, token_bytes = tokenizer or (None, None)
+    name, token_bytes = tokenizers.find(traced.rollout.rollout_id, shown.model) or (None, None)
     breaks = continuity(traced.transitions, spans).breaks
     found = next((each for each in breaks if each.call_index == shown.call_index), None)
     earlier = [call for call in traced.transitions if call.call_index < shown.call_index]

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Final, get_type_hints
 
 import msgspec
 
-from agentlightning.dashboard import credit, failures, progress, rollouts, runs, tokens
-from agentlightning.datasets.annotations import changed_annotation
+from agentlightning.dashboard import credit, progress, rollouts, runs, tokens
+from agentlightning.datasets.export import changed_annotation
 from agentlightning.errors import InvalidError, NotFoundError
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
@@ -71,8 +71,7 @@ class ListRuns(View, frozen=True, kw_only=True):
     async def read(self, sources: Sources) -> list[runs.RunRow]:
         rows: list[runs.RunRow] = []
         for run in sorted(await sources.store.query_runs(), key=lambda run: -run.start_time):
-            measured = await sources.measured.by(sources.store, run)
-            failed = await sources.measured.failed(sources.store, run)
+            measured, failed = await sources.measured.of(sources.store, run)
             heard = run.end_time or await runs.last_sign(sources.store, run, measured)
             rows.append(await asyncio.to_thread(runs.row_of, run, measured, failed, heard))
         return rows
@@ -84,8 +83,8 @@ class ShowFailures(View, frozen=True, kw_only=True):
     route = "GET /dashboard/runs/{run_id}/failures"
     run_id: str
 
-    async def read(self, sources: Sources) -> list[failures.Cause]:
-        return await failures.causes(sources.store, self.run_id)
+    async def read(self, sources: Sources) -> list[progress.Cause]:
+        return await progress.causes(sources.store, self.run_id)
 
 
 class ShowProgress(View, frozen=True, kw_only=True):
@@ -108,7 +107,7 @@ class ShowSeries(View, frozen=True, kw_only=True):
         if len(self.run_ids) * (1 + len(self.names)) > _MOST_CURVES:
             raise InvalidError(f"these are more than {_MOST_CURVES:,} curves; ask for fewer runs or names at once")
         found = [await runs.find_run(sources.store, run_id) for run_id in self.run_ids]
-        measured = [await sources.measured.by(sources.store, run) for run in found]
+        measured = [(await sources.measured.of(sources.store, run))[0] for run in found]
         return [
             await asyncio.to_thread(runs.series, run, own, self.names, self.points)
             for run, own in zip(found, measured, strict=True)
@@ -121,7 +120,7 @@ class ShowQuality(View, frozen=True, kw_only=True):
 
     async def read(self, sources: Sources) -> runs.Quality:
         run = await runs.find_run(sources.store, self.run_id)
-        return await asyncio.to_thread(runs.quality, run, await sources.measured.by(sources.store, run))
+        return await asyncio.to_thread(runs.quality, run, (await sources.measured.of(sources.store, run))[0])
 
 
 class ShowPrompts(View, frozen=True, kw_only=True):
@@ -178,8 +177,7 @@ class ShowTokens(View, frozen=True, kw_only=True):
         group = await sources.compared_with(await sources.rollout(self.rollout_id))
         spans = await sources.store.query_spans(self.rollout_id, "latest")
         traced = next(member for member in group.traced if member.rollout.rollout_id == self.rollout_id)
-        tokenizer = await asyncio.to_thread(sources.tokenizers.find, self.rollout_id)
-        return await asyncio.to_thread(tokens.token_view, traced, spans, group, self.call, tokenizer)
+        return await asyncio.to_thread(tokens.token_view, traced, spans, group, self.call, sources.tokenizers)
 
 
 class ShowCredit(View, frozen=True, kw_only=True):
@@ -210,8 +208,14 @@ class ShowTree(View, frozen=True, kw_only=True):
         group = await sources.group(self.group_id)
         if not group.traced:
             raise NotFoundError(f"the group {self.group_id!r} has no rollouts yet")
-        spelled = await sources.tokenizers.token_bytes(group.traced[0].rollout.rollout_id)
-        return await asyncio.to_thread(credit.prefix_tree, group.traced, spelled)
+        first = group.traced[0].rollout.rollout_id
+
+        def tree() -> credit.PrefixTree:
+            models = {call.model for member in group.traced for call in member.transitions}
+            found = {model: sources.tokenizers.find(first, model) for model in models}
+            return credit.prefix_tree(group.traced, {model: known[1] for model, known in found.items() if known})
+
+        return await asyncio.to_thread(tree)
 
 
 class ScoreRollout(View, frozen=True, kw_only=True):

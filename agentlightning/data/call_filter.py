@@ -1,21 +1,23 @@
 """Which calls of a rollout train, and why the others do not.
 
-Knows models, agent names, reasons and limits; it does not know rewards, groups or sequences. The gateway's own reasons
-(`agentlightning.call.untrainable`) are repeated here because users may choose to keep such calls.
+The gateway's own reasons (`agentlightning.call.untrainable`) are repeated here because users may choose to keep such
+calls.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from agentlightning import semconv
 from agentlightning.data.agents import agent_pattern
 from agentlightning.errors import ConfigError, check_settings, nearest
+from agentlightning.types import Span
 
 # Why a call does not train, in addition to the gateway's reasons.
 NOT_RECEIVED: Final = "nobody received the answer"
@@ -108,3 +110,20 @@ def token_problem(
     if highest > _ROUNDING:
         return NOT_A_LOGPROB
     return NEGATIVE_ID if min(prompt_ids.min(), response_ids.min()) < 0 else None
+
+
+def call_index(span: Span) -> int | None:
+    """0, 1, 2 … within the attempt; None if the gateway did not number it."""
+    index = span.attributes.get(semconv.CALL_INDEX)
+    return index if isinstance(index, int) else None
+
+
+def call_order(span: Span) -> tuple[int, float, int]:
+    """The sort key of an attempt's calls."""
+    return call_index(span) or 0, span.start_time, span.sequence_id
+
+
+def discarded_calls(spans: Iterable[Span]) -> set[int]:
+    """Indices of calls whose answers were not received: the client retried or disconnected."""
+    named = [indices for span in spans if (indices := span.attributes.get(semconv.CALL_DISCARDS))]
+    return {index for indices in named if isinstance(indices, Sequence) for index in indices if isinstance(index, int)}

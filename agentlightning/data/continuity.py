@@ -160,8 +160,6 @@ def _continued(call: _Call, earlier: Sequence[_Call]) -> _Call | None:
     return found
 
 
-# --- what was intended -------------------------------------------------------------------------------------------
-
 _Intended: TypeAlias = tuple[_Call, BreakKind]
 
 
@@ -223,8 +221,6 @@ def _break(call: _Call, earlier: _Call, kind: BreakKind) -> Break:
         found=tuple(call.prompt[position : position + _AFTER].tolist()),
     )
 
-
-# --- words --------------------------------------------------------------------------------------------------------
 
 _NO_WORDS: Final = msgspec.json.encode(("", ()))
 

@@ -1,8 +1,6 @@
 """The calls of an attempt as conversations, in the form of OpenAI's chat completions.
 
-A conversation is a chain of calls, each of which repeats all messages of the call before it, answer included. This
-module knows steps, and messages of chat completions, Responses, Anthropic and the tracing dialects. It knows no
-rewards, groups or files.
+A conversation is a chain of calls, each of which repeats all messages of the call before it, answer included.
 """
 
 from __future__ import annotations
@@ -10,12 +8,24 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final, TypeAlias
 
 import msgspec
 
 from agentlightning import semconv
 from agentlightning.data.agents import agent_of, chosen
+from agentlightning.data.call_filter import (
+    FROZEN,
+    HOUSEKEEPING,
+    NOT_RECEIVED,
+    OTHER_AGENT,
+    OTHER_MODEL,
+    TRUNCATED,
+    call_index,
+    call_order,
+    discarded_calls,
+)
 from agentlightning.tracing.dialects import items, json_of, mapping, text_of
 from agentlightning.tracing.messages import finish_reasons, input_messages, model_name, output_messages
 from agentlightning.tracing.steps import Step, read_steps
@@ -23,18 +33,12 @@ from agentlightning.types import Span
 
 Message: TypeAlias = dict[str, Any]
 
-# Why the answer of a call cannot be learned from.
-NOT_RECORDED: Final = "calls whose messages were not recorded"
-EARLIER_ELSEWHERE: Final = "calls whose earlier messages only their server knows"
-FAILED: Final = "calls that failed"
-NOT_RECEIVED: Final = "calls whose answers nobody received"
-CUT: Final = "answers cut at their token limit"
-OTHER_MODEL: Final = "calls of other models"
-FROZEN: Final = "calls of models that are not trained"
-OTHER_AGENT: Final = "calls of other agents"
-HOUSEKEEPING: Final = "calls for housekeeping"
+# Why the answer of a call cannot be learned from, in addition to the reasons of `call_filter`.
+NOT_RECORDED: Final = "messages were not recorded"
+EARLIER_ELSEWHERE: Final = "only its server knows the earlier messages"
+FAILED: Final = "call failed"
 
-_CALL_FAILED: Final = ("call failed", "client disconnected")  # the gateway's flags of an unusable answer
+_CALL_FAILED: Final = (FAILED, "client disconnected")  # the gateway's flags of an unusable answer
 _NO_CALL: Final = ("embeddings", "messages/count_tokens")
 
 
@@ -87,37 +91,18 @@ def read_calls(
 def conversations(calls: Sequence[ChatCall]) -> list[list[ChatCall]]:
     """The chains of an attempt's calls: A1 S1 A2, where A2 repeats A1's messages and answer → A1 A2, S1.
 
-    A call that continues none starts a chain; each call is in one chain."""
+    A call that continues none starts a chain; each call is in one chain, the longest that it continues."""
     chains: list[list[ChatCall]] = []
+    open_ends: dict[int, list[list[ChatCall]]] = {}  # chains by the hash of the messages that a next call repeats
     for call in calls:
-        continued = [chain for chain in chains if _continues(call, chain[-1])]
-        if continued:
-            max(continued, key=lambda chain: len(chain[-1].sent)).append(call)
-        else:
-            chains.append([call])
+        hashes = list(accumulate(call.sent, lambda before, text: hash((before, text)), initial=0))
+        end = next((known for known in reversed(hashes) if open_ends.get(known)), None)
+        if end is None:
+            chains.append([])
+        chain = chains[-1] if end is None else open_ends[end].pop(0)
+        chain.append(call)
+        open_ends.setdefault(hash((hashes[-1], call.answered)), []).append(chain)
     return chains
-
-
-def _continues(call: ChatCall, earlier: ChatCall) -> bool:
-    whole = (*earlier.sent, earlier.answered)
-    return call.sent[: len(whole)] == whole
-
-
-def call_index(span: Span) -> int | None:
-    """0, 1, 2 … within the attempt; None if the gateway did not number it."""
-    index = span.attributes.get(semconv.CALL_INDEX)
-    return index if isinstance(index, int) else None
-
-
-def call_order(span: Span) -> tuple[int, float, int]:
-    """The sort key of an attempt's calls."""
-    return call_index(span) or 0, span.start_time, span.sequence_id
-
-
-def discarded_calls(spans: Iterable[Span]) -> set[int]:
-    """Indices of calls whose answers were not received: the client retried or disconnected."""
-    named = [indices for span in spans if (indices := span.attributes.get(semconv.CALL_DISCARDS))]
-    return {index for indices in named if isinstance(indices, Sequence) for index in indices if isinstance(index, int)}
 
 
 def _unlearnable(step: Step, models: frozenset[str] | None, agents: re.Pattern[str] | None) -> str | None:
@@ -130,10 +115,7 @@ def _unlearnable(step: Step, models: frozenset[str] | None, agents: re.Pattern[s
         return FROZEN
     if models is not None and model_name(attributes) not in models:
         return OTHER_MODEL
-    return CUT if finish_reasons(attributes)[:1] == ["length"] else None
-
-
-# --- messages ----------------------------------------------------------------------------------------------------
+    return TRUNCATED if finish_reasons(attributes)[:1] == ["length"] else None
 
 
 def _sent(span: Span) -> list[Message]:
@@ -161,26 +143,21 @@ def chat_messages(recorded: Iterable[Mapping[str, Any]], *, answer: bool = False
     for source in recorded:
         kind = source.get("type") or "message"
         if kind == "function_call":
-            calls = _turn(messages).setdefault("tool_calls", [])
-            calls.append(_tool_call(source.get("call_id"), source.get("name"), source.get("arguments")))
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": None})
+            call = _tool_call(source.get("call_id"), source.get("name"), source.get("arguments"))
+            messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             messages.append(_tool_result(source.get("call_id"), source.get("output")))
         elif kind == "message":
             role = "assistant" if answer else source.get("role")
-            messages += _of_assistant(source) if role == "assistant" else _of_others(source, role)
+            messages += [_of_assistant(source)] if role == "assistant" else _of_others(source, role)
         elif kind != "reasoning":
             messages.append({"role": str(kind), "content": None})
     return messages
 
 
-def _turn(messages: list[Message]) -> Message:
-    """The current assistant turn, or a new one."""
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": None})
-    return messages[-1]
-
-
-def _of_assistant(source: Mapping[str, Any]) -> list[Message]:
+def _of_assistant(source: Mapping[str, Any]) -> Message:
     message: Message = {"role": "assistant", "content": _content(source.get("content")) or None}
     calls = [
         _tool_call(call.get("id"), function.get("name"), function.get("arguments"))
@@ -194,7 +171,7 @@ def _of_assistant(source: Mapping[str, Any]) -> list[Message]:
         message["tool_calls"] = calls
     elif message["content"] is None:
         message["content"] = ""
-    return [message]
+    return message
 
 
 def _of_others(source: Mapping[str, Any], role: object) -> list[Message]:
@@ -278,9 +255,6 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {name: value for name, value in known.items() if value is not None}}
 
 
-# --- sameness ----------------------------------------------------------------------------------------------------
-
-
 def _signatures(messages: Iterable[Message]) -> list[str]:
     """Texts that identify messages, with tool-call ids numbered in order."""
     numbers: dict[str, int] = {}
@@ -302,9 +276,6 @@ def _plain(function: Mapping[str, Any]) -> Any:
         return msgspec.json.decode(function["arguments"])
     except (ValueError, RecursionError):
         return function["arguments"]
-
-
-# --- for readers -------------------------------------------------------------------------------------------------
 
 
 def conversation(spans: Sequence[Span]) -> list[dict[str, Any]]:

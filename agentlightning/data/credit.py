@@ -36,9 +36,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 ROUNDING = 1e-9  # smaller spreads, relative to the values, are rounding errors
 
 
-# --- properties --------------------------------------------------------------------------------------------------
-
-
 def returns(
     *,
     compares: Literal["nothing", "group"] = "nothing",
@@ -83,9 +80,6 @@ def _marked(**properties: Any) -> Callable[[F], F]:
 def property_of(function: Callable[..., Any], name: str) -> Any:
     """A property declared by `@returns` or `@baseline`, also through a `functools.partial`; None if undeclared."""
     return mark_of(function, "properties", {}).get(name)
-
-
-# --- returns -----------------------------------------------------------------------------------------------------
 
 
 @returns(repeats_reward=True, follows_reward=True)
@@ -176,9 +170,6 @@ def discount(rewards_T: npt.ArrayLike, gammas_T: npt.ArrayLike) -> Float64Array:
     for index in range(len(values) - 2, -1, -1):
         values[index] += gammas[index] * values[index + 1]
     return values
-
-
-# --- baselines ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -68,9 +68,9 @@ def shared_length(first: IntArray, second: IntArray) -> int:
     return int(different.argmax()) if different.any() else length
 
 
-def cut(lengths: Slots, shared: Slots, sampled: Slots, max_tokens: int, max_sampled: int) -> list[tuple[int, int]]:
+def cut(lengths: Slots, shared: Slots, sampled: Slots, limit: int) -> list[tuple[int, int]]:
     """Cut sequences in prefix order into forests, at the least cost; returns ranges of positions. A forest has at most
-    `max_tokens` tokens and `max_sampled` of the `sampled` ones; a longer sequence gets its own.
+    `limit` tokens, and at most as many of the `sampled` ones; a longer sequence gets its own.
 
     The cost of a cut is the prefix that the next forest recomputes: its tokens and their attention."""
     size = len(lengths)
@@ -82,7 +82,7 @@ def cut(lengths: Slots, shared: Slots, sampled: Slots, max_tokens: int, max_samp
     first = 0  # the earliest place from which a forest can reach as far as `stop`
     for stop in range(1, size + 1):
         while first < stop - 1 and (
-            shared[first] + added[stop] - added[first] > max_tokens or rows[stop] - rows[first] > max_sampled
+            shared[first] + added[stop] - added[first] > limit or rows[stop] - rows[first] > limit
         ):
             first += 1
         costs = least[first:stop] + opening[first:stop]

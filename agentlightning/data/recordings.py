@@ -71,9 +71,6 @@ async def recorded_groups(store: LightningStore, where: Filter) -> AsyncGenerato
         yield group
 
 
-# --- as their run trains them ------------------------------------------------------------------------------------
-
-
 class CreditSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A return and a baseline by name, and their options."""
 

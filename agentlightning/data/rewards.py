@@ -1,14 +1,13 @@
-"""Assigns rewards: intermediate rewards to calls, R to the rollout, and the terms that training adds to R.
-
-Knows spans, steps and numbers; it does not know transitions, groups or advantages.
-"""
+"""What the agent reported: rewards of calls and of the rollout, and the states in which calls were made; and the terms
+that training adds to R."""
 
 from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Literal
@@ -17,8 +16,7 @@ import msgspec
 
 from agentlightning import semconv
 from agentlightning.data.clocks import TOOL_CALL_IDS
-from agentlightning.errors import ConfigError
-from agentlightning.tracing.links import extract_links_from_attributes
+from agentlightning.errors import ConfigError, check_settings
 from agentlightning.tracing.rewards import find_final_rewards, find_reward_spans, get_reward_value, is_final_reward
 from agentlightning.tracing.steps import DEPTH, Step, tool_requests
 from agentlightning.types import Span
@@ -28,7 +26,11 @@ NOT_FINITE: Final = "not a finite number"
 BEFORE_ANY_CALL: Final = "given before any call had ended"
 NOT_TRAINED: Final = "of a call that does not train"
 
-RELATIVE: Final = ("relative_length", "relative_turns", "relative_tool_calls")  # terms that compare a group
+RELATIVE: Final[tuple[str, ...]] = (
+    "relative_length",
+    "relative_turns",
+    "relative_tool_calls",
+)  # terms that compare a group
 
 _IDS: Final = (*TOOL_CALL_IDS, "tool_call_id", semconv.GEN_AI_RESPONSE_ID)  # they may name a reward's call
 
@@ -84,10 +86,17 @@ class _Receivers:
         self._above = {span.span_id: span.parent_id for span in spans}
 
     def of(self, reward: Span) -> Span | None:
-        if (named := self._named(reward)) is not None:
-            return named
-        trained = [call for call in self._calls if semconv.CALL_HOUSEKEEPING not in call[0].span.attributes]
-        ended = [(step.span, around) for step, around in trained if step.span.end_time <= reward.start_time]
+        given = reward.attributes
+        links = [
+            str(given.get(f"{name.removesuffix('key_match')}value_match"))
+            for name, key in given.items()
+            if name.startswith(f"{semconv.LINK}.") and name.endswith(".key_match") and key in _IDS
+        ]
+        ids = links or [value for name in _IDS if isinstance(value := given.get(name), str)]
+        named = [call for name in ids for call in self._by_id.get(name, ())]
+        if len(named) == 1:
+            return named[0]
+        ended = [(call, around) for call, around in self._trained if call.end_time <= reward.start_time]
         found = [call for call, _ in ended]
         for outer in ancestors(reward, self._above):
             if below := [call for call, around in ended if outer in around]:
@@ -100,17 +109,15 @@ class _Receivers:
             found = [call for call in found if agent and self._agents.get(call.span_id) == agent] or found
         return max(found, key=lambda call: call.end_time, default=None)
 
-    def _named(self, reward: Span) -> Span | None:
-        links = [
-            link.value_match for link in extract_links_from_attributes(reward.attributes) if link.key_match in _IDS
-        ]
-        ids = links or [value for name in _IDS if isinstance(value := reward.attributes.get(name), str)]
-        named = [call for name in ids for call in self._by_id.get(name, ())]
-        return named[0] if len(named) == 1 else None
+    @cached_property
+    def _calls(self) -> list[Span]:
+        return [step.span for step in self._steps if step.call is step.span]
 
     @cached_property
-    def _calls(self) -> list[tuple[Step, set[str]]]:
-        return [(step, set(ancestors(step.span, self._above))) for step in self._steps if step.call is step.span]
+    def _trained(self) -> list[tuple[Span, set[str]]]:
+        """Calls other than housekeeping, and the spans around each."""
+        trained = (call for call in self._calls if semconv.CALL_HOUSEKEEPING not in call.attributes)
+        return [(call, set(ancestors(call, self._above))) for call in trained]
 
     @cached_property
     def _agents(self) -> dict[str, str | None]:
@@ -124,10 +131,9 @@ class _Receivers:
     def _by_id(self) -> dict[str, list[Span]]:
         """The calls with this id: several if a server numbers tool calls from 0 in every answer."""
         named: dict[str, list[Span]] = {}
-        for step, _ in self._calls:
-            ids = {request.id for request in tool_requests(step.span)}
-            for call_id in ids | {str(step.span.attributes.get(semconv.GEN_AI_RESPONSE_ID))}:
-                named.setdefault(call_id, []).append(step.span)
+        for call in self._calls:
+            for name in {str(call.attributes.get(semconv.GEN_AI_RESPONSE_ID)), *(r.id for r in tool_requests(call))}:
+                named.setdefault(name, []).append(call)
         return named
 
 
@@ -139,6 +145,46 @@ def ancestors(span: Span, above: Mapping[str, str | None]) -> list[str]:
         found.append(at)
         at = above[at]
     return found
+
+
+_STATE: Final = "state"
+_ANYWHERE: Final = ""  # no span has this id
+
+
+def named_states(spans: Sequence[Span], calls: Container[str]) -> dict[str, str]:
+    """The state in which each of these `calls` of ONE attempt was made, by span id, as JSON, if the agent named states:
+    `emit_annotation({"state": …})`. A state holds for calls that start after it, until the next one.
+
+    Concurrent agents have separate states: states named below the nearest span around a call take precedence; without
+    any, all count."""
+    moments: dict[str | None, list[tuple[float, int, str]]] = {}  # by the span below which a state was named
+    for span in spans:
+        if (state := _state(span)) is not None:
+            for place in (span.parent_id, _ANYWHERE):
+                moments.setdefault(place, []).append((span.start_time, span.sequence_id, state))
+    found: dict[str, str] = {}
+    if not moments:
+        return found
+    for named in moments.values():
+        named.sort()
+    above = {span.span_id: span.parent_id for span in spans}
+    for span in spans:
+        for place in (*ancestors(span, above), _ANYWHERE) if span.span_id in calls else ():
+            named = moments.get(place, [])
+            if index := bisect_right(named, span.start_time, key=lambda moment: moment[0]):
+                found[span.span_id] = named[index - 1][2]
+                break
+    return found
+
+
+def _state(span: Span) -> str | None:
+    """The state in an annotation: a value, or a mapping, whose items are stored below the name."""
+    if span.name != semconv.ANNOTATION:
+        return None
+    value = span.attributes.get(_STATE)
+    if value is None:
+        value = {name: item for name, item in span.attributes.items() if name.startswith(f"{_STATE}.")} or None
+    return None if value is None else msgspec.json.encode(value, order="sorted").decode()
 
 
 class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -173,13 +219,10 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     failed_tool: str | None = None
 
     def __post_init__(self) -> None:
-        if self.base not in ("final", "sum"):
-            raise ConfigError(f"reward.base is {self.base!r}; give 'final' or 'sum'")
+        costs: dict[str, float] = dict.fromkeys(("length_penalty", "overlong_penalty", *RELATIVE), 0.0)
+        check_settings(self, least=costs, choices={"base": ("final", "sum")})
         if self.weights and self.base == "sum":
             raise ConfigError("reward.weights weighs the parts of the final reward; leave base: sum out")
-        for name in ("length_penalty", "overlong_penalty", *RELATIVE):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is how much is lost; give a positive number")
         if bool(self.format_bonus) != (self.answer_format is not None):
             raise ConfigError("format_bonus and answer_format belong together: give both, or neither")
         length, buffer = self.overlong_length, self.overlong_buffer

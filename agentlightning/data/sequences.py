@@ -47,7 +47,9 @@ class CreditedTransition:
     @property
     def trains(self) -> bool:
         """Whether the policy or the critic learns anything from it."""
-        return bool(self.advantages.any()) or not np.array_equal(_or_empty(self.values), _or_empty(self.value_targets))
+        values, targets = self.values, self.value_targets
+        off = values is not None and targets is not None and not np.array_equal(values, targets)
+        return off or bool(self.advantages.any())
 
 
 @dataclass(frozen=True)
@@ -177,54 +179,46 @@ def build_sequences(
 
     At level `trajectory`: (O1, A1), (O1+A1+O2, A2) → one sequence O1 A1 O2 A2 with loss on A1 and A2. A prompt that
     extends no earlier sequence starts a new one, so interleaved conversations get one each."""
-    if level in ("transition", "tree"):
-        return [_sequence([item], origin, tree=level == "tree") for item in credited]
+    made: list[TrainingSequence] = []
+    for chain in _chains(credited) if level == "trajectory" else [[item] for item in credited]:
+        calls = [item.transition for item in chain]
+        starts = [(len(call.prompt_ids), len(call.response_ids)) for call in calls]
+        sequence = TrainingSequence(
+            rollout_id=calls[-1].rollout_id,
+            token_ids=np.concatenate([calls[-1].prompt_ids, calls[-1].response_ids]),  # contain those of the others
+            positions=np.concatenate([np.arange(start, start + length, dtype=np.int32) for start, length in starts]),
+            transitions=np.repeat(np.arange(len(chain), dtype=np.int32), [length for _, length in starts]),
+            logprobs=np.concatenate([call.logprobs for call in calls]),
+            advantages=np.concatenate([item.advantages for item in chain]),
+            versions=np.concatenate([call.versions for call in calls]),
+            values=_joined([item.values for item in chain]),
+            value_targets=_joined([item.value_targets for item in chain]),
+            tree=level == "tree",
+            origin=origin,
+        )
+        made.append(sequence if all(item.weights is None for item in chain) else _with_weights(sequence, chain))
+    return made
+
+
+def _chains(credited: Sequence[CreditedTransition]) -> list[list[CreditedTransition]]:
+    """Calls whose prompts extend one another."""
     chains: list[list[CreditedTransition]] = []
     tails: list[IntArray] = []  # all tokens of each chain so far
     for item in credited:
         prompt = item.transition.prompt_ids
-        candidates = [i for i, earlier in enumerate(tails) if _extends(prompt, earlier)]
-        extended = max(candidates, key=lambda i: len(tails[i]), default=None)
+        extended = [i for i, earlier in enumerate(tails) if np.array_equal(earlier, prompt[: len(earlier)])]
         tail = np.concatenate([prompt, item.transition.response_ids])
-        if extended is None:
+        if extended:
+            longest = max(extended, key=lambda i: len(tails[i]))
+            chains[longest].append(item)
+            tails[longest] = tail
+        else:
             chains.append([item])
             tails.append(tail)
-        else:
-            chains[extended].append(item)
-            tails[extended] = tail
-    return [_sequence(chain, origin) for chain in chains]
+    return chains
 
 
-def _extends(prompt: IntArray, earlier: IntArray) -> bool:
-    return len(earlier) <= len(prompt) and np.array_equal(earlier, prompt[: len(earlier)])
-
-
-def _sequence(
-    chain: Sequence[CreditedTransition], origin: Origin | None = None, *, tree: bool = False
-) -> TrainingSequence:
-    """The chain as one row: the tokens of its last call, which contain the others."""
-    last = chain[-1].transition
-    starts = [len(item.transition.prompt_ids) for item in chain]
-    lengths = [len(item.transition.response_ids) for item in chain]
-    ends = zip(starts, lengths, strict=True)
-    positions = [np.arange(start, start + length, dtype=np.int32) for start, length in ends]
-    made = TrainingSequence(
-        rollout_id=last.rollout_id,
-        token_ids=np.concatenate([last.prompt_ids, last.response_ids]),
-        positions=np.concatenate(positions),
-        transitions=np.repeat(np.arange(len(chain), dtype=np.int32), lengths),
-        logprobs=np.concatenate([item.transition.logprobs for item in chain]),
-        advantages=np.concatenate([item.advantages for item in chain]),
-        versions=np.concatenate([item.transition.versions for item in chain]),
-        values=_joined([item.values for item in chain]),
-        value_targets=_joined([item.value_targets for item in chain]),
-        tree=tree,
-        origin=origin,
-    )
-    return made if all(item.weights is None for item in chain) else _weighed(made, chain)
-
-
-def _weighed(sequence: TrainingSequence, chain: Sequence[CreditedTransition]) -> TrainingSequence:
+def _with_weights(sequence: TrainingSequence, chain: Sequence[CreditedTransition]) -> TrainingSequence:
     """The chain's sequence with its token weights applied."""
     factors: list[FloatArray] = []
     observed: list[tuple[npt.NDArray[np.int64], FloatArray]] = []
@@ -247,11 +241,9 @@ def _weighed(sequence: TrainingSequence, chain: Sequence[CreditedTransition]) ->
 
 
 def weighed(
-    calls: Sequence[CreditedTransition], weigh: Callable[[Sequence[Transition]], Iterable[Any]] | None
+    calls: Sequence[CreditedTransition], weigh: Callable[[Sequence[Transition]], Iterable[Any]]
 ) -> Sequence[CreditedTransition]:
     """A rollout's calls with the token weights that `weigh` returns for each. ConfigError if some are missing."""
-    if weigh is None or not calls:
-        return calls
     found = [np.asarray(weights, np.float32) for weights in weigh([item.transition for item in calls])]
     if len(found) != len(calls):
         raise ConfigError(f"token_weights must return an array for each of {len(calls)} calls, not {len(found)}")
@@ -263,46 +255,31 @@ def _joined(parts: Sequence[FloatArray | None]) -> FloatArray | None:
     return np.concatenate(found) if found else None
 
 
-def _or_empty(values: FloatArray | None) -> FloatArray:
-    return np.zeros(0, np.float32) if values is None else values
-
-
 def micro_batches(
-    sequences: Sequence[TrainingSequence],
-    weights: Sequence[FloatArray],
-    max_tokens: int,
-    max_sampled: int | None = None,
+    sequences: Sequence[TrainingSequence], weights: Sequence[FloatArray], max_tokens: int
 ) -> Iterator[MicroBatch]:
-    """Rows of similar length together, none shorter than half the longest: at most `max_tokens` padded and
-    `max_sampled` sampled tokens; a longer sequence goes alone. At level `tree`, sequences go with those that share
-    their prefixes, at most `max_tokens` distinct tokens. `weights` are float32[N + M] per sequence, for sampled then
+    """Rows of similar length together, none shorter than half the longest, of at most `max_tokens` tokens, padding
+    included; a longer sequence goes alone. At level `tree`, sequences go with those that share their prefixes, at most
+    `max_tokens` distinct and as many sampled tokens. `weights` are float32[N + M] per sequence, for sampled then
     observed tokens, or float32[N] for the sampled ones only."""
-    max_sampled = max_sampled or max_tokens
     if any(sequence.tree for sequence in sequences):
-        yield from _forests(sequences, weights, max_tokens, max_sampled)
+        order, shared = prefix_order([sequence.token_ids for sequence in sequences])
+        lengths = np.array([len(sequences[i]) for i in order], np.int64)
+        sampled = np.array([len(weights[i]) for i in order], np.int64)
+        for start, stop in cut(lengths, shared, sampled, max_tokens):
+            chosen = [sequences[i] for i in order[start:stop]]
+            forest, paths = plant([sequence.token_ids for sequence in chosen], shared[start:stop])
+            yield pack(chosen, [weights[i] for i in order[start:stop]], forest, paths)
         return
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True)
     lengths = -np.array([len(sequences[i]) for i in order])  # ascending, for searchsorted
     start = 0
     while start < len(order):
         width = len(sequences[order[start]])
-        stop = min(int(np.searchsorted(lengths, -width / 2, side="right")), start + max_tokens // width)
-        sampled = np.cumsum([len(weights[i]) for i in order[start:stop]])
-        rows = order[start : start + max(1, int(np.searchsorted(sampled, max_sampled, side="right")))]
+        similar = int(np.searchsorted(lengths, -width / 2, side="right"))
+        rows = order[start : min(similar, start + max(1, max_tokens // width))]
         yield pack([sequences[i] for i in rows], [weights[i] for i in rows])
         start += len(rows)
-
-
-def _forests(
-    sequences: Sequence[TrainingSequence], weights: Sequence[FloatArray], max_tokens: int, max_sampled: int
-) -> Iterator[MicroBatch]:
-    order, shared = prefix_order([sequence.token_ids for sequence in sequences])
-    lengths = np.array([len(sequences[i]) for i in order], np.int64)
-    sampled = np.array([len(weights[i]) for i in order], np.int64)
-    for start, stop in cut(lengths, shared, sampled, max_tokens, max_sampled):
-        chosen = [sequences[i] for i in order[start:stop]]
-        forest, paths = plant([sequence.token_ids for sequence in chosen], shared[start:stop])
-        yield pack(chosen, [weights[i] for i in order[start:stop]], forest, paths)
 
 
 def pack(

@@ -1,14 +1,13 @@
 """Spans → transitions: what a rollout offers for learning, what was left out, and why.
 
-A transition is one choice of one LLM call of the policy: (prompt ids, response ids, behaviour logprobs). This module
-knows spans and rewards; it does not know groups, advantages or models.
+A transition is one choice of one LLM call of the policy: (prompt ids, response ids, behaviour logprobs).
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
@@ -19,9 +18,15 @@ import numpy.typing as npt
 from agentlightning import semconv
 from agentlightning.data import call_filter
 from agentlightning.data.agents import agent_of, agent_pattern, chosen
-from agentlightning.data.call_filter import EVERY_CALL, CallFilter, token_problem
+from agentlightning.data.call_filter import (
+    EVERY_CALL,
+    CallFilter,
+    call_index,
+    call_order,
+    discarded_calls,
+    token_problem,
+)
 from agentlightning.data.clocks import align_clocks
-from agentlightning.data.conversations import call_index, call_order, discarded_calls
 from agentlightning.data.rewards import (
     NOT_TRAINED,
     PLAIN,
@@ -29,9 +34,9 @@ from agentlightning.data.rewards import (
     GivenRewards,
     RewardSpec,
     given_rewards,
+    named_states,
     relative_costs,
 )
-from agentlightning.data.states import named_states
 from agentlightning.data.tool_calls import ToolStatus, tool_statuses
 from agentlightning.errors import ConfigError
 from agentlightning.tracing import dialects
@@ -60,7 +65,7 @@ class Transition(msgspec.Struct, frozen=True):
         agent: name of the agent that made the call.
         tools: outcomes of the answer's tool calls.
         reward: r_t, the sum of its intermediate rewards; None without any.
-        state: the state named by the agent, as JSON (`data/states.py`)."""
+        state: the state named by the agent, as JSON (`named_states`)."""
 
     rollout_id: str
     attempt_id: str
@@ -129,23 +134,27 @@ def trace_rollout(
     final, clock_skew = align_clocks(_final_attempt(spans))
     steps = read_steps(final, reward.failed_tool)
     given = given_rewards(final, steps)
-    sorted_calls = _sort_calls(final, steps, given, calls, tool_statuses(steps, reward.failed_tool))
-    transitions = sorted_calls.transitions
-    lost = given.lost + Counter({NOT_TRAINED: len(given.of_calls.keys() - {call.span_id for call in transitions})})
+    found = _sort_calls(final, steps, given, calls, reward.failed_tool)
     terms = reward.given_terms(given) if rollout.status == "succeeded" else {}
     if terms:
-        terms |= _added(reward, transitions, final)
+        terms |= _added(reward, found.transitions, final)
+    outcome: Outcome = "trainable" if terms else "no reward"
+    if rollout.status != "succeeded":
+        outcome = rollout.status if rollout.status in ("failed", "cancelled") else "unfinished"
+    elif not found.transitions:
+        outcome = "nothing trainable" if found.left_out else "no calls" if final else "no spans"
+    untrained = given.of_calls.keys() - {call.span_id for call in found.transitions}
     return TracedRollout(
         rollout=rollout,
-        transitions=tuple(transitions),
+        transitions=tuple(found.transitions),
         reward=math.fsum(terms.values()) if terms else None,
-        excluded=Counter(sorted_calls.left_out.values()) + Counter({call_filter.UNUSED_CHOICE: sorted_calls.unused}),
-        other_agents=frozenset(sorted_calls.other_agents),
+        excluded=Counter(found.left_out.values()) + Counter({call_filter.UNUSED_CHOICE: found.unused}),
+        other_agents=frozenset(found.other_agents),
         reward_terms=terms,
-        rewards_lost=lost,
-        left_out=sorted_calls.left_out,
-        kept=sorted_calls.kept,
-        outcome=_outcome(rollout, final, sorted_calls, rewarded=bool(terms)),
+        rewards_lost=given.lost + Counter({NOT_TRAINED: len(untrained)}),
+        left_out=found.left_out,
+        kept=found.kept,
+        outcome=outcome,
         clock_skew=clock_skew,
     )
 
@@ -156,17 +165,19 @@ def compare_costs(group: Sequence[TracedRollout], reward: RewardSpec) -> list[Tr
     rewarded = [index for index, traced in enumerate(compared) if traced.reward_terms]
     earned = [reward.given_part(compared[index].reward_terms) > 0 for index in rewarded]
     for name in (name for name in RELATIVE if getattr(reward, name)):
-        costs = [_cost(name, compared[index].transitions) for index in rewarded]
+        cost = _COSTS[name]
+        costs = [sum(map(cost, compared[index].transitions)) for index in rewarded]
         for index, value in zip(rewarded, relative_costs(costs, earned), strict=True):
             terms = {**compared[index].reward_terms, name: getattr(reward, name) * value}
             compared[index] = replace(compared[index], reward_terms=terms, reward=math.fsum(terms.values()))
     return compared
 
 
-def _cost(term: str, transitions: Sequence[Transition]) -> int:
-    if term == "relative_turns":
-        return len(transitions)
-    return sum(len(call.tools if term == "relative_tool_calls" else call.response_ids) for call in transitions)
+_COSTS: Final[dict[str, Callable[[Transition], int]]] = {
+    "relative_length": lambda call: len(call.response_ids),
+    "relative_turns": lambda call: 1,
+    "relative_tool_calls": lambda call: len(call.tools),
+}
 
 
 @dataclass
@@ -181,27 +192,27 @@ class _SortedCalls:
 
 
 def _sort_calls(
-    spans: Sequence[Span],
-    steps: Sequence[Step],
-    given: GivenRewards,
-    calls: CallFilter,
-    tools: Mapping[str, Sequence[ToolStatus]],
+    spans: Sequence[Span], steps: Sequence[Step], given: GivenRewards, calls: CallFilter, failed_tool: str | None
 ) -> _SortedCalls:
     found = _SortedCalls()
     names = {step.span.span_id: agent_of(step) for step in steps if step.call is step.span}
-    states = named_states(spans, names)
+    states, tools = named_states(spans, names), tool_statuses(steps, failed_tool)
     pattern = None if calls.agents is None else agent_pattern(calls.agents)
-    incomplete, discarded = _lacks_a_call(spans), discarded_calls(spans)
+    indices = {index for span in spans if (index := call_index(span)) is not None}
+    incomplete, discarded = indices != set(range(len(indices))), discarded_calls(spans)
     before, images = "", False  # messages of the previous call, and whether they contain an image
-    for span in sorted((call for call in spans if call.span_id in names and _samples(call)), key=call_order):
+    answered = (span for span in spans if span.span_id in names)
+    for span in sorted(answered, key=call_order):
+        if span.attributes.get(semconv.GEN_AI_OPERATION) == "embeddings":
+            continue
         agent = names[span.span_id]
         reasons = list(_call_reasons(span, calls, incomplete=incomplete, discarded=call_index(span) in discarded))
         if not chosen(pattern, agent):
             reasons.append(call_filter.HOUSEKEEPING if agent.housekeeping else call_filter.OTHER_AGENT)
         transition = None
         if span.tokens is not None and all(map(calls.keeps, reasons)):
-            statuses, earned = tuple(tools.get(span.span_id, ())), given.of_calls.get(span.span_id)
-            transition = _transition(span, span.tokens, agent.name, statuses, earned, states.get(span.span_id))
+            of_call = tuple(tools.get(span.span_id, ())), given.of_calls.get(span.span_id), states.get(span.span_id)
+            transition = _transition(span, span.tokens, agent.name, *of_call)
             reasons += _token_reasons(transition, calls)
             messages = dialects.text_of(span, semconv.GEN_AI_INPUT_MESSAGES) or ""
             continues = messages.startswith(before.removesuffix("]"))
@@ -219,21 +230,6 @@ def _sort_calls(
             if against == call_filter.OTHER_AGENT:
                 found.other_agents.add(str(agent))
     return found
-
-
-def _samples(span: Span) -> bool:
-    """Whether the call generates an answer; embeddings, for example, do not."""
-    return span.attributes.get(semconv.GEN_AI_OPERATION) != "embeddings"
-
-
-def _outcome(rollout: Rollout, spans: Sequence[Span], calls: _SortedCalls, *, rewarded: bool) -> Outcome:
-    if rollout.status != "succeeded":
-        return rollout.status if rollout.status in ("failed", "cancelled") else "unfinished"
-    if calls.transitions:
-        return "trainable" if rewarded else "no reward"
-    if calls.left_out:
-        return "nothing trainable"
-    return "no calls" if spans else "no spans"
 
 
 def _added(spec: RewardSpec, transitions: Sequence[Transition], spans: Sequence[Span]) -> dict[str, float]:
@@ -258,12 +254,6 @@ def _final_attempt(spans: Sequence[Span]) -> list[Span]:
         started[span.attempt_id] = min(span.start_time, started.get(span.attempt_id, np.inf))
     last = max(started, key=lambda attempt_id: started[attempt_id])
     return [span for span in spans if span.attempt_id == last]
-
-
-def _lacks_a_call(spans: Sequence[Span]) -> bool:
-    """Whether a call is missing, such as 2 in 0, 1, 3: then the attempt is incomplete, and none of its calls train."""
-    indices = {index for span in spans if (index := call_index(span)) is not None}
-    return any(index not in indices for index in range(len(indices)))
 
 
 def _call_reasons(span: Span, calls: CallFilter, *, incomplete: bool, discarded: bool) -> Iterator[str]:
@@ -320,6 +310,8 @@ def _transition(
 ) -> Transition:
     # With n > 1 it is unknown which choices the agent used; every SDK example reads the first.
     choice = tokens.choices[0] if tokens.choices else SampledChoice(token_ids=(), logprobs=(), finish_reason="abort")
+    sampled = len(choice.token_ids)
+    runs = choice.versions if sum(count for _, count in choice.versions) == sampled else ((-1, sampled),)
     return Transition(
         rollout_id=span.rollout_id,
         attempt_id=span.attempt_id,
@@ -330,18 +322,10 @@ def _transition(
         prompt_ids=np.asarray(tokens.prompt_token_ids, np.int32),
         response_ids=np.asarray(choice.token_ids, np.int32),
         logprobs=np.asarray(choice.logprobs, np.float32),
-        versions=_expand(choice),
+        versions=np.repeat(*np.array(runs or np.zeros((0, 2)), np.int32).T),
         finish_reason=choice.finish_reason,
         agent=agent,
         tools=tools,
         reward=reward,
         state=state,
     )
-
-
-def _expand(choice: SampledChoice) -> IntArray:
-    """Run-length versions → one per token; ((3, 2), (4, 1)) → [3, 3, 4]. Unknown versions are −1."""
-    if not choice.versions or sum(count for _, count in choice.versions) != len(choice.token_ids):
-        return np.full(len(choice.token_ids), -1, np.int32)
-    versions, counts = zip(*choice.versions, strict=True)
-    return np.repeat(np.array(versions, np.int32), counts)

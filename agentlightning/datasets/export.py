@@ -14,10 +14,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+import msgspec
+
 from agentlightning.data.agents import agent_pattern
 from agentlightning.data.conversations import NOT_RECORDED, ChatCall, Message, conversations, read_calls
 from agentlightning.data.recordings import Recorded
-from agentlightning.datasets.annotations import annotation_of
+from agentlightning.errors import InvalidError
+from agentlightning.types import Rollout
+
+ANNOTATION: Final = "annotation"
+"""The key of a rollout's metadata that holds its annotation."""
 
 # Why a rollout or a pair of them gives no line.
 NO_REWARD: Final = "rollouts without a reward"
@@ -48,15 +54,13 @@ FEWEST_LINES: Final = 10
 class Wanted:
     """What to learn from: answers of these models (None: all that are not frozen) and agents (a pattern; None: all), in
     rollouts with one of these labels (None: any or none) and a reward of at least `min_reward`; with `best_of_group`,
-    only the best of each group. `all_pairs` makes a pair of every two rollouts that answered a prompt differently,
-    instead of only the two whose rewards differ most."""
+    only the best of each group."""
 
     models: frozenset[str] | None = None
     agents: str | None = None
     labels: frozenset[str] | None = None
     min_reward: float | None = None
     best_of_group: bool = False
-    all_pairs: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,10 +125,9 @@ def dpo_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
         else:
             pairs.setdefault(pair[0].sent, []).append((high - low, *pair))
     for candidates in pairs.values():
-        chosen = candidates if wanted.all_pairs else [max(candidates, key=lambda candidate: candidate[0])]
-        found.left_out[LESSER_PAIR] += len(candidates) - len(chosen)
-        for _, better, worse in chosen:
-            _add_pair(found, better, worse)
+        _, better, worse = max(candidates, key=lambda candidate: candidate[0])
+        found.left_out[LESSER_PAIR] += len(candidates) - 1
+        _add_pair(found, better, worse)
     return Lines(found.lines, +found.left_out)  # without the reasons that were none
 
 
@@ -182,8 +185,8 @@ def _calls(recorded: Recorded, wanted: Wanted, left_out: Counter[str]) -> list[C
     elif not calls and set(unread) == {NOT_RECORDED}:
         left_out[NO_CONTENT] += 1
     else:
-        left_out.update(unread)
-        left_out.update(call.unlearnable for call in calls if call.unlearnable is not None)
+        reasons = [*unread, *(call.unlearnable for call in calls if call.unlearnable is not None)]
+        left_out.update(f"calls ({reason})" for reason in reasons)
     return calls
 
 
@@ -230,3 +233,27 @@ def _tools_problem(tools: Sequence[dict[str, Any]]) -> str | None:
     if any(tool.get("type") != "function" or not _NAME.match(str(tool["function"].get("name"))) for tool in tools):
         return "tools that are not functions, or whose names hosts refuse"
     return f"more than {_MOST_TOOLS} tools" if len(tools) > _MOST_TOOLS else None
+
+
+# --- annotations ---------------------------------------------------------------------------------------------------
+
+
+class Annotation(msgspec.Struct, frozen=True, omit_defaults=True):
+    """None is not given. `answer` replaces the last answer in fine-tuning files."""
+
+    label: str | None = None
+    note: str | None = None
+    answer: str | None = None
+
+
+def annotation_of(rollout: Rollout) -> Annotation:
+    """This rollout's annotation. InvalidError if its metadata has something else under that key."""
+    try:
+        return msgspec.convert(rollout.metadata.get(ANNOTATION, {}), Annotation)
+    except msgspec.ValidationError as error:
+        raise InvalidError(f"the annotation of rollout {rollout.rollout_id} is malformed: {error}") from None
+
+
+def changed_annotation(**parts: str | None) -> dict[str, Any]:
+    """What `update_rollout` merges into the metadata to change these parts; an empty text removes a part."""
+    return {ANNOTATION: {name: text or None for name, text in parts.items() if text is not None}}

@@ -17,8 +17,7 @@ from agentlightning.data.agents import agent_of
 from agentlightning.data.call_filter import UNUSED_CHOICE, CallFilter
 from agentlightning.data.recordings import Recorded
 from agentlightning.data.transitions import TracedRollout, trace_rollout
-from agentlightning.datasets.annotations import annotation_of
-from agentlightning.datasets.export import LOW_REWARD, NO_CALL, Lines, Wanted, labelled
+from agentlightning.datasets.export import LOW_REWARD, NO_CALL, Lines, Wanted, annotation_of, labelled
 from agentlightning.errors import imported
 from agentlightning.tracing.messages import finish_reasons, model_name
 from agentlightning.tracing.steps import read_steps

@@ -41,14 +41,12 @@ class Gateway:
         self._calls = Calls(models, store, Attributor(store, admin_key=admin_key), self._holding)
         self.serving = Serving(self._calls, body_limit, attributed=store is not None)
 
-    def keep_to_this_machine(self) -> None:
+    def keep_to_this_machine(self, key_of_session: Callable[[Mapping[str, str]], str | None]) -> None:
         """From here on, where no admin key is set: answer only this machine's own programs (no page of elsewhere in a
-        browser, nothing through a declared proxy), and holders of keys that were issued here."""
+        browser, nothing through a declared proxy), and holders of keys that were issued here. `key_of_session` says
+        which key the cookie of a browser stands for, in the headers of a call."""
         self._calls.attributor.local_only = True
-
-    def admit_sessions(self, key_of: Callable[[Mapping[str, str]], str | None]) -> None:
-        """From here on `key_of` says which key the cookie of a browser stands for, in the headers of a call."""
-        self._calls.attributor.key_of_session = key_of
+        self._calls.attributor.key_of_session = key_of_session
 
     def hold(self, name: str, seconds: float | None = None, holder: str = _HOLD) -> None:
         """New calls of this model wait from now on; running ones go on. Nothing is refused. After `seconds`, where

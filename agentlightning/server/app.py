@@ -1,8 +1,5 @@
-"""One application: calls over HTTP, events, health, metrics, documentation and the page in ASGI; and beside it the LLM
-calls of a gateway.
-
-This module wires routes and turns typed errors into answers. It does not open sockets.
-"""
+"""One ASGI application of calls, events, health, metrics, documentation and the page; beside it the LLM calls of a
+gateway."""
 
 from __future__ import annotations
 
@@ -15,12 +12,11 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
 
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.models import ModelTable
-from agentlightning.server.access import Access
+from agentlightning.server.access import Access, Sessions
 from agentlightning.server.dashboard import page_routes, page_views
 from agentlightning.server.events import EventRoutes
 from agentlightning.server.health import Reading, ServerMetrics, gateway_readings, health_routes
@@ -31,7 +27,7 @@ from agentlightning.server.openapi import documentation_routes
 from agentlightning.server.otlp import otlp_routes
 from agentlightning.server.protocol import LlmCalls
 from agentlightning.server.requests import defect, failure, refusal
-from agentlightning.server.rest import LONGEST_POLL, LongPolls, Perform, Rest
+from agentlightning.server.rest import LongPolls, Perform, Rest
 from agentlightning.server.reward_url import reward_route
 from agentlightning.store.base import CALLS, LightningStore
 from agentlightning.store.calls import Call
@@ -78,7 +74,6 @@ def create_app(
     body_limit: int = BODY_LIMIT,
     rate_limit: float | None = None,
     access_log: bool = False,
-    longest_poll: float = LONGEST_POLL,
     readings: Sequence[Reading] = (),
     keys: LightningStore | None = None,
 ) -> Starlette:
@@ -95,8 +90,13 @@ def create_app(
     shown = list(readings)
     stops: list[Callable[[], None]] = []
     if store is not None and access is not None:
-        polls = LongPolls(longest_poll)
-        performed = _performed(store, gateway, models)
+        polls = LongPolls()
+        performed: list[tuple[Sequence[type[Call]], Perform]] = [
+            (list(CALLS.values()), lambda call, caller: store.perform(call))
+        ]
+        if gateway is not None:
+            table = models or Models(gateway)
+            performed.append((list(MODEL_CALLS), lambda call, caller: table.perform(call)))
         described = [kind for kinds, _ in performed for kind in kinds]
         performed.append(page_views(store, ModelTable() if gateway is None else gateway.models))
         inner.append(Middleware(Rest, access=access, polls=polls, body_limit=body_limit, performed=performed))
@@ -112,9 +112,7 @@ def create_app(
     if gateway is not None:
         stops.append(gateway.turn_away)
         shown += gateway_readings(gateway)
-        gateway.keep_to_this_machine()
-        if access is not None:
-            gateway.admit_sessions(access.sessions.key_of)
+        gateway.keep_to_this_machine(Sessions().key_of if access is None else access.sessions.key_of)
     routes.append((metrics := ServerMetrics(store, access, shown)).route())
     routes += documentation_routes(described, protected=protected)
     listeners = [metrics.count, log_request] if access_log else [metrics.count]
@@ -122,7 +120,7 @@ def create_app(
     limits = Limits(rate, LargeBodies(body_limit) if access is not None and protected else None)
     layers = [Middleware(Observed, routes=routes, listeners=listeners), Middleware(Limited, limits=limits), *inner]
     answers = dict.fromkeys((AgentLightningError, HTTPException, Exception), _answer_to)
-    app = _Application(routes=routes, middleware=layers, exception_handlers=answers)
+    app = Starlette(routes=routes, middleware=layers, exception_handlers=answers)
     app.state.calls = None if gateway is None else LlmCalls(gateway.serving, listeners, limits)
     app.state.protected = protected
     app.state.stop_waiting = tuple(stops)
@@ -134,31 +132,6 @@ def _is_set(admin_key: str | None) -> bool:
     if admin_key is not None and len(admin_key) < 8:
         raise ConfigError("the admin key is shorter than 8 characters; choose one that cannot be guessed")
     return admin_key is not None
-
-
-def _performed(
-    store: LightningStore, gateway: Gateway | None, models: Models | None
-) -> list[tuple[Sequence[type[Call]], Perform]]:
-    """The calls of the store and those about the gateway's models, with what carries them out."""
-    performed: list[tuple[Sequence[type[Call]], Perform]] = [
-        (list(CALLS.values()), lambda call, caller: store.perform(call))
-    ]
-    if gateway is not None:
-        models = models or Models(gateway)
-        performed.append((list(MODEL_CALLS), lambda call, caller: models.perform(call)))
-    return performed
-
-
-class _Application(Starlette):
-    """Its middleware is around what the framework brings of its own, so that what a layer answers passes no other."""
-
-    def build_middleware_stack(self) -> ASGIApp:
-        layers, self.user_middleware = self.user_middleware, []
-        app = super().build_middleware_stack()
-        self.user_middleware = layers
-        for kind, arguments, named in reversed(layers):
-            app = kind(app, *arguments, **named)
-        return app
 
 
 def _answer_to(request: Request, error: Exception) -> Response:

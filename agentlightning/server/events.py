@@ -1,14 +1,7 @@
-"""What happens in the store, as it happens: server-sent events at `/events`, for whoever shows it to people.
+"""What happens in the store, as it happens: server-sent events at `/events`.
 
-This module turns the store's changes into events. It does not know who listens, and remembers nothing for those who
-come back: each stream begins with `reset`, which says to read the store afresh.
-
-    event: rollout    data: {"rollout_id": …, "status": …, …}    a rollout looks different now
-    event: spans      data: {"rollout_id": …}                    spans were added to it
-    event: groups     data: {"run_id": …}                        groups of this run became complete
-    event: metrics    data: {"run_id": …}                        this run began, ended or was measured
-    event: queued     data: {"count": …}                         rollouts began to wait for a worker
-    event: reset      data: {}                                   anything may have changed
+Each stream begins with `reset`: read the store afresh. Then come `rollout` (looks different now), `spans` (were added),
+`groups` (of a run became complete), `metrics` (a run began, ended or was measured) and `queued` (rollouts wait).
 """
 
 from __future__ import annotations
@@ -16,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator
 from typing import Any, Final
 
 import msgspec
@@ -32,7 +25,6 @@ from agentlightning.store.base import CALLS
 from agentlightning.store.database import Changes
 from agentlightning.store.many import ManyStores
 from agentlightning.store.sql import SqlStore
-from agentlightning.types import Rollout
 
 HEARTBEAT_SECONDS: Final = 15.0
 _MOST_STREAMS: Final = 100  # of one caller: each looks at every change
@@ -44,14 +36,11 @@ _SHOWN: Final = ("rollout_id", "status", "mode", "run_id", "group_id", "start_ti
 class EventRoutes:
     """The event stream of one store. `open` counts who listens; `stop` ends all streams, so that a server can stop."""
 
-    def __init__(
-        self, store: SqlStore | ManyStores, access: Access, heartbeat_seconds: float = HEARTBEAT_SECONDS
-    ) -> None:
+    def __init__(self, store: SqlStore | ManyStores, access: Access) -> None:
         self.open = 0
         self._listening: Counter[str] = Counter()  # by who listens
         self._store = store
         self._access = access
-        self._heartbeat = heartbeat_seconds
         self._stopping = asyncio.Event()
 
     def route(self) -> Route:
@@ -61,7 +50,6 @@ class EventRoutes:
         self._stopping.set()
 
     async def _listen(self, request: Request) -> Response:
-        """What happens in the store, as server-sent events"""
         caller = await self._admit(request)
         if self._listening[caller] >= _MOST_STREAMS:
             return refusal(429, "rate_limited", f"{caller} listens {_MOST_STREAMS} times already; end a stream first")
@@ -84,12 +72,12 @@ class EventRoutes:
                 yield _RESET
                 checked = time.monotonic()
                 while (several := await self._next(queue, stopping)) is not None:
-                    if any(batch is None or batch.keys for batch in several) or _due(checked, self._heartbeat):
+                    due = time.monotonic() - checked >= HEARTBEAT_SECONDS
+                    if due or any(batch is None or batch.keys for batch in several):
                         await self._admit(request)  # the key may have been revoked, or have expired
                         checked = time.monotonic()
-                    events = [event async for event in self._events(several)] if several else [_HEARTBEAT]
-                    if events:
-                        yield b"".join(events)
+                    if events := await self._events(several) if several else _HEARTBEAT:
+                        yield events
         except (ForbiddenError, UnavailableError):
             return  # the stream ends; the next request gets the reason
         finally:
@@ -103,7 +91,7 @@ class EventRoutes:
         """All changes that are there; an empty list when it is time for a heartbeat, None when the server stops."""
         getting = asyncio.ensure_future(queue.get())
         try:
-            await asyncio.wait([getting, stopping], timeout=self._heartbeat, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([getting, stopping], timeout=HEARTBEAT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if stopping.done():
                 return None
             if not getting.done():
@@ -115,39 +103,23 @@ class EventRoutes:
             several.append(queue.get_nowait())
         return several
 
-    async def _events(self, several: list[Changes | None]) -> AsyncIterator[bytes]:
+    async def _events(self, several: list[Changes | None]) -> bytes:
         """The events of changes, each once."""
         if None in several:
-            yield _RESET
-            return
+            return _RESET
         changes = Changes.merged(batch for batch in several if batch is not None)
-        changed = dict.fromkeys([*changes.touched, *changes.finished])
-        with_spans = dict.fromkeys(changes.spans)
-        found = await self._look_up([*changed, *with_spans])
-        if changes.queued:
-            yield _event("queued", {"count": changes.queued})
-        for rollout_id in changed:
-            if rollout_id in found:
-                yield _event("rollout", {name: getattr(found[rollout_id], name) for name in _SHOWN})
-            else:
-                yield _event("rollout", {"rollout_id": rollout_id, "status": "deleted"})
-        for rollout_id in with_spans:
-            if rollout_id in found:
-                yield _event("spans", {"rollout_id": rollout_id})
-        for run_id in dict.fromkeys(changes.runs):
-            yield _event("metrics", {"run_id": run_id})
-        for run_id in dict.fromkeys(changes.runs_with_groups):
-            yield _event("groups", {"run_id": run_id})
-
-    async def _look_up(self, rollout_ids: Iterable[str]) -> dict[str, Rollout]:
-        """Those that exist, from the store's memory where they are in it."""
-        names = list(dict.fromkeys(rollout_ids))
-        rollouts = await asyncio.gather(*map(self._store.get_rollout_by_id, names))
-        return {name: rollout for name, rollout in zip(names, rollouts, strict=True) if rollout is not None}
-
-
-def _due(checked: float, seconds: float) -> bool:
-    return time.monotonic() - checked >= seconds
+        events = [_event("queued", {"count": changes.queued})] if changes.queued else []
+        names = list(dict.fromkeys([*changes.touched, *changes.finished]))
+        for name, found in zip(names, await asyncio.gather(*map(self._store.get_rollout_by_id, names)), strict=True):
+            deleted = {"rollout_id": name, "status": "deleted"}
+            events.append(_event("rollout", {field: getattr(found, field) for field in _SHOWN} if found else deleted))
+        for event, field, ids in (
+            ("spans", "rollout_id", changes.spans),
+            ("metrics", "run_id", changes.runs),
+            ("groups", "run_id", changes.runs_with_groups),
+        ):
+            events += [_event(event, {field: name}) for name in dict.fromkeys(ids)]
+        return b"".join(events)
 
 
 def _event(name: str, data: dict[str, Any]) -> bytes:

@@ -29,11 +29,9 @@ _QUEUED: Final = ("rollouts_queuing", "rollouts_requeuing")
 
 def health_routes(store: LightningStore | None) -> list[BaseRoute]:
     async def health(request: Request) -> Response:
-        """Whether the process lives"""
         return in_json({"status": "ok"})
 
     async def ready(request: Request) -> Response:
-        """Whether the store, if there is one, answers a read within two seconds"""
         try:
             if store is not None:
                 async with asyncio.timeout(_PATIENCE):
@@ -91,7 +89,6 @@ class ServerMetrics(Collector):
 
     def route(self) -> Route:
         async def metrics(request: Request) -> Response:
-            """Counters in Prometheus's text format"""
             if self._access is not None:
                 (await caller_of(request, self._access)).require(CALLS["statistics"])
             try:

@@ -1,8 +1,5 @@
-"""OTLP over HTTP: spans from any OpenTelemetry exporter, at `/v1/traces` and at the same path under an attempt's URL.
-
-Nothing is dropped in silence: the answer counts the spans that a key may not add, and those that name no attempt the
-store knows go to the rollout `unattributed`.
-"""
+"""OTLP over HTTP at `/v1/traces`, and at the same path under an attempt's URL. The answer counts spans that a key may
+not add; those that name no attempt of the store go to the rollout `unattributed`."""
 
 from __future__ import annotations
 
@@ -33,7 +30,6 @@ def otlp_routes(store: LightningStore, access: Access, body_limit: int) -> list[
     """The two paths of OTLP/HTTP over one store. `body_limit` is in bytes, before and after decompression."""
 
     async def export(request: Request) -> Response:
-        """Spans of any OpenTelemetry exporter (OTLP over HTTP), as protobuf or JSON"""
         content_type = request.headers.get("content-type", "")
         answer_type = PROTOBUF if PROTOBUF in content_type.lower() else JSON
         ids = request.path_params
@@ -48,7 +44,7 @@ def otlp_routes(store: LightningStore, access: Access, body_limit: int) -> list[
             inflated = await asyncio.to_thread(inflate, body, encoding, limit)
             access.count_sent(caller, len(inflated))
             spans, refused = await asyncio.to_thread(_read, inflated, content_type, caller, url_ids)
-            access.count_spans(caller, spans)
+            access.count_sent(caller, spans=len(spans))
             await _store(store, caller, spans)
         except AgentLightningError as error:
             return _refusal(error, answer_type)

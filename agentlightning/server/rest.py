@@ -1,9 +1,5 @@
-"""Calls over HTTP: each kind at its route below `/api/v1`, and the few lines that run any of them. Most are the
-store's; a server adds those about its models, and the views of its page.
-
-Bodies are JSON or msgpack, by `Content-Type`; answers by `Accept`. Most requests of a server are these, many a second,
-so that they go past the web framework. What is allowed is decided by `access` and by whatever performs a call.
-"""
+"""Calls over HTTP: each kind at its route below `/api/v1`. They go past the web framework, as most requests of a server
+are these. Bodies are JSON or msgpack, by `Content-Type`; answers by `Accept`."""
 
 from __future__ import annotations
 
@@ -69,11 +65,9 @@ class Endpoint:
 
 
 class LongPolls:
-    """The calls that wait for something to answer with, each for `longest` seconds at most. `stop` answers them all at
-    once, so that a server can stop."""
+    """The calls that wait for something to answer with. `stop` answers them all at once, so that a server can stop."""
 
-    def __init__(self, longest: float = LONGEST_POLL) -> None:
-        self._longest = longest
+    def __init__(self) -> None:
         self._stopping = False
         self._waiting: set[asyncio.Future[Any]] = set()
 
@@ -84,13 +78,6 @@ class LongPolls:
         self._stopping = True
         for work in self._waiting:
             work.cancel()
-
-    def bounded(self, call: Call) -> Call:
-        """The call with a timeout of no more than the longest."""
-        timeout: float | None = getattr(call, "timeout", None)
-        if timeout is None or timeout > self._longest:
-            return msgspec.structs.replace(call, timeout=self._longest)
-        return call
 
     async def answer(self, receive: Receive, call: Coroutine[Any, Any, Any]) -> Any:
         """A call's result. Given up when its client has gone, who then must not be leased anything, or when the server
@@ -197,11 +184,11 @@ class Rest:
             asked = endpoint.decode(fields, data, _MSGPACK in headers.get("content-type", ""))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidError(f"{scope['method']} {scope['path']}: {error}") from None
-        self._access.count_spans(caller, getattr(asked, "spans", ()))
+        self._access.count_sent(caller, spans=len(getattr(asked, "spans", ())))
         caller.check(asked)
         call = _bounded(asked)
         if endpoint.waits:
-            result = await self._polls.answer(receive, endpoint.perform(self._polls.bounded(call), caller))
+            result = await self._polls.answer(receive, endpoint.perform(call, caller))
         else:
             result = await endpoint.perform(call, caller)
         if result is None and endpoint.none_is_missing:
@@ -219,10 +206,12 @@ def _segments(path: str) -> list[str]:
 
 
 def _bounded(call: Call) -> Call:
-    """The call with an answer of no more rows than a server gives at a time; who asked for more goes on from there."""
-    limit: int | None = getattr(call, "limit", 0)
-    if limit is None or limit > MOST_ROWS:
-        return msgspec.structs.replace(call, limit=MOST_ROWS)
+    """The call with an answer of no more rows than a server gives at a time, before a proxy would cut a wait; who asked
+    for more asks again."""
+    for name, most in (("limit", MOST_ROWS), ("timeout", LONGEST_POLL)):
+        asked: float | None = getattr(call, name, 0)
+        if asked is None or asked > most:
+            call = msgspec.structs.replace(call, **{name: most})
     return call
 
 

@@ -1,8 +1,5 @@
-"""The reward URL of an attempt: `POST /rewards/KEY` with a line of JSON, from any language that speaks HTTP.
-
-The key in the path is all that authorises it, and names the attempt: a key that may give rewards and is handed out with
-the lease. This module knows how a reward is asked for and answered; what a reward is `tracing.rewards` knows.
-"""
+"""The reward URL of an attempt: `POST /rewards/KEY` with a line of JSON. The key in the path is all that authorises it,
+and names the attempt."""
 
 from __future__ import annotations
 
@@ -27,11 +24,10 @@ _LONGEST: Final = 64 * 1024  # bytes
 
 
 def reward_route(store: LightningStore) -> Route:
-    """The route over one store. A body that is no reward is answered 400 with what to send."""
+    """The route over one store. A body that is no reward is answered 400 with what to send; a request that repeats an
+    `Idempotency-Key` counts once."""
 
     async def give(request: Request) -> Response:
-        """Give an attempt a reward: a number, or an object of named ones. A request that repeats an `Idempotency-Key`
-        counts once"""
         key = request.path_params["key"]
         rollout_id, attempt_id = await _attempt_of(store, request, key)
         try:

@@ -1,8 +1,5 @@
-"""The workers of a server, as the process that owns the store sees them: started, told about models, asked to wait, and
-started again when one dies.
-
-Knows the pipe to each worker and the store. Knows no HTTP.
-"""
+"""The workers of a server, as the process that owns the store sees them: started, told about models, and started again
+when one dies."""
 
 from __future__ import annotations
 
@@ -84,13 +81,9 @@ class Workers:
         for pipe in self._pipes.values():
             pipe.tell(name, content)
 
-    async def ask(self, name: str, content: Any = None) -> None:
-        """Return when each has carried it out; a worker that dies counts as done."""
-        await asyncio.gather(*(pipe.ask(name, content) for pipe in self._pipes.values()), return_exceptions=True)
-
     async def settled(self) -> None:
-        """Return when all have carried out all orders."""
-        await self.ask("settle")
+        """Return when each has carried out all orders; a worker that dies counts as done."""
+        await asyncio.gather(*(pipe.ask("settle") for pipe in self._pipes.values()), return_exceptions=True)
 
     async def _keep(self, index: int, ready: asyncio.Future[None]) -> None:
         """Run worker number `index`, again when it dies."""
@@ -176,10 +169,6 @@ class SharedGateway(Gateway):
     def release_gate(self, name: str, holder: str) -> None:
         super().release_gate(name, holder)
         self.workers.changed()  # also what they held calls for, new weights
-
-    def turn_away(self) -> None:
-        super().turn_away()
-        self.workers.tell("turn away")
 
     def counts(self, name: str) -> tuple[int, int]:
         several = [super().counts(name), *(report.gates.get(name, (0, 0)) for report in self.workers.reports.values())]

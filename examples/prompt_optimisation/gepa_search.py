@@ -13,8 +13,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, TypeVar
 
 from agentlightning.algorithm.apo.apo import APO, BeamSearch
-from agentlightning.algorithm.apo.budget import OutOfBudget
-from agentlightning.algorithm.apo.candidates import Candidate, Round
+from agentlightning.algorithm.apo.candidates import Candidate, OutOfBudget, Round
 from agentlightning.algorithm.apo.edits import Rejected, critique, edit
 from agentlightning.errors import BackendError, ConfigError, TrainingError, check_settings
 from agentlightning.types import Mode

@@ -18,9 +18,9 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 import agentlightning as agl
-from agentlightning.algorithm.apo.budget import Budget, OutOfBudget
+from agentlightning.algorithm.apo.apo import Standing, survivors
+from agentlightning.algorithm.apo.candidates import Budget, OutOfBudget
 from agentlightning.algorithm.apo.edits import placeholders
-from agentlightning.algorithm.apo.race import Standing, rungs, survivors
 from agentlightning.data.references import load_reference
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.rewards import chat
@@ -109,16 +109,6 @@ def trainer(tmp_path: Path, algorithm: agl.APO, **changes: Any) -> agl.Trainer:
     return agl.Trainer(**(settings | changes))
 
 
-# --- racing, budget, placeholders: pure ---
-
-
-def test_a_race_decides_after_powers_of_two_and_at_the_end() -> None:
-    assert rungs(16) == [2, 4, 8, 16]
-    assert rungs(20) == [2, 4, 8, 16, 20]
-    assert rungs(64, beyond=16) == [32, 64]
-    assert rungs(1) == [1]
-
-
 def test_the_better_half_goes_on_but_not_fewer_than_are_kept() -> None:
     standings = {f"c{rank}": Standing([1.0 - rank / 20, 0.5], 0.5) for rank in range(6)}
     assert survivors(standings, 2, 0.9) == ["c0", "c1", "c2"]
@@ -157,9 +147,6 @@ def test_a_budget_begins_no_batch_that_does_not_fit() -> None:
     budget.spend_calls({"mini": (1, 1)})
     with pytest.raises(ConfigError, match="price of 'mini' is unknown"):
         budget.require()
-
-
-# --- the search ---
 
 
 @pytest.mark.anyio
@@ -262,9 +249,6 @@ async def test_gepa_searches_on_the_same_rollouts(tmp_path: Path) -> None:
     assert before == 0 and after >= 0.1
     assert resumed.get_best_prompt().template.count("GOOD") == round(after * 10)
     assert len(found := await measures(tmp_path / "run")) == len(set(found))
-
-
-# --- bad input ---
 
 
 @pytest.mark.anyio

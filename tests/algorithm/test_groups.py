@@ -78,17 +78,6 @@ async def right(task: dict, llm: agl.LLM) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flowing", [{"dynamic_sampling": True}, {"max_staleness": 1}])
-def test_where_no_group_is_useful_steps_are_skipped_and_say_so(tmp_path: Path, flowing: dict[str, Any]) -> None:
-    result = trainer(tmp_path, algorithm=algorithm(steps=2, tasks_per_step=1, group_size=2, **flowing)).fit(
-        right, TASKS
-    )
-    assert result.stopped_because == "all steps done"
-    assert all(count >= 10 for count in flow(result, "groups_dropped"))
-    assert flow(result, "policy_version") == [0, 0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flowing", [{"dynamic_sampling": True}, {"max_staleness": 1}])
 def test_the_reward_of_a_step_counts_groups_that_were_replaced_for_being_right(
     tmp_path: Path, flowing: dict[str, Any]
 ) -> None:
@@ -96,13 +85,8 @@ def test_the_reward_of_a_step_counts_groups_that_were_replaced_for_being_right(
     result = trainer(tmp_path, algorithm=easy).fit(right, TASKS)
     assert result.stopped_because == "mean training reward reached 0.97"
     assert flow(result, "reward") == [1, 1, 1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("agent", [agents.raises, agents.unrewarded])
-def test_an_overlapping_run_whose_agent_never_earns_anything_ends_with_the_reason(tmp_path: Path, agent: Any) -> None:
-    with pytest.raises(agl.errors.TrainingError, match="rewarded"):
-        trainer(tmp_path, algorithm=algorithm(max_staleness=2)).fit(agent, TASKS)
+    assert all(count >= 10 for count in flow(result, "groups_dropped"))
+    assert flow(result, "policy_version") == [0, 0, 0]  # such steps are skipped
 
 
 async def fails_often(task: dict, llm: agl.LLM) -> float:
@@ -118,17 +102,6 @@ def test_failures_do_not_use_up_the_room_for_groups(tmp_path: Path) -> None:
     result = trainer(tmp_path, algorithm=failing).fit(fails_often, TASKS)
     assert result.metrics[-1].step == 8
     assert sum(flow(result, "groups_dropped/too few rewarded")) > 0
-
-
-@pytest.mark.slow
-def test_an_overlapping_run_that_was_interrupted_goes_on(tmp_path: Path) -> None:
-    from tests.algorithm.test_resume import Interrupting
-
-    settings: dict[str, Any] = {"algorithm": algorithm(steps=5, max_staleness=2, checkpoint_every=1)}
-    stopped = trainer(tmp_path, **settings).fit(Interrupting("train", 40), TASKS)
-    assert stopped.stopped_because == "stopped by the user"
-    result = trainer(tmp_path, **settings).fit(agents.vowels, TASKS, resume=True)
-    assert [metrics.step for metrics in result.metrics if metrics.step] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,8 +14,8 @@ from hypothesis import strategies as st
 from agentlightning.algorithm import GRPO, PPO, SFT
 from agentlightning.algorithm.directory import run_directory
 from agentlightning.algorithm.rl.batch import minibatches
-from agentlightning.algorithm.rl.checkpoints import Checkpoints, LoopState
-from agentlightning.algorithm.rl.sampling import SamplerState, TaskSampler
+from agentlightning.algorithm.rl.job import Checkpoints, LoopState
+from agentlightning.algorithm.rl.sampling import TaskSampler
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.sequences import CreditedTransition
 from agentlightning.errors import ConfigError
@@ -34,15 +33,6 @@ def test_an_epoch_shows_every_task_once_and_the_next_in_another_order() -> None:
     assert first != second
     assert taken(TaskSampler(tasks, seed=1), 20) == first + second
     assert taken(TaskSampler(tasks, seed=2), 10) != first
-
-
-def test_a_sampler_goes_on_where_its_state_was_saved() -> None:
-    whole, half = TaskSampler(list(range(7)), seed=3), TaskSampler(list(range(7)), seed=3)
-    expected = taken(whole, 20)[11:]
-    taken(half, 11)
-    restored = TaskSampler(list(range(7)), seed=3)
-    restored.state = msgspec.json.decode(msgspec.json.encode(half.state), type=SamplerState)
-    assert taken(restored, 9) == expected
 
 
 def test_a_curriculum_orders_each_epoch() -> None:
@@ -147,7 +137,6 @@ def constant(value: Any) -> type[GRPO]:
     [
         (lambda: GRPO(dynamic_sampling=True, baseline="reinforce++"), "learns from any group"),
         (lambda: PPO(dynamic_sampling=True), "learns from any group"),
-        (lambda: SFT(dynamic_sampling=True, best=None, fraction=0.5), "learns from any group"),
         (lambda: GRPO(loss="policy_gradient", max_staleness=4), "older ones may have"),
         (lambda: SFT(old="proximal"), "leave it out"),
         (constant(lambda credited: credited[:1]), r"of groups of \[8, 8\] rollouts.*returned lists for \[8\]"),

@@ -89,23 +89,6 @@ def test_a_batch_of_equal_rewards_trains_the_critic_until_it_knows_them() -> Non
     assert not known.sequences and known.metrics["groups_without_variance"] == 2
 
 
-def test_what_a_critic_explains_is_reported() -> None:
-    assert batch_of(ppo(lam=1.0), groups(1.0, 0.0), silent).metrics["explained_variance"] == pytest.approx(0.0)
-
-    def knowing(sequences: Sequence[TrainingSequence]) -> list[np.ndarray]:
-        return [np.full(len(one.positions), one.rollout_id == "f0", np.float32) for one in sequences]
-
-    assert batch_of(ppo(lam=1.0), groups(1.0, 0.0), knowing).metrics["explained_variance"] == pytest.approx(1.0)
-
-
-def test_without_a_critic_nothing_is_carried_along() -> None:
-    flights = [trace_rollout(*flight(name, reward, ["KL23"])) for name, reward in (("f0", 1.0), ("f1", 0.0))]
-    batch = batch_of(agl.GRPO(group_size=2), [rewarded_group(flights, "exclude")]).sequences
-    assert batch and all(sequence.values is None and sequence.value_targets is None for sequence in batch)
-    said = ppo().advantages(groups(1.0))
-    assert not said[0][0][0].values.any()  # type: ignore[union-attr]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("trunk", ["shared", "separate"])
 def test_it_trains_and_is_trained_again_bit_for_bit(tmp_path: Path, trunk: Any, capsys: Any) -> None:

@@ -44,15 +44,6 @@ def test_all_steps_from_the_first_weights_in_another_process_give_them_too(finis
     assert f"bit for bit those of {finished / 'checkpoints' / 'step-000003'}" in done.stdout
 
 
-@pytest.mark.slow
-def test_steps_of_stale_rollouts_give_the_same_bits(tmp_path: Path, capsys: Any) -> None:
-    policy().save(tmp_path / "model")
-    overlapping = algorithm(steps=4, loss="importance_sampling", max_staleness=1, checkpoint_every=1)
-    trainer(tmp_path, algorithm=overlapping, model=tmp_path / "model").fit(agents.vowels, TASKS)
-    assert replay([str(tmp_path / "run"), "--steps", "1-4", "--json"]) == 0
-    assert summary(capsys)["equal"] is True
-
-
 def test_other_bits_are_reported(finished: Path, tmp_path: Path, capsys: Any) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(finished, copy)

@@ -18,9 +18,8 @@ import pytest
 
 import agentlightning as agl
 from agentlightning.algorithm import evaluation
-from agentlightning.algorithm.rl import groups, reinforcement, resumption
-from agentlightning.algorithm.rl.checkpoints import Checkpoints, LoopState
-from agentlightning.algorithm.rl.job import Job
+from agentlightning.algorithm.rl import groups, reinforcement
+from agentlightning.algorithm.rl.job import Checkpoints, LoopState
 from agentlightning.algorithm.tracking import Tracking
 from agentlightning.errors import ConfigError, TrainingError
 from agentlightning.learner.torch import TorchLearner
@@ -32,14 +31,7 @@ from tests.algorithm.test_groups import right, solved
 from tests.test_trainer import TASKS, algorithm, trainer
 
 
-class Shared:
-    """An agent that all rollouts share, so that it can count them."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
-        return self
-
-
-class Interrupting(Shared):
+class Interrupting:
     """An agent during whose n-th rollout of a mode the user presses Ctrl-C."""
 
     def __init__(self, mode: str, n: int) -> None:
@@ -92,7 +84,7 @@ def rollouts_of(run: Path, wanted: Callable[[Rollout], bool]) -> list[Rollout]:
     return asyncio.run(read())
 
 
-class Killed(Shared):
+class Killed:
     """An agent during whose n-th training rollout the power fails: `into` gets what the disk of `run` holds then."""
 
     def __init__(self, agent: Any, n: int, run: Path, into: Path) -> None:
@@ -160,49 +152,6 @@ def test_an_interrupted_evaluation_is_finished_by_the_resumed_run(
     result = trainer(tmp_path, **short).fit(agents.vowels, TASKS, TASKS[:4], resume=True)
     assert [(one.step, one.unrewarded) for one in result.evaluations] == [(0, 0), (1, 0)]
     assert not rollouts_of(tmp_path / "run", lambda rollout: rollout.status != "succeeded")
-
-
-@pytest.mark.slow
-def test_an_interrupted_step_keeps_its_finished_rollouts(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"algorithm": algorithm(steps=2), "n_runners": 1}
-    stopped = trainer(tmp_path, **settings).fit(Interrupting("train", 18), TASKS)
-    assert stopped.metrics[-1].step == 1
-    result = trainer(tmp_path, **settings).fit(agents.vowels, TASKS, resume=True)
-    assert [one.values["rollouts"] for one in result.metrics] == [12, 12]
-    assert len(rollouts_of(tmp_path / "run", lambda rollout: rollout.status == "succeeded")) == 24
-
-
-@pytest.mark.slow
-def test_what_the_new_runner_has_begun_is_not_taken_for_a_leftover(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The resumed run's own runner may lease rollouts before the loop has tidied up after the old one."""
-    slow: dict[str, Any] = {"algorithm": algorithm(steps=1, tasks_per_step=8), "n_runners": 4}
-    trainer(tmp_path, **slow).fit(Interrupting("train", 5), TASKS)
-    tidy, tidied = resumption.withdraw_leftovers, asyncio.Event()
-    requeued: list[Rollout] = []
-
-    async def patient(task: dict, llm: agl.LLM) -> float:
-        await tidied.wait()
-        return await agents.vowels(task, llm)
-
-    async def begun_by_the_new_runner(self: Job) -> list[str]:
-        store = self.context.store
-        running = await store.query_rollouts(status_in=["preparing", "running"])
-        attempts = [await store.get_latest_attempt(rollout.rollout_id) for rollout in running]
-        return [one.rollout_id for one in attempts if one and one.start_time >= self.context.run_time]
-
-    async def tidy_late(self: Job) -> None:
-        while not (begun := await begun_by_the_new_runner(self)):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        await tidy(self)
-        requeued.extend(await self.context.store.query_rollouts(rollout_id_in=begun, status_in=["requeuing"]))
-        tidied.set()
-
-    monkeypatch.setattr(resumption, "withdraw_leftovers", tidy_late)
-    result = trainer(tmp_path, **slow).fit(patient, TASKS, resume=True)
-    assert result.metrics[-1].values["unrewarded"] == 0
-    assert requeued == []
 
 
 def test_a_checkpoint_that_finds_no_space_takes_none(tmp_path: Path) -> None:
@@ -306,14 +255,6 @@ def test_an_error_in_the_middle_of_a_step_saves_no_half_step(tmp_path: Path, mon
     with pytest.raises(TrainingError, match="not taken"):
         trainer(tmp_path, algorithm=algorithm(minibatches=2, checkpoint_every=1)).fit(agents.vowels, TASKS)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
-
-
-def test_a_run_that_reached_its_target_trains_no_further_when_resumed(tmp_path: Path) -> None:
-    easy = algorithm(steps=9, target_reward=0.0)
-    first = trainer(tmp_path, algorithm=easy).fit(agents.vowels, TASKS)
-    again = trainer(tmp_path, algorithm=easy).fit(agents.vowels, TASKS, resume=True)
-    assert first.stopped_because == again.stopped_because == "mean training reward reached 0.0"
-    assert again.metrics[-1].step == 3
 
 
 def test_the_best_policy_is_not_forgotten_and_not_replaced_by_a_worse_one(tmp_path: Path) -> None:

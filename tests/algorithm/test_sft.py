@@ -50,22 +50,10 @@ def test_the_best_of_each_group_is_kept() -> None:
     assert kept(agl.SFT(best=2), group(0, 1, 0.5)) == [[False, True, True]]
 
 
-def test_of_equals_no_more_are_kept_than_the_fraction_says() -> None:
-    assert kept(agl.SFT(best=None, fraction=0.5), group(1, 0, 0, 0)) == [[True, True, False, False]]
-    assert kept(agl.SFT(best=None, fraction=0.5, threshold=1), group(1, 0, 0, 0)) == [[True, False, False, False]]
-    assert kept(agl.SFT(fraction=0.25), group(1, 0, 1, 0), group(1, 0, 1, 0)) == [[True, False, False, False]] * 2
+def test_a_threshold_keeps_all_that_reach_it() -> None:
+    assert kept(agl.SFT(best=None, threshold=0.5), group(1, 0, 0.5, 0)) == [[True, False, True, False]]
+    assert kept(agl.SFT(best=2, threshold=1), group(1, 0, 0.5, 0)) == [[True, False, False, False]]
 
-
-def test_imitated_rollouts_become_likelier(tmp_path: Path) -> None:
-    small: dict[str, Any] = {"tasks_per_step": 3, "group_size": 4, "max_tokens": 6, "temperature": 2.0}
-    result = trainer(tmp_path, algorithm=agl.SFT(steps=1, epochs=3, minibatches=2, **small)).fit(agents.vowels, TASKS)
-    values = result.metrics[-1].values
-    assert 3 <= values["sequences"] <= 6  # one rollout of each task, of two calls that may be one sequence
-    assert values["policy_version"] == 1
-    assert values["max_ratio_error"] > 0
-
-
-# --- from recorded rollouts --------------------------------------------------------------------------------------
 
 RECORDED: dict[str, Any] = {"steps": 2, "tasks_per_step": 2, "max_tokens": 6, "temperature": 2.0}
 

@@ -14,13 +14,11 @@ import agentlightning as agl
 from agentlightning.cli.fit import make_algorithm
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.references import load_reference
-from agentlightning.data.sequences import Origin
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError
-from agentlightning.learner.losses import Loss, policy_loss
+from agentlightning.learner.losses import Loss
 from tests import agents
 from tests.test_trainer import TASKS, trainer
-from tests.transitions import tokens_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 SETTINGS = {"steps": 1, "tasks_per_step": 3, "group_size": 4, "max_tokens": 6, "temperature": 2.0}
@@ -61,15 +59,6 @@ def test_its_credit_is_what_its_docstring_says(written: Path) -> None:
         make_algorithm({"name": f"{written}/fading.py:Fading", "fade": 2.0})
 
 
-def test_its_loss_is_simple_policy_optimisation(written: Path) -> None:
-    spo = load_reference(f"{written}/spo.py:spo")
-    loss = agl.GRPO(loss=spo, old="proximal").make_loss()
-    ratio, advantages = torch.tensor([1.0, 1.4, 0.5]), torch.tensor([1.0, 2.0, -1.0])
-    value, clipped, _ = policy_loss(ratio.log(), torch.zeros(3), advantages, torch.zeros(3, dtype=torch.int64), loss)
-    torch.testing.assert_close(value, torch.tensor([-1.0, -2.8 + 0.8, 0.5 + 0.625]))
-    assert not clipped.any()
-
-
 def test_its_loss_aggregation_and_token_weights_train_together(written: Path) -> None:
     named = {name: f"{written}/{name}.py:{name}" for name in ("by_level", "group_mean", "prompts")}
     weights = {"name": named["prompts"], "weight": 0.01}
@@ -80,12 +69,6 @@ def test_its_loss_aggregation_and_token_weights_train_together(written: Path) ->
     )
     assert values["loss/level"] == 2
     assert values["observation_loss"] > 0 and values["tokens_observed"] > 0
-
-
-def test_an_aggregation_by_groups_weighs_each_group_alike(written: Path) -> None:
-    group_mean = load_reference(f"{written}/group_mean.py:group_mean")
-    tokens = tokens_of(([2, 1], Origin(3)), ([1], Origin(5)))
-    np.testing.assert_allclose(group_mean(tokens), [1 / 6, 1 / 6, 1 / 6, 1 / 2])
 
 
 def test_its_correction_leaves_out_what_has_moved(written: Path) -> None:

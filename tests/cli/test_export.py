@@ -83,7 +83,6 @@ def test_pairs_and_what_was_left_out_are_told(capsys: pytest.CaptureFixture[str]
     told = json.loads(capsys.readouterr().out)
     assert (told["file"], told["pairs"], told["rollouts"]) == ("out.jsonl", 1, 3)
     assert list(told["left_out"].values()) == [1, 1]
-    assert len(export("--format", "dpo", "--pairs", "all")) == 2
 
 
 def test_rows_of_every_rollout_that_has_ended() -> None:
@@ -103,7 +102,6 @@ def test_rows_of_every_rollout_that_has_ended() -> None:
         (["--format", "sft", "--agents", "("], "agents is '('"),
         (["--store", "agentlightning.sqlite", "--format", "sft", "--server", "http://127.0.0.1:1"], "choose the store"),
         (["--format", "dpo", "--best-of-group"], "--best-of-group goes with --format sft"),
-        (["--format", "sft", "--pairs", "all"], "--pairs goes with --format dpo"),
     ],
 )
 def test_where_nothing_can_be_written_there_is_no_file(
@@ -115,15 +113,3 @@ def test_where_nothing_can_be_written_there_is_no_file(
     Path("out.jsonl").write_text("mine")
     assert run(["export", "out.jsonl", "--format", "sft"]) == 1
     assert "--force" in capsys.readouterr().err and Path("out.jsonl").read_text() == "mine"
-
-
-def test_frozen_models_teach_where_they_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    async def fill() -> None:
-        store = await SqlStore.open("hosted.sqlite")
-        await add(store, "hi", 1.0, mode="test", attributes={"CALL_TRAINABLE": False})
-        await store.close()
-
-    asyncio.run(fill())
-    assert run(["export", "out.jsonl", "--format", "sft", "--store", "hosted.sqlite"]) == 1
-    assert "Name a model with --model" in capsys.readouterr().err
-    assert answers(export("--store", "hosted.sqlite", "--format", "sft", "--model", "policy")) == ["hi"]

@@ -28,7 +28,7 @@ def test_each_combination_and_seed_is_run_once_and_compared(project: Path, capfd
     assert first["settings"] == {"optimizer.learning_rate": "0.0001"} and first["runs"] == second["runs"] == 2
     assert first["before"] == second["before"] and first["deviation"] is not None
     assert "run 4/4" in err and "optimizer.learning_rate" in err
-    name = "learning_rate=0.0002,seed=1"
+    name = "optimizer.learning_rate=0.0002,seed=1"
     assert json.loads((project / "runs" / "sweep" / name / "result.json").read_text())["seed"] == 1
     (project / "runs" / "sweep" / name / "result.json").unlink()  # as if it had been killed just before its end
     assert run(command) == 0

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from agentlightning.dashboard.rollouts import rows_of
+from agentlightning.dashboard.tokens import Tokenizers
+from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.semconv import GEN_AI_INPUT_MESSAGES, GEN_AI_OUTPUT_MESSAGES
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
@@ -38,6 +43,19 @@ async def test_a_manifest_of_another_program_hides_nothing(place: Place, manifes
     assert (await place.post("/series", {"run_ids": [run.run_id], "names": []}))[0]["names"] == []
     assert (await place.get(f"/rollouts/{rollout.rollout_id}"))["shown"] is None
     assert (await place.get(f"/quality?run_id={run.run_id}"))["rollouts"] == 0
+
+
+def test_each_policy_of_a_run_has_its_own_tokenizer(tmp_path: Path) -> None:
+    def saved(folder: str, token: str) -> None:
+        (tmp_path / folder).mkdir(parents=True)
+        Tokenizer(WordLevel({token: 0}, unk_token=token)).save(str(tmp_path / folder / "tokenizer.json"))
+
+    saved("checkpoints/step-1/writer", "w")
+    saved("checkpoints/step-1/judge", "j")
+    served = {name: TokenBytes(Tokenizer(WordLevel({name: 0}, unk_token=name))) for name in ("one", "two")}
+    tokenizers = Tokenizers(lambda _: str(tmp_path / "store.sqlite"), served)
+    found = {model: tokenizers.find("ro-1", model) for model in ("one", "two", "writer", "judge", "nobody")}
+    assert [known and known[1][0].decode() for known in found.values()] == ["one", "two", "w", "j", None]
 
 
 async def test_metadata_of_another_program_are_no_prompts(place: Place) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
 from agentlightning import semconv
-from agentlightning.data.continuity import SUGGESTIONS, Break, BreakKind, Continuity, continuity
+from agentlightning.data.continuity import Break, Continuity, continuity
 from agentlightning.data.transitions import Transition
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.learner.tiny import make_tokenizer
@@ -109,9 +109,6 @@ class Attempt:
         return self.break_().kind
 
 
-# --- what goes on --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("content", [True, False])
 def test_agents_by_turns_each_go_on_with_their_own(content: bool) -> None:
     attempt = Attempt(content=content)
@@ -146,34 +143,6 @@ def test_answers_to_the_same_prompt_are_one_conversation_and_no_break(content: b
     assert attempt.read() == Continuity((None, None, None, 2), (0, 0, 0, 0), ())
 
 
-@pytest.mark.parametrize("content", [True, False])
-def test_conversations_that_only_begin_alike_are_several(content: bool) -> None:
-    attempt = Attempt(content=content)
-    for task in ("hello", "hello, friend", "yes?"):
-        attempt.call([*attempt.call([SYSTEM, user(task)], "there"), user("and then?")], "friend")
-    assert attempt.read() == Continuity((None, 0, None, 2, None, 4), (0, 0, 1, 1, 2, 2), ())
-
-
-@pytest.mark.parametrize("content", [True, False])
-def test_going_back_to_try_another_way_is_no_break(content: bool) -> None:
-    attempt = Attempt(content=content)
-    first = attempt.call([SYSTEM, user("hello")], "there")
-    attempt.call([*first, user("yes?")], "friend")
-    attempt.call([*first, user("no?")], "friend")
-    assert attempt.read() == Continuity((None, 0, 0), (0, 0, 0), ())
-
-
-def test_examples_in_the_prompt_are_not_answers_of_the_agent() -> None:
-    attempt = Attempt()
-    one, other = [user("yes?"), assistant("no")], [user("no?"), assistant("yes")]
-    attempt.call([*one, *other, user("hello")], "there")
-    attempt.call([*other, *one, user("friend")], "and then?")
-    assert attempt.read() == Continuity((None, None), (0, 1), ())
-
-
-# --- what breaks ---------------------------------------------------------------------------------------------------
-
-
 def broken(said: str, sampled: tuple[int, ...] | None = None, chat: ChatTemplate = CHAT, **more: Any) -> Attempt:
     """A second call that sends the first one's answer back."""
     attempt = Attempt(chat)
@@ -203,16 +172,6 @@ def test_an_answer_that_came_back_in_other_tokens_is_reported(make: Any) -> None
     found = attempt.break_()
     assert (found.kind, found.agent, found.earlier, found.call_index) == ("retokenised", "writer", 0, 1)
     assert attempt.read().conversations == (0, 0)
-
-
-def test_a_break_shows_the_tokens_around_its_place() -> None:
-    attempt = broken("there", IN_LETTERS)
-    found, first = attempt.break_(), attempt.transitions[0]
-    assert (found.position, found.inside) == (len(first.prompt_ids), "answer")
-    text = CHAT.token_bytes.text
-    assert text(list(found.before)).endswith("<|assistant|>")
-    assert [text([token_id]) for token_id in found.recorded] == [*"there", END]
-    assert text([found.found[0]]) == "there"
 
 
 def test_texts_that_are_glued_are_reported() -> None:
@@ -258,24 +217,7 @@ def test_a_break_from_the_last_call_counts_although_an_earlier_one_is_continued(
     assert [(found.kind, found.earlier) for found in read.breaks] == [("retokenised", 1)]
 
 
-# --- without messages ------------------------------------------------------------------------------------------------
-
-
 def test_ids_alone_show_a_break_and_not_its_reason() -> None:
     attempt = broken("there", IN_LETTERS)
     attempt.spans.clear()
     assert attempt.kind() == "unknown"
-
-
-@pytest.mark.parametrize(
-    ("prompt", "agent", "conversations"), [((1, 2, 4, 5), "writer", (0, 1)), ((1, 2, 3, 7, 9), "critic", (0, 1))]
-)
-def test_ids_of_another_prompt_or_agent_begin_a_conversation(prompt: Any, agent: str, conversations: Any) -> None:
-    attempt = Attempt()
-    attempt.ids((1, 2, 3), (7, 8))
-    attempt.ids(prompt, (9,), agent=agent)
-    assert attempt.read() == Continuity((None, None), conversations, ())
-
-
-def test_every_kind_has_a_suggestion() -> None:
-    assert set(SUGGESTIONS) == set(get_args(BreakKind))

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentlightning.data.agents import agent_pattern
+from agentlightning.data.call_filter import FROZEN, NOT_RECEIVED, OTHER_AGENT, OTHER_MODEL, TRUNCATED
 from agentlightning.data.conversations import (
-    CUT,
     EARLIER_ELSEWHERE,
     FAILED,
-    FROZEN,
-    NOT_RECEIVED,
     NOT_RECORDED,
-    OTHER_AGENT,
-    OTHER_MODEL,
     ChatCall,
     chat_messages,
     conversations,
@@ -25,9 +20,6 @@ from agentlightning.data.conversations import (
 )
 from agentlightning.types import Span
 from tests.data.recordings import SYSTEM, TOOL, asks_for, call, says, tool_says
-from tests.gateway.claude import SEARCH, asked, client_of
-from tests.gateway.talker import SEARCH_TOOL, user
-from tests.gateway.world import world
 
 USER = says("user", "hello")
 HI = says("assistant", "hi")
@@ -39,14 +31,6 @@ def learned(spans: list[Span], **wanted: Any) -> list[str | None]:
 
 def last_messages(chains: list[list[ChatCall]]) -> list[list[Any]]:
     return [[*chain[-1].messages, chain[-1].answer] for chain in chains]
-
-
-def test_calls_that_were_sent_all_that_came_before_are_one_conversation() -> None:
-    more = [USER, HI, says("user", "more")]
-    side = [says("user", "aside")]
-    calls, _ = read_calls([call(0, [USER], HI), call(1, side, says("assistant", "yes")), call(2, more, HI)])
-    assert [[*chain] for chain in conversations(calls)] == [[calls[0], calls[2]], [calls[1]]]
-    assert last_messages(conversations(calls))[0] == [*more, HI]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +58,7 @@ def test_why_nothing_is_learned_from_an_answer_is_said() -> None:
         call(3, [USER], HI, GEN_AI_FINISH_REASONS=["length"]),
         call(4, [USER], HI, CALL_DISCARDS=[0]),
     ]
-    assert learned(spans) == [NOT_RECEIVED, FROZEN, FAILED, CUT, None]
+    assert learned(spans) == [NOT_RECEIVED, FROZEN, FAILED, TRUNCATED, None]
     assert learned(spans, models=frozenset({"gpt"})) == [NOT_RECEIVED, OTHER_MODEL, FAILED, OTHER_MODEL, OTHER_MODEL]
     assert learned([spans[1]], models=frozenset({"policy"})) == [None]  # a frozen model that is named teaches
     assert learned([spans[4]], agents=agent_pattern("writer")) == [OTHER_AGENT]
@@ -123,31 +107,3 @@ def test_images_and_failed_results_keep_their_meaning() -> None:
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}},
         {"type": "text", "text": "look"},
     ]
-
-
-@pytest.mark.anyio
-async def test_the_same_conversation_over_three_protocols_is_the_same(tmp_path: Path) -> None:
-    async with world(tmp_path) as there:
-        attempts = [await there.attempt() for _ in range(3)]
-        chat, responses = (there.client(one) for one in attempts[:2])
-        said = await chat.chat.completions.create(model="policy", messages=user("weather"), tools=[SEARCH_TOOL])
-        answer = said.choices[0].message.model_dump(exclude_none=True)
-        result = tool_says(answer["tool_calls"][0]["id"], "warm")
-        history: Any = [*user("weather"), answer, result]
-        await chat.chat.completions.create(model="policy", messages=history, tools=[SEARCH_TOOL], max_tokens=3)
-        function = {"type": "function", **SEARCH_TOOL["function"], "strict": None}
-        first = await responses.responses.create(model="policy", input="weather", tools=[function])
-        output: Any = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "warm"}
-        await responses.responses.create(
-            model="policy", input=[output], tools=[function], previous_response_id=first.id, max_output_tokens=3
-        )
-        claude = client_of(there, attempts[2])
-        told = await claude.messages.create(**asked("weather", tools=[SEARCH]))
-        block = {"type": "tool_result", "tool_use_id": told.content[-1].id, "content": "warm"}
-        turns = [*user("weather"), {"role": "assistant", "content": told.model_dump()["content"]}]
-        turns.append({"role": "user", "content": [block]})
-        await claude.messages.create(**asked(messages=turns, tools=[SEARCH]) | {"max_tokens": 3})
-        chains = [conversations(read_calls(await there.spans(one))[0]) for one in attempts]
-    assert [[len(chain) for chain in one] for one in chains] == [[2], [2], [2]]
-    assert len({one[0][-1].sent for one in chains}) == 1
-    assert [one["role"] for one in chains[0][0][-1].messages] == ["user", "assistant", "tool"]

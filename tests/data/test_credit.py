@@ -54,9 +54,6 @@ def of(values: Sequence[Sequence[float]], groups: Sequence[int] | None = None) -
     )
 
 
-# --- returns ---
-
-
 def test_the_flight() -> None:
     assert credit.air_dense(1.0, FLIGHT, tool_weights=FLIGHT_WEIGHTS).tolist() == [0.3, 0.2, 1.0]
     assert credit.air(1.0, FLIGHT, tool_weights=FLIGHT_WEIGHTS) == pytest.approx([0.86, 0.84, 0.8])
@@ -96,15 +93,6 @@ def test_a_tree_compares_with_who_reached_the_same_state() -> None:
     assert values[1] == pytest.approx([-2 / 3, -1.0])
     assert values[2] == pytest.approx([0.0, 0.0])
     assert values[3] == pytest.approx([0.0, 0.0])
-
-
-def test_a_tree_counts_each_rollout_once_however_often_it_came_by() -> None:
-    loops = [[transition(prompt=[1])] * 3, [transition(prompt=[1])], [transition(prompt=[1])]]
-    assert credit.tree([1.0, 0.0, 0.5], loops)[1].tolist() == [-0.75]
-    assert credit.tree([1.0], loops[:1])[0].tolist() == [0.0] * 3
-
-
-# --- baselines, against other frameworks ---
 
 
 def golden(*, cut_at_gaps: bool = False) -> Returns:
@@ -157,8 +145,6 @@ def test_gae_equals_verl_across_observations() -> None:
     same(credit.whiten(advantages, returns.token_rollouts, over="tokens"), "verl.gae(.99,.95).adv(whitened)")
 
 
-# --- baselines: statistics are over rollouts ---
-
 COMPARING = [credit.grpo, credit.dr_grpo, credit.rloo, credit.reinforce_plus_plus_baseline]
 
 
@@ -166,13 +152,6 @@ COMPARING = [credit.grpo, credit.dr_grpo, credit.rloo, credit.reinforce_plus_plu
 def test_a_group_of_one_and_equal_rollouts_have_no_advantage(baseline: Callable[[Returns], FloatArray]) -> None:
     assert baseline(of([[0.7, 0.7], [0.1], [0.4]], groups=[0, 1, 1]))[:2].tolist() == [0.0, 0.0]
     assert baseline(of([[0.1] * 3] * 7)).tolist() == [0.0] * 21
-
-
-@pytest.mark.parametrize("baseline", [*COMPARING, credit.reinforce_plus_plus])
-def test_a_long_rollout_weighs_no_more_than_a_short_one(baseline: Callable[[Returns], FloatArray]) -> None:
-    short = baseline(of([[1.0], [0.0], [0.4]]))
-    long = baseline(of([[1.0] * 50, [0.0], [0.4]]))
-    assert long[[0, 50, 51]] == pytest.approx(short)
 
 
 def test_where_returns_differ_within_a_rollout_its_mean_counts() -> None:
@@ -200,18 +179,6 @@ def test_what_is_divided_by_a_spread_has_at_most_that_spread_however_returns_dif
         assert np.mean(of_rollouts) <= 1 + 1e-6
 
 
-@THOROUGH
-@given(st.lists(st.tuples(st.floats(-1, 1, width=16), st.integers(1, 6)), min_size=2, max_size=6))
-def test_of_one_return_per_rollout_the_spread_is_that_of_the_rollouts(rollouts: list[tuple[float, int]]) -> None:
-    values = np.array([value for value, _ in rollouts])
-    returns = of([[value] * calls for value, calls in rollouts])
-    better = (returns.values - values.mean()) * (values.std() > 0)
-    spread = values.std(ddof=1)
-    assert credit.grpo(returns) == pytest.approx(better / (spread + 1e-6), abs=1e-9)
-    whitened = credit.whiten(returns.values, returns.rollouts)
-    assert whitened == pytest.approx(better / np.sqrt(spread**2 + 1e-8), abs=1e-9)
-
-
 def test_a_rollout_without_calls_counts_by_its_reward() -> None:
     silent = Returns(
         np.array([1.0]), np.array([1]), np.array([1]), np.zeros(2, np.int64), np.array([0.5, 1.0])
@@ -228,9 +195,6 @@ def test_each_call_is_an_episode_unless_the_rollout_is() -> None:
         assert credit.reinforce_plus_plus(returns, gamma=0.5, across_calls=across) == pytest.approx(whitened)
     advantages, targets = credit.gae(returns, np.zeros(5), gamma=0.5, lam=1.0)
     assert (advantages.tolist(), targets.tolist()) == (alone, alone)
-
-
-# --- together ---
 
 
 def run(groups: Sequence[RewardedGroup], **settings: Any) -> list[list[float]]:
@@ -322,15 +286,3 @@ def test_what_the_page_marks_is_refused_as_built_in_functions_are(tmp_path: Path
         GRPO(baseline=median, group_size=1)
     with pytest.raises(ConfigError, match="'later' puts R in each"):
         run([TWO], returns=later, baseline="reinforce++", baseline_options={"across_calls": True})
-
-
-def test_a_return_of_your_own_may_compare_the_group() -> None:
-    @credit.returns(compares="group")
-    def against_the_mean(rewards: Sequence[float], calls: Sequence[Sequence[Transition]]) -> list[FloatArray]:
-        return [np.full(len(of), reward - np.mean(rewards)) for reward, of in zip(rewards, calls, strict=True)]
-
-    partly = functools.partial(against_the_mean)
-    for own in (against_the_mean, partly):
-        assert run([TWO], returns=own, baseline="none") == run([TWO], baseline="dr_grpo")
-        with pytest.raises(ConfigError, match="give baseline='none'"):
-            run([TWO], returns=own)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import runpy
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.data.aggregation import aggregation_weights
-from agentlightning.data.forest import PAIRS_PER_TOKEN, TOKENS_PER_FOREST, Forest, cut, plant, prefix_order
+from agentlightning.data.forest import Forest, plant, prefix_order
 from agentlightning.data.sequences import Level, MicroBatch, build_sequences, micro_batches
 from tests.data.test_sequences import credited
 
@@ -29,21 +28,6 @@ def planted(*sequences: list[int]) -> tuple[Forest, list[list[int]]]:
 def forests(level: Level, calls: list[tuple[list[int], list[int]]], max_tokens: int = 1000) -> list[MicroBatch]:
     sequences = build_sequences([credited(prompt, answer) for prompt, answer in calls], level)
     return list(micro_batches(sequences, aggregation_weights(sequences, "token-mean"), max_tokens))
-
-
-def test_best_of_three_is_three_answers_under_one_prompt() -> None:
-    (micro,) = forests("tree", [([1, 2, 3], [4, 4]), ([1, 2, 3], [5, 5]), ([1, 2, 3], [6, 6])])
-    assert micro.forest is not None
-    assert micro.tokens == 3 + 3 * 2
-    assert [branch.before.tolist() for branch in micro.forest.branches] == [[], [0, 1, 2], [0, 1, 2]]
-    assert len(set(micro.predictors[[0, 2, 4]].tolist())) == 1  # the prompt's last token predicts all three
-
-
-def test_the_same_answer_sampled_twice_shares_its_place_but_not_its_row() -> None:
-    (micro,) = forests("tree", [([1, 2], [3, 4]), ([1, 2], [3, 4])])
-    assert micro.tokens == 4
-    assert micro.positions.tolist() == [2, 3, 2, 3]
-    assert micro.transitions.tolist() == [0, 0, 1, 1]
 
 
 @settings(deadline=None)
@@ -90,36 +74,6 @@ def path_to(micro: MicroBatch, position: int) -> list[int]:
     while (before := int(micro.forest.previous[path[0]])) >= 0:
         path.insert(0, before)
     return path
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4), st.integers(1, 3)), min_size=1, max_size=6),
-    st.integers(1, 12),
-    st.integers(1, 8),
-)
-def test_no_other_way_to_cut_costs_less(sizes: list[tuple[int, int, int]], max_tokens: int, max_sampled: int) -> None:
-    """Lengths in thousands, against every way there is."""
-    lengths, shared, sampled = np.array(sizes).T
-    lengths, shared = 1000 * (lengths + shared), 1000 * shared
-    shared[0] = 0
-
-    def fits(start: int, stop: int) -> bool:
-        tokens = lengths[start:stop].sum() - shared[start + 1 : stop].sum()
-        return stop == start + 1 or (tokens <= 1000 * max_tokens and sampled[start:stop].sum() <= max_sampled)
-
-    def cost(ranges: list[tuple[int, int]]) -> int:
-        again = [int(shared[start]) for start, _ in ranges]
-        return sum(PAIRS_PER_TOKEN * (TOKENS_PER_FOREST + one) + one * (one + 1) // 2 for one in again)
-
-    size = len(sizes)
-    ways = [
-        list(itertools.pairwise((0, *places, size)))
-        for count in range(size)
-        for places in itertools.combinations(range(1, size), count)
-    ]
-    found = cut(lengths, shared, sampled, 1000 * max_tokens, max_sampled)
-    assert found in [way for way in ways if all(fits(*one) for one in way)]
-    assert cost(found) == min(cost(way) for way in ways if all(fits(*one) for one in way))
 
 
 def test_what_training_each_call_alone_would_compute_is_known_at_every_level() -> None:

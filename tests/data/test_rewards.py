@@ -123,7 +123,7 @@ def test_a_format_is_not_judged_by_text_that_was_not_recorded() -> None:
         ({"answer_format": ".*"}, "format_bonus"),
         ({"format_bonus": 0.1, "answer_format": "("}, "not a pattern"),
         ({"failed_tool": "("}, "not a pattern"),
-        ({"length_penalty": -1.0}, "positive"),
+        ({"length_penalty": -1.0}, "at least 0"),
         ({"overlong_penalty": 1.0, "overlong_length": 10}, "overlong_buffer"),
         ({"overlong_penalty": 1.0, "overlong_length": 10, "overlong_buffer": 11}, "from 1 to"),
         ({"weights": {"right": 1.0}, "base": "sum"}, "leave base: sum out"),

@@ -35,12 +35,6 @@ def test_a_prompt_that_extends_the_last_call_exactly_is_appended_to_it() -> None
     assert sequence.advantages.tolist() == [0.5, 0.5, -0.5]
 
 
-def test_a_changed_history_starts_a_new_row_and_level_transition_never_merges() -> None:
-    calls = [credited([1, 2], [3]), credited([1, 9, 3, 4], [5])]
-    assert len(build_sequences(calls, "trajectory")) == 2
-    assert len(build_sequences([calls[0], credited([1, 2, 3, 4], [5])], "transition")) == 2
-
-
 tokens = st.lists(st.integers(0, 3), min_size=1, max_size=4)
 
 
@@ -81,13 +75,6 @@ def test_sequence_mean_counts_transitions_however_they_are_packed() -> None:
     assert alone.tolist() == pytest.approx([1 / 9] * 3)
 
 
-def test_rollout_mean_and_constant() -> None:
-    merged, alone = aggregation_weights(two_rollouts(), "rollout-mean")
-    assert [*merged, *alone] == pytest.approx([1 / 6] * 6)
-    merged, alone = aggregation_weights(two_rollouts(), "constant", length=10)
-    assert [*merged, *alone] == pytest.approx([1 / 30] * 6)
-
-
 def two_rollouts() -> list[TrainingSequence]:
     """Rollout x: transitions of 2 and 1 tokens in one row; rollout y: one transition of 3 tokens."""
     first = build_sequences(
@@ -116,9 +103,3 @@ def test_each_sampled_token_keeps_the_version_it_was_sampled_under_at_every_leve
         for token, version in zip(micro.token_ids[micro.rows, micro.positions], micro.versions, strict=True)
     ]
     assert sorted(sampled) == [(3, 6), (4, 6), (5, 7), (9, 7)]
-
-
-def test_versions_that_nobody_gave_are_no_versions() -> None:
-    unknown = msgspec.structs.replace(credited([1], [2]).transition, versions=np.array([-1], np.int32))
-    (sequence,) = build_sequences([CreditedTransition(unknown, np.ones(1, np.float32))], "tree")
-    assert sequence.oldest_version is None

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.data.credit_table import RewardedGroup, make_credit
-from agentlightning.data.rewards import RewardSpec, relative_costs
+from agentlightning.data.rewards import RewardSpec
 from agentlightning.data.tool_calls import ToolStatus
 from agentlightning.data.transitions import TracedRollout, compare_costs, trace_rollout
 from agentlightning.errors import ConfigError
@@ -32,9 +31,6 @@ def advantages(groups: list[RewardedGroup], baseline: str, spec: RewardSpec | No
     return [
         [[float(item.advantages[0]) for item in rollout] for rollout in group] for group in credit.advantages(groups)
     ]
-
-
-# --- named rewards ---
 
 
 def named(*dimensions: tuple[str, float]) -> Any:
@@ -90,9 +86,6 @@ def test_rewards_of_one_sum_differ_where_they_are_normalised_apart() -> None:
         advantages([group], "gdpo", returns="air")
 
 
-# --- costs ---
-
-
 def traced(name: str, earned: float, calls: int, tokens: int, tools: int) -> TracedRollout:
     made = [
         transition([1], [2] * tokens, rollout_id=name, tools=(ToolStatus("search", 1, None),) * tools)
@@ -100,19 +93,6 @@ def traced(name: str, earned: float, calls: int, tokens: int, tools: int) -> Tra
     ]
     rollout = Rollout(rollout_id=name, input={"level": "easy"}, start_time=0.0, status="succeeded")
     return TracedRollout(rollout, tuple(made), earned, reward_terms={"final": earned})
-
-
-@THOROUGH
-@given(st.lists(st.tuples(st.integers(0, 50), st.booleans()), min_size=1, max_size=6))
-def test_relative_costs_are_the_length_reward_of_kimi(members: list[tuple[int, bool]]) -> None:
-    lengths = [length for length, _ in members]
-    expected = []
-    for length, right in members:
-        value = 0.0
-        if max(lengths) != min(lengths):
-            value = 0.5 - (length - min(lengths)) / (max(lengths) - min(lengths))
-        expected.append(value if right else min(0.0, value))
-    assert relative_costs(lengths, [right for _, right in members]) == pytest.approx(expected)
 
 
 def test_a_group_is_compared_by_length_turns_and_tool_calls() -> None:
@@ -130,14 +110,6 @@ def test_a_group_is_compared_by_length_turns_and_tool_calls() -> None:
     for one in (first, second, third):
         assert one.reward == pytest.approx(sum(one.reward_terms.values()))
     assert compare_costs(group, RewardSpec()) == group
-
-
-def test_costs_of_one_rollout_are_compared_with_nothing() -> None:
-    with pytest.raises(ConfigError, match="relative_turns compares"):
-        agl.REINFORCEPlusPlus(reward=RewardSpec(relative_turns=0.1))
-
-
-# --- states ---
 
 
 def state(value: Any, at: float, parent: str | None = None) -> Any:

@@ -63,48 +63,28 @@ def responses(output: Any) -> list[Any]:
     ("messages", "status"),
     [
         (chat("3"), 1),
-        (chat(""), 1),
         (chat('{"status": "ok", "is_error": false}'), 1),
-        (chat('[{"status": 500}]'), 1),
         (chat([{"type": "text", "text": "sunny"}]), 1),
         (chat(None), -1),
         (chat("null"), -1),
         (chat('{"status": 404, "body": "not found"}'), -1),
-        (chat('{"status_code": 500}'), -1),
-        (chat('{"status": 500, "data": {"message": "no"}}'), -1),
-        (chat('{"is_error": true, "output": {"x": 1}}'), -1),
         (chat('{"status": 200, "data": {"job": 7, "status": "error"}}'), 1),  # what it reports on failed
         (chat('{"isError": true}'), -1),
         (chat("Error: it exploded"), -1),
-        (chat("error"), -1),
-        (chat("error: no such column: nmae"), -1),
         (chat('"[ERROR] boom"'), -1),
-        (chat("An unexpected error occurred: boom"), -1),
-        (chat("Error executing tool look: boom"), -1),
         (chat("sqlite3.OperationalError: no such table"), -1),
         (chat("Traceback (most recent call last):\n  File"), -1),
-        (chat("Request timed out after 30 s"), -1),
         (chat("HTTP 503: Service Unavailable"), -1),
-        (chat("404 Not Found"), -1),
         (chat("Tool call failed with exit code 1"), -1),
-        (chat("Unknown tool: serch"), -1),
         (chat('{"error": "no such city"}'), -1),
-        (chat('{"error": {"message": "no such city", "code": 7}}'), -1),
-        (chat('{"success": false, "data": []}'), -1),
-        (chat('{"status": "failed"}'), -1),
         (chat('{"exit_code": 2, "stdout": ""}'), -1),
         (chat("{'error': 'no such city', 'at': None}"), -1),  # as Python writes it
         (chat('{"result": "Error: it exploded"}'), -1),  # google-adk's
         (chat("it exploded\n\nFix the errors and try again."), -1),  # pydantic-ai's
         (chat('{"error": null, "temperature": 3}'), 1),
         (chat('{"success": true, "error": "", "exit_code": 0}'), 1),
-        (chat('{"error": 0.02}'), 1),
-        (chat("Error rates fell by 3% in May"), 1),
         (chat("The standard error: 0.35"), 1),
-        (chat("no errors found"), 1),
-        (chat("It failed to rain"), 1),
         (chat("Failure is an option, says the mayor"), 1),
-        (chat("timeout: 30"), 1),
         (responses("An error occurred while running the tool. Please try again."), -1),
         (anthropic("3"), 1),
         (anthropic("3 exploded", is_error=True), -1),
@@ -132,13 +112,6 @@ def test_parallel_calls_are_distinguished_by_their_ids() -> None:
     assert read[0] == [ToolStatus("one", 1, None), ToolStatus("two", -1, None)]
 
 
-@pytest.mark.parametrize(("then", "second"), [(tool_says("call_0", "3"), [1]), (says("user", "go on"), [])])
-def test_an_id_that_repeats_is_answered_by_what_follows_its_request(then: Any, second: list[int]) -> None:
-    first: list[Any] = [{"role": "tool", "tool_call_id": "call_0", "content": None}]
-    calls = [call(0, [("call_0", "x")], []), call(1, [("call_0", "x")], first), call(2, [], [*first, then])]
-    assert [[found.status for found in of] for of in statuses(calls)] == [[-1], second, []]
-
-
 def test_ids_that_a_server_uses_again_are_distinguished_by_their_conversations() -> None:
     left, right = ([{"role": "user", "content": side}] for side in ("left", "right"))
     answer = {"role": "tool", "tool_call_id": "call_0"}
@@ -151,12 +124,6 @@ def test_ids_that_a_server_uses_again_are_distinguished_by_their_conversations()
         ]
     )
     assert [one[0].status for one in read[:2]] == [1, -1]
-
-
-def test_one_tool_span_and_the_messages_are_not_asked() -> None:
-    calls = [call(0, [("t", "look"), ("u", "other")], []), call(1, [], chat("3"))]
-    read = statuses([*calls, tool_span("look", 0.6, 0.9)])
-    assert read[0] == [ToolStatus("look", 1, pytest.approx(0.3))]  # type: ignore[arg-type]
 
 
 def test_a_tool_that_no_answer_names_belongs_to_the_call_before_it() -> None:

@@ -8,12 +8,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import agentlightning as agl
 from agentlightning import semconv
-from agentlightning.algorithm.rl.batch import make_batches
 from agentlightning.algorithm.rl.groups import CompleteGroup, Ticket
 from agentlightning.algorithm.rl.metrics import rollout_metrics
 from agentlightning.data.call_filter import KEEPABLE, CallFilter
@@ -188,20 +185,6 @@ def test_images_are_seen_in_every_protocol(content: Any, found: bool) -> None:
         assert trace_rollout(rollout(), [asking(0, messages)]).excluded == ({"has images": 1} if found else {})
 
 
-@given(st.lists(st.tuples(st.sampled_from("abi"), st.booleans()), min_size=1, max_size=8))
-def test_a_call_has_an_image_if_any_of_its_messages_has_one(turns: list[tuple[str, bool]]) -> None:
-    """In conversations that go on or begin anew: what an earlier call had is not looked at again."""
-    words: dict[str, Any] = {"i": [IMAGE], "a": "a", "b": 'an "image"'}
-    history: list[Any] = []
-    calls: list[Span] = []
-    expected = 0
-    for index, (word, anew) in enumerate(turns):
-        history = [*([] if anew else history), {"role": "user", "content": words[word]}]
-        calls.append(asking(index, history))
-        expected += any(isinstance(message["content"], list) for message in history)
-    assert trace_rollout(rollout(), calls).excluded["has images"] == expected
-
-
 def complete(*rollouts: TracedRollout) -> CompleteGroup:
     return CompleteGroup(Ticket(0, 0), 0, rollouts, rewarded_group(rollouts, "exclude"))
 
@@ -228,11 +211,3 @@ def test_what_a_rollout_comes_to_has_a_name_that_is_counted(status: Any, spans: 
     assert traced.outcome == outcome and (status != "failed" or traced.reward is None)
     metrics = rollout_metrics([complete(traced, trace_rollout(rollout(), [call(), reward(0.5)]))])
     assert metrics[f"rollouts/{outcome}"] == 1 + (outcome == "trainable")
-
-
-def test_what_was_kept_and_the_oldest_version_are_in_the_metrics() -> None:
-    rollouts = [trace_rollout(rollout(), [call(finish_reason="length"), reward(value)]) for value in (0.0, 1.0)]
-    group = complete(*rollouts)
-    batches = make_batches(agl.GRPO(group_size=2), [group.rewarded], {"policy": None})
-    metrics = rollout_metrics([group]) | batches["policy"].metrics
-    assert (metrics["kept/cut off at max_tokens"], metrics["policy_version_oldest"]) == (2, 3)

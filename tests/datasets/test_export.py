@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
-from agentlightning.data.conversations import CUT, FROZEN
+from agentlightning.data.call_filter import FROZEN, TRUNCATED
 from agentlightning.data.recordings import Recorded
 from agentlightning.datasets import export
 from agentlightning.datasets.export import OTHER_LABEL, Wanted, dpo_lines, sft_lines
@@ -55,10 +55,6 @@ def test_a_conversation_is_one_line_and_interleaved_ones_are_one_each() -> None:
     assert not found.left_out
 
 
-def test_traces_without_token_ids_are_exported_too() -> None:
-    assert sft_lines([recorded(call(0, [USER], HI, tokens=False), group=None)], ANYTHING).lines
-
-
 def test_what_is_not_to_be_learned_has_no_weight_and_ends_no_conversation() -> None:
     shown = [USER, says("assistant", "an example"), USER]
     frozen = [*shown, HI, USER]
@@ -70,7 +66,7 @@ def test_what_is_not_to_be_learned_has_no_weight_and_ends_no_conversation() -> N
     ]
     found = sft_lines([recorded(*spans)], ANYTHING)
     assert [message.get("weight", 1) for message in found.lines[0]["messages"]] == [1, 0, 1, 1, 1, 0, 1, 1]
-    assert found.left_out == {FROZEN: 2}
+    assert found.left_out == {f"calls ({FROZEN})": 2}
 
 
 def test_an_answer_has_weight_in_one_line_only() -> None:
@@ -97,7 +93,7 @@ def test_what_gives_no_line_is_counted() -> None:
     assert left_out == [
         {export.NO_CONTENT: 1},
         {export.NO_CALL: 1},
-        {CUT: 1},
+        {f"calls ({TRUNCATED})": 1},
         {"conversations with tool calls without an id": 1},
     ]
 
@@ -120,7 +116,7 @@ def test_what_hosts_of_fine_tuning_refuse_is_left_out(messages: Any, tool: Any, 
 # --- dpo ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_pair_of_a_prompt_that_differs_most_is_taken_and_all_on_request() -> None:
+def test_the_pair_of_a_prompt_that_differs_most_is_taken() -> None:
     answers = [(HI, 0.5, 0), (NO, 0.0, 1), (says("assistant", "best"), 1.0, 2), (NO, 0.5, 3)]
     group = [answering(*one) for one in answers]
     found = dpo_lines(group, ANYTHING)
@@ -133,7 +129,6 @@ def test_the_pair_of_a_prompt_that_differs_most_is_taken_and_all_on_request() ->
     ]
     # The two of reward 0.5 tie; NO against NO differs in reward alone.
     assert found.left_out == {export.TIE: 1, export.NOT_COMPARABLE: 1, export.LESSER_PAIR: 3}
-    assert len(dpo_lines(group, Wanted(all_pairs=True)).lines) == 4
     assert not dpo_lines(group, Wanted(min_reward=2.0)).lines
 
 
@@ -213,12 +208,6 @@ def test_a_corrected_answer_is_trained_on_whatever_the_reward_and_preferred_to_t
     assert (second["preferred_output"], second["non_preferred_output"]) == ([HI], [NO])
     alone = recorded(call(0, [USER], NO), group=None)
     assert len(dpo_lines([annotated(alone, answer="yes")], ANYTHING).lines) == 1
-
-
-def test_a_correction_stands_in_for_an_answer_that_is_not_to_be_learned() -> None:
-    cut = answering(NO, 0.0, GEN_AI_FINISH_REASONS=["length"])
-    assert not sft_lines([cut], ANYTHING).lines
-    assert sft_lines([annotated(cut, answer="yes")], ANYTHING).lines[0]["messages"][-1] == says("assistant", "yes")
 
 
 def test_only_rollouts_with_a_label_are_taken_and_the_others_counted() -> None:

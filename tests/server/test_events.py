@@ -9,12 +9,9 @@ import aiohttp
 import anyio
 import msgspec
 import pytest
-from starlette.applications import Starlette
 
 from agentlightning.server import events
-from agentlightning.server.access import Access
 from agentlightning.server.app import create_app
-from agentlightning.server.events import EventRoutes
 from agentlightning.server.serve import HttpServer
 from agentlightning.types import Condition, EnqueueRolloutRequest, Metrics
 from tests.server.conftest import ADMIN_KEY, until
@@ -128,9 +125,9 @@ async def test_a_revoked_key_hears_no_more(http, store):
                 await listener.next()
 
 
-async def test_a_silent_stream_shows_that_it_is_alive(store):
-    app = Starlette(routes=[EventRoutes(store, Access(store, None), heartbeat_seconds=0.05).route()])
-    async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http, listening(http) as listener:
+async def test_a_silent_stream_shows_that_it_is_alive(http, monkeypatch):
+    monkeypatch.setattr(events, "HEARTBEAT_SECONDS", 0.05)
+    async with listening(http) as listener:
         assert [await listener.next() for _ in range(2)] == [("", {}), ("", {})]
 
 

@@ -112,5 +112,5 @@ async def test_an_attempts_key_sends_so_many_bytes_of_spans_and_no_more(store):
     with pytest.raises(ForbiddenError, match="attempt at-2 has sent"):
         access.count_sent(scope, 100 << 20)
     with pytest.raises(ForbiddenError, match="attempt at-3 has sent"):
-        access.count_spans(Principal("agent", frozenset(), ("ro-1", "at-3")), [None] * 150_000)
+        access.count_sent(Principal("agent", frozenset(), ("ro-1", "at-3")), spans=150_000)
     access.count_sent(Principal(), 1 << 40)

@@ -13,6 +13,7 @@ import pytest
 
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.models import ModelTable
+from agentlightning.server import rest
 from agentlightning.server.app import create_app
 from agentlightning.server.models import MODEL_CALLS
 from agentlightning.server.serve import HttpServer
@@ -86,11 +87,12 @@ async def test_the_page_needs_neither_a_key_nor_the_internet(http):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgres", marks=pytest.mark.soak)])
-async def test_no_request_breaks_the_server_or_its_word(kind, request, tmp_path):
+async def test_no_request_breaks_the_server_or_its_word(kind, request, tmp_path, monkeypatch):
+    monkeypatch.setattr(rest, "LONGEST_POLL", 0.05)
     address = request.getfixturevalue("postgres_database") if kind == "postgres" else tmp_path / "store.db"
     store = await SqlStore.open(address)
     gateway = Gateway(ModelTable(), store, admin_key=KEY)
-    async with HttpServer(create_app(store, gateway=gateway, admin_key=KEY, longest_poll=0.05)) as server:
+    async with HttpServer(create_app(store, gateway=gateway, admin_key=KEY)) as server:
         command = [str(Path(sys.executable).with_name("st")), "run", f"{server.url}/openapi.json"]
         command += ["--header", f"Authorization: Bearer {KEY}", "--checks", CHECKS]
         # A registration asks whatever server it is told of, and a model may be called `a/hold`: a PUT is known there.

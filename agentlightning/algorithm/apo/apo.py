@@ -9,18 +9,63 @@ import asyncio
 import math
 import random
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
-from agentlightning.algorithm.apo.budget import Budget, OutOfBudget, Price
-from agentlightning.algorithm.apo.candidates import Candidate, Lineage, Round
+from agentlightning.algorithm.apo.candidates import Budget, Candidate, Lineage, OutOfBudget, Price, Round
 from agentlightning.algorithm.apo.edits import OptimizerModel, Rejected, critique, edit, placeholders
 from agentlightning.algorithm.apo.outcomes import Measuring
-from agentlightning.algorithm.apo.race import Standing, rungs, survivors
 from agentlightning.algorithm.base import RunContext, Stopped
 from agentlightning.algorithm.evaluation import Evaluation, why_unrewarded
 from agentlightning.errors import BackendError, ConfigError, TrainingError, check_settings
 from agentlightning.types import Mode, PromptTemplate
+
+FIRST: Final = 2  # tasks before the first decision
+ORIGIN_WEIGHT: Final = 8  # how many tasks the mean of a candidate's origin is worth
+
+
+class Standing(NamedTuple):
+    """A candidate's rewards, task by task, and the mean reward of its parent: few tasks say little, and an edit is
+    rarely far from its origin."""
+
+    rewards: Sequence[float]
+    expected: float
+
+    @property
+    def value(self) -> float:
+        return (sum(self.rewards) + ORIGIN_WEIGHT * self.expected) / (len(self.rewards) + ORIGIN_WEIGHT)
+
+
+def rungs(tasks: int, beyond: int = 0) -> list[int]:
+    """Numbers of tasks after which to decide: powers of two above `beyond`, then all. `20 → [2, 4, 8, 16, 20]`."""
+    powers = (FIRST << power for power in range(tasks.bit_length()))
+    return [*(count for count in powers if beyond < count < tasks), tasks]
+
+
+def survivors(standings: Mapping[str, Standing], keep: int, confidence: float) -> list[str]:
+    """The remaining candidates, best first; all have run the same tasks, so task difficulty favours none of them.
+
+    - Of m candidates the ⌈m/2⌉ best, but at least `keep` (successive halving: Jamieson and Talwalkar, AISTATS 2016).
+    - Among these, all that are not clearly worse than the leader (a race: Maron and Moore, NIPS 1993; Birattari et al.,
+      GECCO 2002). With d the differences between its rewards and the leader's on the n tasks, a candidate is clearly
+      worse if mean(d) + z·s/√n < 0, z the quantile of the normal distribution at `confidence`, and s² = (Σ (d −
+      mean(d))² + R²) / n, R the range of all rewards: this adds one difference of the maximum size, so that two or four
+      tasks that happen to agree prove nothing."""
+    ranking = sorted(standings, key=lambda name: -standings[name].value)
+    best = ranking[: max(keep, math.ceil(len(ranking) / 2))]
+    leader = standings[best[0]].rewards
+    every = [reward for standing in standings.values() for reward in standing.rewards]
+    spread, quantile = max(every) - min(every), statistics.NormalDist().inv_cdf(confidence)
+
+    def is_worse(rewards: Sequence[float]) -> bool:
+        differences = [reward - of_leader for reward, of_leader in zip(rewards, leader, strict=True)]
+        mean, count = statistics.fmean(differences), len(differences)
+        variance = (sum((difference - mean) ** 2 for difference in differences) + spread**2) / count
+        return mean + quantile * math.sqrt(variance / count) < 0
+
+    return [name for name in best if not is_worse(standings[name].rewards)]
+
 
 POOL: Final = 1.5  # times as many training tasks as one critique sees are run with a parent; branches draw from them
 
@@ -128,7 +173,7 @@ class BeamSearch:
         await self._end_round(last.number + 1, ranking, racing, {}, final=True)
 
     async def _race(self, racing: list[Candidate], number: int, beyond: int, count: int, keep: int) -> list[Candidate]:
-        """The rest of `racing` after `count` held-out tasks, best first (`race.py`). Each round starts with other
+        """The rest of `racing` after `count` held-out tasks, best first. Each round starts with other
         tasks, so luck on one batch does not keep a candidate in the beam."""
         first = (number - 1) * self._batch
         order = [(first + offset) % self._held_out for offset in range(count)]

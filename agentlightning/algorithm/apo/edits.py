@@ -17,7 +17,7 @@ import jinja2.sandbox
 import msgspec
 
 from agentlightning import semconv
-from agentlightning.algorithm.apo.budget import Budget
+from agentlightning.algorithm.apo.candidates import Budget
 from agentlightning.data.conversations import conversations, read_calls, render_message
 from agentlightning.errors import AgentLightningError, BackendError, ConfigError
 from agentlightning.rewards.chat import Completion, Messages, complete, read_completion

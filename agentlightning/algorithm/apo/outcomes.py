@@ -15,8 +15,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from agentlightning.algorithm.apo.budget import Budget, Usage
-from agentlightning.algorithm.apo.candidates import Candidate, Lineage, Score
+from agentlightning.algorithm.apo.candidates import Budget, Candidate, Lineage, Score, Usage
 from agentlightning.algorithm.apo.edits import in_words
 from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -40,37 +39,6 @@ class GradientNorms:
         return self._row
 
 
-@dataclass
-class Earnings:
-    """How many groups a run has seen and how many earned something: before the latest steps without any reward
-    (`flat_steps`), and during them."""
-
-    groups: int = 0
-    earned: int = 0
-    flat_steps: int = 0
-    flat_groups: int = 0
-
-    def add(self, groups: Sequence[bool]) -> int:
-        """Count a step's groups, by whether they earned something. Returns how many consecutive steps earned nothing,
-        if that is significant: if earlier groups would do this by chance in less than one of a million runs.
-
-        If rewards were 0 from the start, or are rare, there is no collapse. It counts groups, not rollouts, because
-        rollouts of one task are alike."""
-        if any(groups):
-            self.groups += self.flat_groups + len(groups)
-            self.earned += sum(groups)
-            self.flat_steps = self.flat_groups = 0
-            return 0
-        self.flat_steps += 1
-        self.flat_groups += len(groups)
-        return self.flat_steps if (1 - self.share) ** self.flat_groups < 1e-6 else 0
-
-    @property
-    def share(self) -> float:
-        """The share of groups that earned something, before the latest steps."""
-        return self.earned / max(1, self.groups)
-
-
 class Alarms:
     """Logs anomalies, and raises TrainingError if the algorithm's settings say so."""
 
@@ -78,7 +46,6 @@ class Alarms:
         self._algorithm = algorithm
         self._note = note
         self._norms = {name: GradientNorms() for name in gradients}
-        self._collapse_noted = False
 
     def remember(self, history: Iterable[Mapping[str, float]]) -> None:
         """The metrics of the steps before a resumption."""
@@ -96,20 +63,20 @@ class Alarms:
             if row == 1:
                 self._note(problem)
 
-    def check_collapse(self, step: int, row: int, earnings: Earnings, best: Callable[[], Path | None]) -> None:
-        """Check after `row` steps without any reward; `best` finds the best saved weights."""
-        ends = 0 < self._algorithm.stop_on_collapse <= row
-        if not ends and (row < NOTED_AFTER or self._collapse_noted):
+    def check_collapse(self, step: int, flat_steps: int, best: Callable[[], Path | None]) -> None:
+        """Check after so many steps without any reward, in a run that earned some; `best` finds the best saved
+        weights."""
+        allowed = self._algorithm.stop_on_collapse
+        ends = 0 < allowed <= flat_steps
+        if not ends and flat_steps != NOTED_AFTER:
             return
         place = best()
         problem = (
-            f"step {step}: the policy has collapsed: no rollout of the last {row} steps earned anything, and in "
-            f"{earnings.share:.0%} of the groups before one did. "
-            f"{f'The best weights are in {place}' if place else 'No better weights were saved'}"
+            f"step {step}: the policy has collapsed: no rollout of the last {flat_steps} steps earned anything, and "
+            f"earlier ones did. {f'The best weights are in {place}' if place else 'No better weights were saved'}"
         )
         if ends:
             raise TrainingError(f"{problem}. Try a lower learning_rate; stop_on_collapse=0 continues instead")
-        self._collapse_noted = True
         self._note(problem)
 
     def check_mismatch(self, step: int, metrics: Mapping[str, float], tolerance: float) -> None:

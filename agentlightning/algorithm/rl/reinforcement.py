@@ -1,7 +1,7 @@
 """The reinforcement-learning loop: take complete groups, give credit, step, publish, repeat.
 
 With staleness 0, rollouts, steps and evaluations take turns; with more they run concurrently. After a kill at any
-moment, `resumption.py` finds everything again.
+moment, `resume` (`job.py`) finds everything again.
 """
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ from agentlightning.algorithm.base import RunContext, Stopped
 from agentlightning.algorithm.evaluation import Evaluation, why_unrewarded
 from agentlightning.algorithm.rl.alarms import Alarms
 from agentlightning.algorithm.rl.batch import BATCHES_FILE, RecordedBatch, make_batches
-from agentlightning.algorithm.rl.checkpoints import Checkpoints, explained
 from agentlightning.algorithm.rl.evaluations import HeldOut
-from agentlightning.algorithm.rl.groups import CompleteGroup, Dropped, Groups
-from agentlightning.algorithm.rl.job import Job
+from agentlightning.algorithm.rl.groups import CompleteGroup, Groups
+from agentlightning.algorithm.rl.job import Checkpoints, Job, explained, resume
 from agentlightning.algorithm.rl.metrics import over_steps, rollout_metrics, speed_metrics
 from agentlightning.algorithm.rl.policies import Policies, optimiser_steps
-from agentlightning.algorithm.rl.resumption import resume
 from agentlightning.algorithm.rl.settings import RLSettings
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.transitions import TracedRollout
@@ -71,10 +69,14 @@ class Loop:
         reason = "all steps done"
         try:
             await self.held_out.first()
-            async with self._collecting():
+            collector = asyncio.create_task(job.groups.collect())
+            try:
                 while job.state.step < job.algorithm.steps and not self._reached_target():
                     await self.held_out.when_due()
                     await self._step()
+            finally:
+                collector.cancel()
+                await asyncio.gather(collector, return_exceptions=True)
             if self._reached_target():
                 reason = f"mean training reward reached {job.algorithm.target_reward}"
             await job.groups.withdraw()
@@ -88,24 +90,13 @@ class Loop:
                 await job.save()
             raise
         finally:
-            await self.held_out.cancel()
+            await self.held_out.finished(cancel=True)
         await job.save()
         return await self.held_out.last() or reason
-
-    @asynccontextmanager
-    async def _collecting(self) -> AsyncGenerator[None]:
-        collector = asyncio.create_task(self.job.groups.collect())
-        try:
-            yield
-        finally:
-            collector.cancel()
-            await asyncio.gather(collector, return_exceptions=True)
 
     def _reached_target(self) -> bool:
         target, rewards = self.job.algorithm.target_reward, self.job.recent_rewards()
         return target is not None and len(rewards) == 3 and sum(rewards) / 3 >= target
-
-    # --- one step ---
 
     async def _step(self) -> None:
         job = self.job
@@ -129,21 +120,30 @@ class Loop:
             metrics |= await self._learn({name: batch.sequences for name, batch in batches.items()}, step)
             version = job.state.policy_version
         elif metrics["calls"] or dropped.groups:
-            self._note_nothing_learned(step, metrics["reward"], dropped)
+            reasons = dropped.reasons
+            left_out = f"; {reasons.total()} groups were replaced: {dict(reasons)}" if reasons else ""
+            why = f"no group had two different rewards (mean reward {metrics['reward']:.2f}){left_out}"
+            job.context.progress.note(f"step {step} was skipped: {why}")
         # Together: an interrupted step must find its groups again.
         job.state.step = step
         await job.groups.trained(version)
         times = sampled - started, time.perf_counter() - sampled
         metrics |= speed_metrics(metrics, *times, job.policies.usage() - engines, overlaps=job.overlaps)
         metrics["policy_version"] = float(job.state.policy_version)
-        metrics |= self._own_metrics([*groups, *dropped.useless], metrics)
-        fallen = job.state.earnings.add(self._earned([*groups, *dropped.useless]))
+        used = [*groups, *dropped.useless]
+        metrics |= self._own_metrics(used, metrics)
+        # Without the terms that training adds.
+        given = job.algorithm.reward.given_part
+        if any(given(rollout.reward_terms) > 0 for group in used for rollout in group.rollouts):
+            job.state.flat_steps = 0
+        elif job.state.flat_steps is not None:
+            job.state.flat_steps += 1
         await job.context.tracking.record(step, metrics)
         if step % job.algorithm.checkpoint_every == 0:
             await job.save()
         job.context.progress.step(step, metrics)
         self._alarms.check_explosion(step, metrics, self._how_to_replay(step))
-        self._alarms.check_collapse(step, fallen, job.state.earnings, job.checkpoints.best)
+        self._alarms.check_collapse(step, job.state.flat_steps or 0, job.checkpoints.best)
 
     def _own_metrics(self, groups: Sequence[CompleteGroup], others: Mapping[str, float]) -> dict[str, float]:
         """Report the step to the algorithm. ConfigError if one of its metrics has a name of the loop's, or is not
@@ -156,21 +156,9 @@ class Loop:
                 raise ConfigError(f"{self.job.algorithm.name}.step_done gave {name} = {value!r}, {reason}")
         return {name: float(value) for name, value in own.items()}
 
-    def _earned(self, groups: Sequence[CompleteGroup]) -> list[bool]:
-        """Whether each group has a rollout with a reward above 0, without the terms that training adds."""
-        given = self.job.algorithm.reward.given_part
-        return [any(given(rollout.reward_terms) > 0 for rollout in of.rollouts) for of in groups if of.rollouts]
-
     def _how_to_replay(self, step: int) -> str:
         directory = self.job.context.directory
         return f"The batch is kept; `python scripts/replay.py {directory} --step {step}` trains it again"
-
-    def _note_nothing_learned(self, step: int, reward: float, dropped: Dropped) -> None:
-        reasons = dropped.reasons
-        left_out = f"; {reasons.total()} groups were replaced: {dict(reasons)}" if reasons else ""
-        self.job.context.progress.note(
-            f"step {step} was skipped: no group had two different rewards (mean reward {reward:.2f}){left_out}"
-        )
 
     def _record_batch(self, step: int, groups: Sequence[CompleteGroup]) -> None:
         """Record the step's training data before training."""
