@@ -80,7 +80,7 @@ class EngineMaker:
         outputs: list[list[object]] = []
         for prompt, length in zip(workload.prompts, workload.outputs, strict=True):
             outputs.append([])
-            self._engine.submit(GenerationRequest(prompt, max_tokens=length), outputs[-1].append)
+            self._engine.submit(GenerationRequest(prompt, max_tokens=length), outputs[-1].append, print)
         while self._engine.step():
             pass
         assert [len(output) for output in outputs] == workload.outputs

@@ -55,7 +55,7 @@ def measure(size: str) -> dict[str, Any]:
     sampled: list[list[Any]] = [[] for _ in prompts]
     started = time.perf_counter()
     for prompt, tokens in zip(prompts, sampled, strict=True):
-        engine.submit(GenerationRequest(prompt_token_ids=prompt, max_tokens=SAMPLED), tokens.append)
+        engine.submit(GenerationRequest(prompt_token_ids=prompt, max_tokens=SAMPLED), tokens.append, print)
     while engine.step():
         pass
     sampling = time.perf_counter() - started

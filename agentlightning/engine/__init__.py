@@ -1,3 +1,1 @@
-"""The engine: embedded inference with continuous batching on torch. It knows token ids and weights; no text, chat, HTTP
-or rollouts.
-"""
+"""The engine: embedded inference with continuous batching on torch. It knows token ids and weights alone."""

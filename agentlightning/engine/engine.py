@@ -1,8 +1,8 @@
 """Continuous batching: which sequences run, in which slot, and what each step computes.
 
 Synchronous and single-threaded: `step()` admits waiting requests, computes their prompts up to a budget, and samples
-one token for every running sequence. The engine knows token ids and weights; no threads, text or HTTP. It reads the
-model's weights in place: change them between steps, then call `update_weights`.
+one token for every running sequence. The model's weights are read in place: change them between steps, then call
+`update_weights`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Generation:
 
     request: GenerationRequest
     on_token: OnToken
-    on_error: OnError | None
+    on_error: OnError
     tokens: TokenArray = field(repr=False)
     length: int
     limit: int
@@ -127,9 +127,9 @@ class Engine:
             )
         return np.array(request.prompt_token_ids, dtype=np.int64)
 
-    def submit(self, request: GenerationRequest, on_token: OnToken, on_error: OnError | None = None) -> Generation:
-        """Queue a request. `step` calls `on_token` with each token. If a step fails, it calls `on_error` for its
-        requests, and raises if one has none. BackendError(status=400) for a request that cannot be served."""
+    def submit(self, request: GenerationRequest, on_token: OnToken, on_error: OnError) -> Generation:
+        """Queue a request. `step` calls `on_token` with each token, and `on_error` for each request in a step that
+        fails. BackendError(status=400) for a request that cannot be served."""
         prompt = self.check(request)
         room = self.max_sequence_length - prompt.size
         limit = prompt.size + min(room, request.max_tokens or room)
@@ -315,8 +315,6 @@ class Engine:
             try:
                 generation.request.masks.advance(token.token_id)
             except BackendError as error:
-                if generation.on_error is None:
-                    raise
                 self._end(generation)
                 generation.on_error(error)
                 return
@@ -336,11 +334,10 @@ class Engine:
         if not isinstance(error, BackendError):
             why = f"the engine failed while computing this request: {type(error).__name__}: {error}; it may be repeated"
             error = BackendError(why, status=500, code="engine_error")
-        for generation in failed:
-            if generation.on_error is not None:
-                generation.on_error(error)
-        if not failed or any(generation.on_error is None for generation in failed):
+        if not failed:
             raise error
+        for generation in failed:
+            generation.on_error(error)
 
     @staticmethod
     def _decodable(generation: Generation) -> bool:

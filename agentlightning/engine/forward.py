@@ -1,7 +1,6 @@
 """Forward passes over slots: the engine's own, for Llama-like decoders with a static key-value cache, and the model's.
 
-`prefill` computes pieces of sequences end to end without padding, `decode` one token in each of many slots. It knows
-weights and slots; no requests, sampling or prefixes.
+`prefill` computes pieces of sequences end to end without padding, `decode` one token in each of many slots.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Draws one token per row of logits, with each request's sampling parameters and random numbers.
-
-A random number depends only on the request's seed and the token's index, whatever else is in the batch. This module
-knows no sequences: parameters are arrays indexed by slot.
+"""Draws one token per row of logits, with each request's sampling parameters and random numbers. These depend only on
+the request's seed and the token's index.
 """
 
 from __future__ import annotations

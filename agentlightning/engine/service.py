@@ -1,7 +1,7 @@
 """The engine in its own thread, for one asyncio loop.
 
 The thread takes commands, steps while there is work, and waits on a condition otherwise. Per step there is one wake-up
-of the loop, however many requests have tokens. Knows no tensors.
+of the loop, however many requests have tokens.
 """
 
 from __future__ import annotations

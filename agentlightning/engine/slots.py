@@ -1,8 +1,7 @@
 """Which sequence is in which slot of the cache, and which prefixes can be reused.
 
-A slot has the keys and values of one sequence. A finished sequence stays until its slot is needed, so that its next
-turn continues in place; a prefix in another slot is copied. This is bookkeeping on token ids, without tensors or a
-model.
+A finished sequence stays until its slot is needed, so that its next turn continues in place; a prefix in another slot
+is copied. This is bookkeeping on token ids, without tensors.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The weights of a decoder, as the engine's forward pass reads them.
+"""The weights of a decoder, as the engine's forward pass reads them, and which models it computes itself.
 
-It knows which transformers models the engine computes itself (an allow-list; others use their own forward pass) and
-where their weights are. Weights are read in place. Only projections that are computed together are copied, and only in
-models so small that the copy does not matter.
+Weights are read in place. Only projections that are computed together are copied, and only in models so small that the
+copy does not matter.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Which fields of an agent's request reach our own engines: an allow-list.
 
 Agents are not trusted, and constrained sampling would be trained as if the policy had chosen it. Hints are dropped and
-noted in the span; in training, the form of an answer is a hint too. Elsewhere it is sent, or refused. Knows requests;
-no backends, rollouts or spans.
+noted in the span; in training, the form of an answer is a hint too. Elsewhere it is sent, or refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Collects a call's backend events into messages, ids and logprobs, per choice.
-
-It does not know HTTP, spans or the store.
-"""
+"""Collects a call's backend events into messages, ids and logprobs, per choice."""
 
 from __future__ import annotations
 

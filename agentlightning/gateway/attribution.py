@@ -1,7 +1,4 @@
-"""Which attempt a call belongs to: by the path it came on, by the API key it carries, or by both in agreement.
-
-Knows the store's rollouts, attempts and keys, and numbers each attempt's calls. Knows no models and no HTTP server.
-"""
+"""Which attempt a call belongs to: by its path, by its API key, or by both in agreement."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What answers an LLM call behind the gateway: one small protocol for the embedded engine and for HTTP servers.
 
-A backend receives a `ModelCall` (whose sampling the gateway has already decided) and yields events as tokens are
-produced. It does not know rollouts, spans or the store, nor which protocol the agent speaks.
+A backend receives a `ModelCall`, whose sampling the gateway has decided, and yields events as tokens are produced. It
+does not know rollouts, spans or the store, nor which protocol the agent speaks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The agent and the purpose of a call, as coding agents send them: two tables, and how they are read.
-
-Knows headers and messages. It does not know attempts, backends or spans.
-"""
+"""The agent and the purpose of a call, by headers and messages as coding agents send them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""From a request to a call: its attempt, its model, and what the backend is sent.
-
-Knows models, attribution and admission. Knows no HTTP: `gateway.serving` speaks it.
-"""
+"""From a request to a call: its attempt, its model, and what the backend is sent. `gateway.serving` speaks HTTP."""
 
 from __future__ import annotations
 
@@ -95,7 +92,7 @@ class Calls:
         self.statistics = CallStatistics()
         self.queue = Recorder(store, commit=False) if store is not None else None
         self._committed = Recorder(store, commit=True) if store is not None else None
-        self._conversations = Conversations(store)
+        self._conversations = Conversations()
         self._holding = holding
         self._run = secrets.token_hex(4)  # two gateways may number the calls of one attempt: their ids differ in this
 
@@ -181,7 +178,7 @@ class Calls:
             entry = self._resolve(request.model, key, headers)
             if endpoint.path in entry.backend.relays:
                 return _Incoming(caller, key, headers, request, entry)
-        request = await self._conversations.join(caller, endpoint.read(body))
+        request = self._conversations.join(caller, endpoint.read(body))
         return _Incoming(caller, key, headers, request, self._resolve(request.model, key, headers))
 
     def _resolve(self, model: str, key: Credential | None, headers: Mapping[str, str]) -> ModelEntry:

@@ -1,7 +1,5 @@
 """One LLM call: while it runs, and as the span that is stored of it, with exact ids, logprobs and versions, and whether
-it may be trained.
-
-Knows backends, the recorder and the store's spans. Knows no HTTP, and not how a call came about.
+it may be trained. Knows no HTTP, and not how a call came about.
 """
 
 from __future__ import annotations

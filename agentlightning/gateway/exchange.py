@@ -1,7 +1,5 @@
 """One request over HTTP/1.1 and its answer, as bytes on a connection: a framework's request and response objects would
-cost more than the gateway's own work.
-
-Knows no protocol of a model's and no calls. How a request is read, `server.protocol` knows.
+cost more than the gateway's own work. How a request is read, `server.protocol` knows.
 """
 
 from __future__ import annotations

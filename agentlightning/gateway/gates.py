@@ -1,7 +1,4 @@
-"""Holds calls while weights change: a gate per model, and the clocks of the attempts behind a closed one.
-
-Knows which calls run and wait, and who holds them; no models, and not why they wait.
-"""
+"""Holds calls while weights change: a gate per model, and the clocks of the attempts behind a closed one."""
 
 from __future__ import annotations
 

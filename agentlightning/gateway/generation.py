@@ -1,7 +1,5 @@
 """Generation on token ids: requests, tokens one at a time, and seeds that depend on names alone, so that sampling never
 depends on timing.
-
-Knows token ids; no text, chats, tensors or servers.
 """
 
 from __future__ import annotations

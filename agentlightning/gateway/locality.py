@@ -1,7 +1,6 @@
 """Whether a request comes from a program on this machine, by its headers.
 
-A local connection proves little: a web page can send requests to any port, and a proxy forwards from anywhere. This
-module only reads headers; others decide who must be local.
+A local connection proves little: a web page can send requests to any port, and a proxy forwards from anywhere.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Which backend answers a model name, how it samples in train and val mode, and its gate.
-
-It knows names and backends; no requests or rollouts.
-"""
+"""Which backend answers a model name, how it samples in train and val mode, and its gate."""
 
 from __future__ import annotations
 

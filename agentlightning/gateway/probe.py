@@ -1,7 +1,4 @@
-"""Asks a model that is to be trained for one token, to check that its answers can be trained on.
-
-Knows backends and what makes an answer trainable; no table of models and no HTTP.
-"""
+"""Asks a model that is to be trained for one token, to check that its answers can be trained on."""
 
 from __future__ import annotations
 

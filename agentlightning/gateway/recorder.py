@@ -1,7 +1,5 @@
 """Writes the spans of calls to the store: committed before the end of an answer is sent, or queued where answers must
 not be delayed. Counts outcomes of calls.
-
-Knows the store; no backends, and not how calls are made.
 """
 
 from __future__ import annotations

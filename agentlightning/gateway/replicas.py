@@ -1,7 +1,4 @@
-"""Several servers of one model as one backend: the least busy one answers.
-
-Knows that servers fail and recover, and how many calls each runs; no protocol.
-"""
+"""Several servers of one model as one backend: the least busy one answers, and failed ones are left out."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""An agent's request in one form, whatever its protocol, and how bodies are read.
-
-Knows JSON bodies; no backends, rollouts or HTTP server.
-"""
+"""An agent's request in one form, whatever its protocol, and how bodies are read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The gateway over HTTP: the protocols' endpoints, and the list of models, at `/v1` and under each attempt's prefix.
-
-Knows nothing of stores or tokens beyond what calls and endpoints offer.
-"""
+"""The gateway over HTTP: the protocols' endpoints, and the list of models, at `/v1` and under each attempt's prefix."""
 
 from __future__ import annotations
 

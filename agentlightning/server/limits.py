@@ -1,8 +1,5 @@
 """How many requests a caller may make, counted by the `limits` library, and how many bytes of large ones are read at
-once.
-
-A caller is who a valid key stands for, else an address.
-"""
+once. A caller is who a valid key stands for, else an address."""
 
 from __future__ import annotations
 
@@ -74,7 +71,7 @@ class LargeBodies:
     """The large bodies of one caller that are read and not yet answered have at most `budget` bytes together; further
     ones wait unread. A caller is a key, or an address without one. A body of unknown length counts as `limit` bytes."""
 
-    def __init__(self, limit: int, budget: int = 256 << 20) -> None:
+    def __init__(self, limit: int, budget: int = 128 << 20) -> None:
         self._limit, self._budget = limit, budget
         self._sizes = Counter[str]()  # by caller
         self._freed = asyncio.Event()

@@ -1,8 +1,5 @@
 """`agl server` as one object: store, gateway, HTTP and retention, started and stopped in order; and a trainer's models,
-served for such a server.
-
-This module knows what belongs to a server. It knows neither the command line nor signals.
-"""
+served for such a server."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""The workers of a server, as the process that owns the store sees them: started, told about models, asked to wait, and
-started again when one dies.
-
-Knows the pipe to each worker and the store. Knows no HTTP.
-"""
+"""The workers of a server, as the process that owns the store sees them: started, told about models, and started again
+when one dies."""
 
 from __future__ import annotations
 

@@ -73,22 +73,6 @@ def test_extreme_temperatures_are_their_limits(temperature: float, share: float)
     assert logprobs == pytest.approx(np.log(share), abs=1e-6)
 
 
-def test_rows_of_one_batch_follow_their_own_parameters() -> None:
-    requests = [
-        request(temperature=0.0), request(top_k=1), request(temperature=0.3), request(top_p=0.5), request(),
-    ]  # fmt: skip
-    together, alone = Sampler(len(requests), 0), Sampler(1, 0)
-    for slot, each in enumerate(requests):
-        together.assign(slot, each)
-    logits = torch.randn(len(requests), 50, generator=torch.Generator().manual_seed(0)) * 3
-    indices = np.full(len(requests), 4)
-    ids, logprobs = together.sample(logits, np.arange(len(requests)), indices)
-    for slot, each in enumerate(requests):
-        alone.assign(0, each)
-        [one], [logprob] = alone.sample(logits[slot : slot + 1], np.zeros(1, dtype=np.int64), indices[:1])
-        assert (one, logprob) == (ids[slot], pytest.approx(logprobs[slot], abs=1e-6))
-
-
 def test_uniforms_are_uniform_and_depend_on_seed_and_index_alone() -> None:
     seeds = np.repeat(np.arange(100, dtype=np.uint64), 100)
     indices = np.tile(np.arange(100, dtype=np.uint64), 100)
@@ -106,12 +90,6 @@ def test_any_integer_is_a_seed() -> None:
     for seed in (-1, 0, 2**64 + 5, -(2**70)):
         ids, _ = draw(GenerationRequest([1], seed=seed), LOGITS)
         assert len(set(ids.tolist())) > 1
-
-
-def test_a_token_of_probability_0_is_never_drawn() -> None:
-    logits = torch.tensor([float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")])
-    ids, _ = draw(request(), logits)
-    assert set(ids.tolist()) == {1, 3}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -78,20 +78,6 @@ async def test_while_held_no_step_is_made_and_new_requests_wait(service: EngineS
     assert len(await running) == 250
 
 
-async def test_exclusive_use_is_had_by_one_at_a_time(service: EngineService) -> None:
-    inside = 0
-
-    async def use() -> None:
-        nonlocal inside
-        async with service.exclusive():
-            inside += 1
-            await asyncio.sleep(0)
-            assert inside == 1
-            inside -= 1
-
-    await asyncio.gather(*[use() for _ in range(5)], collect(service, request()))
-
-
 async def test_a_weight_update_lands_in_the_middle_of_a_stream(service: EngineService, model: PreTrainedModel) -> None:
     versions: list[int] = []
     async with aclosing(service.generate(request(max_tokens=100))) as tokens:
@@ -118,16 +104,6 @@ async def test_the_loop_goes_on_while_weights_are_written(model: PreTrainedModel
     await service.update_weights(4)
     assert (seen, service.version) == ([True], 4)
     service.close()
-
-
-async def test_a_bad_request_is_refused_and_hurts_nobody(service: EngineService) -> None:
-    running = asyncio.create_task(collect(service, request(max_tokens=100)))
-    for bad in (GenerationRequest([]), GenerationRequest([3], top_p=2.0), GenerationRequest([3] * 256)):
-        with pytest.raises(BackendError):
-            await collect(service, bad)
-        with pytest.raises(BackendError):
-            await service.complete(bad)
-    assert len(await running) == 100
 
 
 async def test_a_failing_step_reaches_every_request_in_it(service: EngineService, model: PreTrainedModel) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
+import random
 
-from agentlightning.engine.slots import SlotTable
+import numpy as np
+import pytest
+
+from agentlightning.engine.slots import SHORTEST_COPY, SlotTable
 
 
 def tokens(*groups: int) -> np.ndarray:
@@ -19,41 +22,58 @@ def fill(table: SlotTable, sequence: np.ndarray) -> int:
     return placement.slot
 
 
-def make(slots: int = 4, *, reuse: bool = True, share: bool = True) -> SlotTable:
-    return SlotTable(slots, 100, reuse=reuse, share=share)
+def common(one: np.ndarray, other: np.ndarray) -> int:
+    length = min(len(one), len(other))
+    differs = one[:length] != other[:length]
+    return int(differs.argmax()) if differs.any() else length
 
 
-def test_a_continued_sequence_stays_in_its_slot() -> None:
-    table = make()
-    slot = fill(table, tokens(20))
-    table.release(slot)
-    placement = table.acquire(tokens(20, 105))
-    assert (placement.slot, placement.start, placement.copied) == (slot, 20, 20)
-
-
-def test_the_last_token_is_always_computed() -> None:
-    table = make()
-    table.release(fill(table, tokens(20)))
-    assert table.acquire(tokens(20)).reused == 19
-
-
-def test_a_prefix_in_a_busy_slot_is_copied() -> None:
-    table = make()
-    source = fill(table, tokens(20, 105))
-    placement = table.acquire(tokens(20, 205))
-    assert placement.slot != source
-    assert (placement.source, placement.start, placement.copied) == (source, 0, 20)
-    assert (table.token_ids[placement.slot, :20] == tokens(20)).all()
-
-
-def test_a_short_shared_prefix_is_computed_rather_than_copied() -> None:
-    table = make()
-    fill(table, tokens(5, 110))
-    assert table.acquire(tokens(5, 210)).reused == 0
+@pytest.mark.parametrize(("reuse", "share"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize("seed", range(5))
+def test_as_much_is_reused_as_the_slots_hold(reuse: bool, share: bool, seed: int) -> None:
+    drawing, table = random.Random(seed), SlotTable(4, 200, reuse=reuse, share=share)
+    held: dict[int, np.ndarray] = {}
+    busy: list[int] = []
+    for _ in range(300):
+        step = drawing.random()
+        if step < 0.4 and busy:
+            table.release(busy.pop(drawing.randrange(len(busy))))
+        elif step < 0.45 and busy:
+            first, second = busy[0], drawing.randrange(4)
+            table.exchange(first, second)
+            swap = {first: second, second: first}
+            held = {swap.get(slot, slot): sequence for slot, sequence in held.items()}
+            busy = [swap.get(slot, slot) for slot in busy]
+        elif step < 0.47:
+            table.flush()
+            held = {}
+        elif table.free:
+            start = drawing.choice([*held.values(), np.zeros(0, dtype=np.int64)])
+            new = np.array([drawing.randrange(2) for _ in range(drawing.randint(1, 20))])
+            sequence = np.concatenate([start[: drawing.choice([len(start), len(start) // 2])], new])[:200]
+            whole = [
+                slot for slot, known in held.items() if slot not in busy and common(known, sequence[:-1]) == len(known)
+            ]
+            best = max((common(known, sequence[:-1]) for known in held.values()), default=0)
+            placement = table.acquire(sequence)
+            assert placement.slot not in busy
+            if not reuse:
+                assert placement.reused == 0
+            elif share:
+                assert best - SHORTEST_COPY < placement.reused <= best
+            else:
+                assert placement.reused == max((len(held[slot]) for slot in whole), default=0)
+            assert not reuse or not whole or placement.slot in whole
+            table.extend(placement.slot, sequence[placement.reused :], placement.reused)
+            assert (table.token_ids[placement.slot, : len(sequence)] == sequence).all()
+            held[placement.slot] = sequence
+            busy.append(placement.slot)
+        if not reuse:
+            held = {slot: sequence for slot, sequence in held.items() if slot in busy}
 
 
 def test_a_newcomer_that_only_shares_a_prefix_does_not_displace_a_finished_sequence() -> None:
-    table = make()
+    table = SlotTable(4, 100, reuse=True, share=True)
     finished = fill(table, tokens(20, 110))
     table.release(finished)
     newcomer = table.acquire(tokens(20, 210))
@@ -63,50 +83,8 @@ def test_a_newcomer_that_only_shares_a_prefix_does_not_displace_a_finished_seque
 
 
 def test_when_all_slots_hold_something_the_longest_unused_is_given_up() -> None:
-    table = make(3)
+    table = SlotTable(3, 100, reuse=True, share=True)
     slots = [fill(table, tokens(start + 20)) for start in (100, 200, 300)]
     for slot in (slots[1], slots[2], slots[0]):
         table.release(slot)
     assert table.acquire(tokens(430)).slot == slots[1]
-    assert table.free == 2
-
-
-def test_a_given_up_slot_keeps_what_it_shares_with_the_newcomer() -> None:
-    table = make(1)
-    table.release(fill(table, tokens(20, 110)))
-    placement = table.acquire(tokens(20, 210))
-    assert (placement.slot, placement.start, placement.copied) == (0, 20, 20)
-    assert table.length[0] == 20
-
-
-def test_contents_that_cannot_be_cut_or_copied_are_used_whole_or_not_at_all() -> None:
-    table = make(share=False)
-    slot = fill(table, tokens(20))
-    table.release(slot)
-    assert table.acquire(tokens(15, 205)).reused == 0
-    assert table.acquire(tokens(20, 105)).slot == slot
-
-
-def test_after_a_flush_nothing_is_known() -> None:
-    table = make()
-    table.release(fill(table, tokens(20)))
-    busy = fill(table, tokens(120))
-    table.flush()
-    assert table.acquire(tokens(20, 105)).reused == 0
-    assert table.busy[busy]
-
-
-def test_without_reuse_a_released_slot_is_empty() -> None:
-    table = make(reuse=False, share=False)
-    table.release(fill(table, tokens(20)))
-    assert table.acquire(tokens(20, 105)).reused == 0
-
-
-def test_exchanged_slots_keep_their_contents_and_state() -> None:
-    table = make(2)
-    first = fill(table, tokens(20))
-    second = fill(table, tokens(130))
-    table.release(second)
-    table.exchange(first, second)
-    assert table.busy.tolist() == [False, True]
-    assert table.acquire(tokens(130, 205)).slot == first

@@ -75,11 +75,9 @@ SHAPES: dict[str, tuple[Mapping[str, str], tuple[str, dict[str, Any]], tuple[str
         CODEX | {"thread-id": "b", "x-codex-parent-thread-id": "main"} | turn(agent_name="/root/searcher"), codex(),
         ("codex/searcher", "main", None),
     ),
-    "codex's compaction": (CODEX | turn(request_kind="compaction"), codex(), ("codex", None, "compaction")),
     "metadata of another shape": (
         CODEX | {"x-codex-turn-metadata": '[{"request_kind": "compaction"}]'}, codex(), ("codex", None, None)
     ),
-    "opencode": (OPENCODE, chat("You are opencode, an interactive CLI tool"), ("opencode", None, None)),
     "opencode's title": (OPENCODE, chat("You are a title generator. You output"), ("opencode", None, "title")),
     "opencode's sub-agent": (
         OPENCODE | {"x-session-id": "b", "x-parent-session-id": "main"}, chat("You are a file search specialist. You"),
@@ -92,7 +90,6 @@ SHAPES: dict[str, tuple[Mapping[str, str], tuple[str, dict[str, Any]], tuple[str
     ),
     "a chat about compactions": ({"user-agent": "OpenAI/Python 2.9.0"}, chat("You help", FROM_USER), (None,) * 3),
     "a chat with codex' header": (turn(request_kind="compaction"), chat("You help"), (None,) * 3),
-    "codex' header of another type": (CODEX | turn(request_kind=["compaction"]), codex(), ("codex", None, None)),
     "no harness": ({"x-session-id": "s"}, chat("You are the writer.", "Write: You are a title generator"), (None,) * 3),
 }  # fmt: skip
 

@@ -30,22 +30,6 @@ async def test_an_answer_streams_with_characters_whole_and_ends_once(gateway_wor
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens > 10
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_tool_calls_are_parsed_and_content_before_them_kept(gateway_world: World, stream: bool) -> None:
-    client = gateway_world.client(await gateway_world.attempt())
-    asked: Any = {"model": "policy", "messages": user("weather"), "tools": [SEARCH_TOOL]}
-    if stream:
-        async with client.chat.completions.stream(**asked) as answer:
-            completion = await answer.get_final_completion()
-    else:
-        completion = await client.chat.completions.create(**asked)
-    choice = completion.choices[0]
-    assert choice.finish_reason == "tool_calls"
-    assert choice.message.content == "Let me look."
-    assert [call.function.name for call in choice.message.tool_calls] == ["search"]
-    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"q": "sun"}
-
-
 async def test_tool_choice_none_shows_the_model_no_tools(gateway_world: World) -> None:
     client = gateway_world.client(await gateway_world.attempt())
     prompts = [

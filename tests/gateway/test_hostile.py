@@ -275,11 +275,3 @@ async def test_odd_characters_come_through_as_they_are(gateway_world: World) -> 
 
 
 ODD = "NUL \x00, family 👩‍👩‍👧‍👦, flag 🏴󠁧󠁢󠁳󠁣󠁴󠁿, e\u0301, \u202eright to left, \ufeff\u2028\uffff end"
-
-
-@pytest.mark.parametrize("endpoint", ENDPOINTS)
-@pytest.mark.parametrize("half", ["\\ud83d", "\\ude42", "\\ud83dx", "\\ude42\\ud83d"])
-def test_half_a_character_is_refused(caller: Caller, endpoint: str, half: str) -> None:
-    request = json.dumps({**FULL_REQUESTS[endpoint], "model": "policy", "user": "half"}).replace("half", half)
-    status, body = caller.ask(endpoint, request.encode())
-    assert status == 400 and is_refusal(endpoint, status, body)

@@ -1,4 +1,4 @@
-"""Which model answers which name."""
+"""Which model answers which name, and which errors are told to clients."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import logging
 
 import pytest
 
-from agentlightning.errors import BackendError, ConfigError
+from agentlightning.errors import BackendError, ConfigError, InvalidError, NotFoundError, UnavailableError
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.gateway.serving import as_backend_error
 
 
 def entry(name: str, *, trainable: bool = True) -> ModelEntry:
@@ -37,3 +38,22 @@ def test_two_models_of_one_name_and_no_address_are_refused() -> None:
         ModelTable([entry("a"), entry("a")])
     with pytest.raises(ConfigError, match="http://"):
         HttpBackend("localhost:8000")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (ConfigError("x"), 400, "invalid_request"),
+        (NotFoundError("x"), 404, "not_found"),
+        (InvalidError("x"), 422, "invalid_request"),
+        (UnavailableError("x"), 503, "service_unavailable"),
+        (RuntimeError("a secret"), 500, "internal"),
+    ],
+)
+def test_errors_have_codes_that_clients_know_and_unexpected_ones_no_details(
+    error: Exception, status: int, code: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    answered = as_backend_error(error)
+    assert (answered.status, answered.code) == (status, code)
+    assert (str(answered) == "x") == (status < 500 or status == 503)
+    assert ("a secret" in caplog.text) == (status == 500)

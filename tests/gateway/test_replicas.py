@@ -105,20 +105,13 @@ async def test_what_is_passed_through_and_what_is_counted_is_routed_too() -> Non
             assert (answer.status, answer.replica) == (500, servers[1].url)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("behaviour", ["is gone", "500", "503", "breaks off", "hangs"])
-async def test_a_call_that_a_replica_fails_is_answered_by_another(
-    behaviour: str, stream: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("behaviour", ["503", "breaks off", "hangs"])
+async def test_a_call_that_a_replica_fails_is_answered_by_another(behaviour: str) -> None:
     async with replicated(seconds=0.3 if behaviour == "hangs" else 60) as (replicas, servers):
         servers[0].behaviour = behaviour
-        if behaviour == "is gone":
-            await servers[0].http.stop()
-        for _ in range(3):
-            assert await answered_by(replicas, call(stream=stream)) == servers[1].url
-        assert replicas.replicas[0].ejected_since is not None
-        assert "trying again" not in caplog.text  # no time is spent on a server when there is another
+        for _ in range(2):
+            assert await answered_by(replicas, call(stream=True)) == servers[1].url
+        assert free(replicas) == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -155,19 +148,6 @@ async def test_a_replica_that_fails_gets_no_calls_until_it_is_healthy() -> None:
         await until(lambda: ejected.ejected_since is None)
         assert {await answered_by(replicas, call()) for _ in range(2)} == {bad.url, good.url}
         assert ejected.why is None
-
-
-async def test_a_replica_whose_weights_nobody_knows_is_left_alone_until_somebody_does() -> None:
-    async with replicated(check_seconds=0.02) as (replicas, (updated, good)):
-        await answered_by(replicas, call())
-        connection = replicas.replicas[0].backend.connection
-        connection.unusable = "its weights are being updated"
-        asked = len(updated.asked)
-        for _ in range(8):
-            assert await answered_by(replicas, call()) == good.url
-        assert len(updated.asked) == asked
-        connection.unusable = None
-        assert {await answered_by(replicas, call()) for _ in range(2)} == {updated.url, good.url}
 
 
 async def test_where_all_are_ejected_any_is_tried() -> None:

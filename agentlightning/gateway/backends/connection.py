@@ -1,7 +1,5 @@
 """HTTP/1.1 to one server over connections that are kept, one request at a time on each: a general client costs more
 than the rest of a call. There are no redirects, cookies, proxies or compression.
-
-Knows bytes on sockets, refusals and failures; no calls and no protocol above HTTP.
 """
 
 from __future__ import annotations
@@ -123,6 +121,7 @@ class Connection:
         response = None
         try:
             response = await self._request(url, body, headers, retry=retries and self.retries)
+            del body  # it may be large, and the answer may take long
             if accepted and response.status != 200:
                 raise await refusal(response, self.base_url)
             yield response
@@ -136,18 +135,15 @@ class Connection:
     async def healthy(self, timeout_seconds: float, *, control: bool = False) -> bool:
         """Whether the server answers at `health_url` in time without an error of its own, and is usable, unless it is
         asked under `control`."""
-        return await self._health(timeout_seconds, control=control) == "healthy"
+        return await self.health(timeout_seconds, control=control) is None
 
-    async def deserted(self, timeout_seconds: float) -> bool:
-        """Whether no process listens there any more. A slow server does."""
-        return await self._health(timeout_seconds) in (UNREACHABLE, BROKE_OFF)
-
-    async def _health(self, timeout_seconds: float, *, control: bool = False) -> str:
+    async def health(self, timeout_seconds: float, *, control: bool = False) -> str | None:
+        """What is wrong with the server, such as `UNREACHABLE`; None if it is healthy."""
         request = self.posted(self.health_url, None, retries=False, control=control)
         try:
             async with asyncio.timeout(timeout_seconds), request as response:
                 await response.read()
-                return "healthy" if response.status < 500 else "failing"
+                return None if response.status < 500 else "failing"
         except TimeoutError:
             return "slow"
         except BackendError as error:
@@ -160,7 +156,7 @@ class Connection:
         sent = self._headers | dict(headers) if headers else self._headers
         if headers and "authorization" in headers:
             sent.pop("x-api-key", None)  # it brings the key itself
-        message = self._message(url, sent, body)
+        message = [self._head(url, sent, body), body or b""]
         for delay in (*_RETRY_DELAYS, None) if retry else (None,):
             try:
                 return await self._send(message)
@@ -172,7 +168,7 @@ class Connection:
                 await asyncio.sleep(delay)
         raise AssertionError("the last try returns or raises")
 
-    def _message(self, url: str, headers: Mapping[str, str], body: bytes | None) -> bytes:
+    def _head(self, url: str, headers: Mapping[str, str], body: bytes | None) -> bytes:
         method = "GET" if body is None else "POST"
         lines = [f"{method} {_target(url.removeprefix(self.origin))} HTTP/1.1\r\n{self._fixed}"]
         for name, value in headers.items():
@@ -180,10 +176,9 @@ class Connection:
                 raise BackendError(f"the header {name} holds a line break", status=400, code="invalid_request")
             lines.append(f"{name}: {value}\r\n")
         lines.append("\r\n" if body is None else f"content-length: {len(body)}\r\n\r\n")
-        head = "".join(lines).encode("latin-1", "replace")
-        return head if body is None else head + body
+        return "".join(lines).encode("latin-1", "replace")
 
-    async def _send(self, message: bytes) -> Response:
+    async def _send(self, message: list[bytes]) -> Response:
         while self._kept:
             try:
                 return await self._kept.pop().send(message)
@@ -233,11 +228,11 @@ class Response(asyncio.Protocol):
         self._failure: BackendError | None = None
         self._waiting: asyncio.Future[None] | None = None
 
-    async def send(self, request: bytes) -> Response:
+    async def send(self, request: list[bytes]) -> Response:
         if self.lost or self._transport is None:
             raise UnreachableError("it closed the connection", status=503)
         self._begin()
-        self._transport.write(request)
+        self._transport.writelines(request)
         try:
             while not self.status:
                 await self._more()

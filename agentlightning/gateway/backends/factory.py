@@ -1,7 +1,4 @@
-"""The description of a server → its backend; and the entry of a model that is never trained.
-
-Knows the kinds of servers and what each needs. Knows no table of models.
-"""
+"""The description of a server → its backend; and the entry of a model that is never trained."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Any server of OpenAI's protocols as a backend: vLLM, this project's own, a hosted API.
 
 Asks for exact token ids the way vLLM gives them (`return_token_ids`, logprobs, usage). A streamed call is streamed
-upstream, so that a disconnect cancels there and partial answers are known; a call that nobody
-sees before its end is not. Knows that protocol; no models, spans or store.
+upstream, so that a disconnect cancels there and partial answers are known; a call that nobody sees before its end is
+not.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class HttpBackend:
         failed_loads = self.connection.failed_loads
         reader = _AnswerReader(call, self.captures_tokens, self.connection.version)
         url = self.connection.url("chat/completions" if call.prompt is None else "completions")
-        body = msgspec.json.encode(self._body(call))
-        async with self.connection.posted(url, body, self._headers(call), accepted=True) as response:
+        posted = self.connection.posted(url, msgspec.json.encode(self._body(call)), self._headers(call), accepted=True)
+        async with posted as response:
             if call.stream:
                 async for data in event_data(response):
                     for event in reader.read(data):

@@ -1,7 +1,7 @@
 """Servers that are given token ids and give token ids; chats are rendered here.
 
 SGLang (0.4.6 and later) answers `/generate`; vLLM (0.32 with `--enable-scale-out`) answers `/inference/v1/generate`,
-and by its chat completions what token ids cannot ask: images, grammars, forced calls. Knows these protocols; no text.
+and by its chat completions what token ids cannot ask: images, grammars, forced calls.
 """
 
 from __future__ import annotations

@@ -119,27 +119,6 @@ async def test_a_kept_connection_that_the_server_has_closed_costs_nothing() -> N
         assert server.connections == 2
 
 
-async def test_an_answer_that_is_left_early_ends_its_connection() -> None:
-    ended = asyncio.Event()
-
-    async def for_ever(_: bytes, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n")
-        try:
-            while True:
-                writer.write(b"1\r\nx\r\n")
-                await writer.drain()
-                await asyncio.sleep(0.01)
-        finally:
-            ended.set()
-
-    async with before(for_ever) as (connection, _):
-        async with connection.posted(connection.url("x"), b"") as response:
-            async for part in response.parts():
-                assert part.startswith(b"x")
-                break
-        await asyncio.wait_for(ended.wait(), 60)
-
-
 async def test_a_server_that_sends_more_than_is_read_has_to_wait() -> None:
     sent = 0
 

@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from agentlightning import semconv
 from agentlightning.engine.service import EngineService
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.backend import STOPPED_BY_STRING, Delta, Sampling
@@ -22,12 +21,11 @@ from agentlightning.gateway.backends.factory import make_backend
 from agentlightning.gateway.backends.tokens import TRUNCATED, SglangBackend
 from agentlightning.gateway.chat.token_backend import TokenBackend
 from agentlightning.gateway.generation import SampledToken
-from agentlightning.gateway.models import ModelEntry
 from agentlightning.gateway.probe import probe
 from agentlightning.gateway.request import NEUTRAL_PENALTIES
 from tests.gateway.backends.engines import answered, chat_call, check_parity, named, sampled
-from tests.gateway.talker import SEARCH_TOOL, make_talker, user
-from tests.gateway.world import GREEDY, fronting, serving, talking
+from tests.gateway.talker import SEARCH_TOOL, make_talker
+from tests.gateway.world import serving, talking
 
 pytestmark = pytest.mark.anyio
 
@@ -287,25 +285,6 @@ async def test_an_answer_that_is_not_what_was_asked_for_is_an_error(
     with pytest.raises(BackendError, match=says) as caught:
         await answered(world[0], chat_call(stream=stream))
     assert caught.value.status == status
-
-
-async def test_calls_through_the_gateway_are_captured_and_trained(world: Setting) -> None:
-    backend, server, _ = world
-    counted = await backend.count_tokens(chat_call("weather", tools=[SEARCH_TOOL]))
-    assert server.asked == []  # the tokenizer is here
-    async with fronting(ModelEntry("policy", backend, train=GREEDY)) as front:
-        attempted = await front.attempt()
-        create = front.client(attempted).chat.completions.create
-        answer = await create(model="policy", messages=user("weather"), tools=[SEARCH_TOOL])
-        turns = [*user("weather"), answer.choices[0].message.model_dump(), *user("count")]
-        await create(model="policy", messages=turns, tools=[SEARCH_TOOL], max_tokens=4)
-        first, second = await front.spans(attempted)
-    assert semconv.CALL_FLAG not in first.attributes
-    assert first.attributes[semconv.CALL_BACKEND] == backend.connection.base_url
-    choice, prompt = first.tokens.choices[0], first.tokens.prompt_token_ids
-    assert len(choice.token_ids) == len(choice.logprobs) > 0 and len(prompt) == counted
-    assert second.tokens.prompt_token_ids[: counted + len(choice.token_ids)] == (*prompt, *choice.token_ids)
-    assert second.attributes[semconv.RECORDED_SPLICE] == len(choice.token_ids)
 
 
 @pytest.mark.parametrize(

@@ -141,25 +141,6 @@ async def test_a_call_during_which_a_load_failed_is_not_trained_and_one_whose_se
     assert answer.choices[0].untrainable == untrainable
 
 
-async def test_versions_that_nothing_holds_are_not_believed(world: Setting) -> None:
-    backend, server, _ = world
-    call = chat_call(sampling=Sampling(temperature=0.0, max_tokens=4))
-    for spans in ([("5", 1, 0), ("6", 0, 5)], [("99999999999", 0, 4)]):
-        server.versions = [named(*span) for span in spans]
-        (choice,) = (await answered(backend, call)).choices
-        assert choice.versions == [[0, len(choice.token_ids)]]
-
-
-@pytest.mark.parametrize("ids", [(-1, 2), (2, 10**6)])
-async def test_ids_that_the_model_has_not_are_refused_before_a_server_meets_them(
-    world: Setting, ids: tuple[int, ...]
-) -> None:
-    backend, server, _ = world
-    with pytest.raises(BackendError, match="prompt holds token id") as refused:
-        await answered(backend, chat_call(prompt=ids))
-    assert (refused.value.status, server.asked) == (400, [])
-
-
 @pytest.mark.parametrize("extra", [{"response_format": {"type": "json_object"}}, {"presence_penalty": 1.0}])
 async def test_what_token_ids_cannot_ask_is_asked_as_a_chat(world: Setting, extra: dict[str, Any]) -> None:
     backend, server, _ = world
