@@ -23,8 +23,8 @@ from agentlightning.server.pipe import Pipe
 from agentlightning.server.worker import Beginning, Report, State
 from agentlightning.store.base import CALLS
 from agentlightning.store.prompts import SpanRow
+from agentlightning.store.spans import Observer
 from agentlightning.store.sql import SqlStore
-from agentlightning.store.writer import Observer
 from agentlightning.types import Span
 
 _log = logging.getLogger(__name__)
