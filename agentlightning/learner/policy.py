@@ -186,14 +186,6 @@ def _load_model(source: str | Path, dtype: torch.dtype) -> PreTrainedModel:
     return wrapped.merge_and_unload()
 
 
-def check_model(source: str | Path) -> None:
-    """ConfigError if `open_policy` would find no such model; loads nothing."""
-    if is_reference(str(source := fetched_model(source))):
-        load_reference(str(source))
-    else:
-        load_tokenizer(source)
-
-
 @contextmanager
 def _found(source: str | Path) -> Generator[str | Path]:
     """The directory or hub id for transformers to load; its errors become ConfigErrors."""
