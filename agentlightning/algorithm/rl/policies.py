@@ -21,7 +21,7 @@ from agentlightning.algorithm.rl.batch import Sequences, Values, minibatches
 from agentlightning.algorithm.rl.metrics import Usage
 from agentlightning.algorithm.rl.settings import RLSettings
 from agentlightning.errors import TrainingError, docs_page
-from agentlightning.learner.base import Learner, Sampler, Weights, WeightsForm
+from agentlightning.learner.base import Learner, Sampler, Weights
 from agentlightning.learner.corrections import corrected, prepare
 
 _EXPORTS_KEPT: Final[dict[str, int]] = {"adapter": 16}  # per policy, else 3; a server may read one again
@@ -82,7 +82,8 @@ class Policies:
             return
         written = self._exports / name
         place = written / f"version-{version:06d}"
-        await self.in_thread(partial(_export, self.learners[name], place, sampler.takes))
+        await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)  # left by a killed run
+        await self.in_thread(partial(self.learners[name].export, place, sampler.takes))
         await sampler.publish(Weights(version, place.absolute()))
         for old in sorted(written.iterdir())[: -_EXPORTS_KEPT.get(sampler.takes, 3)]:
             if old != place:  # a run resumed from an earlier step has later ones
@@ -130,11 +131,6 @@ class Policies:
 
     def _place(self, directory: Path, name: str) -> Path:
         return directory if len(self.names) == 1 else directory / name
-
-
-def _export(learner: Learner, place: Path, form: WeightsForm) -> None:
-    shutil.rmtree(place, ignore_errors=True)  # left by a killed run
-    learner.export(place, form)
 
 
 def optimiser_steps(
