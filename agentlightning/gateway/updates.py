@@ -27,7 +27,7 @@ class _NoRouteError(BackendError):
 
 async def load_weights(servers: Sequence[RemoteBackend], version: int, path: str) -> None:
     """Load the checkpoint at `path`, which every server can read, as policy `version`. Running calls of vLLM pause and
-    continue with it; SGLang must have none.
+    continue with it; SGLang aborts them.
 
     A server that fails gets no calls until it loads others, since its weights are unknown. BackendError 502 if all
     fail."""
@@ -99,9 +99,12 @@ async def _load_vllm(connection: Connection, version: int, path: str) -> None:
 
 async def _load_sglang(connection: Connection, version: int, path: str) -> None:
     # It drops its prefix cache by itself, and names the version in each answer.
-    weights = {"model_path": path, "weight_version": str(version)}
-    await _post(connection, f"{connection.root}/update_weights_from_disk", weights, "SGLang 0.5 or later")
-    connection.version, connection.unusable = version, None
+    weights = {"model_path": path, "weight_version": str(version), "abort_all_requests": True}
+    try:
+        await _post(connection, f"{connection.root}/update_weights_from_disk", weights, "SGLang 0.5 or later")
+        connection.version, connection.unusable = version, None
+    finally:
+        connection.failed_loads += connection.unusable is not None
 
 
 async def _post(connection: Connection, url: str, body: Mapping[str, Any], needs: str) -> None:

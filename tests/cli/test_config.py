@@ -10,7 +10,6 @@ from agentlightning.cli.config import CommandConfig, build, load_config
 from agentlightning.cli.fit import make_algorithm
 from agentlightning.errors import ConfigError
 from agentlightning.learner.base import AdamW
-from agentlightning.store.redaction import settings_without_secrets
 from agentlightning.types import LLM, FrozenModel, PromptTemplate
 
 COMPLETE = """
@@ -164,9 +163,3 @@ def test_a_sampler_by_url_takes_the_place_of_a_named_one(run_file: Path) -> None
         assert load_config(run_file, ["sampler.vllm=http://host:8000/v1"]).sampler == {"vllm": "http://host:8000/v1"}
     changed = load_config(run_file, ["sampler.program=/opt/python"]).sampler
     assert changed == {"sglang": "start", "program": "/opt/python"}
-
-
-def test_a_key_among_flags_is_left_out_of_what_is_kept() -> None:
-    flags = ["--api-key", "first", "--dtype", "bfloat16", "--api-key=second"]
-    kept = settings_without_secrets({"sampler": {"sglang": "start", "flags": flags, "api_key": "third"}})
-    assert kept == {"sampler": {"sglang": "start", "flags": ["--api-key", "--dtype", "bfloat16", "--api-key"]}}

@@ -1,27 +1,32 @@
 """Messages and tools → the model's prompt text, by the chat template that came with its tokenizer, and → token ids.
 
+A chat's history is rendered and tokenised anew at every call, and the tokenizer may split text otherwise than the
+policy sampled it. Where a rendered prompt begins with the exact text of an earlier prompt and answer, and that text
+ends with a special token, at which the tokenizer provably splits, the recorded ids are the prompt's beginning.
+
+    recorded  "<|user|>hi<|end|><|assistant|>yes<|end|>"  →  (5, 17, 2, 6, 90, 91, 2)
+    prompt    "<|user|>hi<|end|><|assistant|>yes<|end|><|user|>more<|end|>…"
+           →  (5, 17, 2, 6, 90, 91, 2) + encode("<|user|>more<|end|>…")
+
 Knows jinja templates and tokenizers. Does not know models, sampling or HTTP.
 """
 
 from __future__ import annotations
 
 import json
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateError
 from tokenizers import Tokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from agentlightning.data.token_bytes import TokenBytes
+from agentlightning.data.token_bytes import TokenBytes, splits_at_special_tokens
 from agentlightning.errors import BackendError, ConfigError
-from agentlightning.gateway.chat.text import BEGIN, END, Detokenizer
-from agentlightning.gateway.chat.tool_calls import TOOL_FORMATS, ToolCallParser, detect_tool_format
+from agentlightning.gateway.chat.text import BEGIN, END, TOOL_FORMATS, Detokenizer, ToolCallParser, detect_tool_format
 
 # The rollouts of a group begin with the same prompt, and turns repeat: short texts are tokenised once.
 _REMEMBERED_TEXTS = 2048
@@ -54,10 +59,7 @@ class ChatTemplate:
         self._encode_once = lru_cache(maxsize=_REMEMBERED_TEXTS)(self._encode)
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in template
-        try:
-            self._template = _environment().from_string(template)
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"the tokenizer's chat template cannot be compiled: {error}") from None
+        self._template = template
 
     @classmethod
     def from_pretrained(cls, tokenizer: Any) -> ChatTemplate:
@@ -91,14 +93,15 @@ class ChatTemplate:
         """The prompt up to where the assistant begins to speak. Where the template refuses system messages behind the
         first message, they are part of what the user says. BackendError (400) says what else it refuses."""
         options: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": True, **self._special_tokens}
+        options["chat_template"] = self._template
         try:
             plain = [self._plain(message) for message in messages]
             try:
-                return self._template.render(messages=plain, **options, **variables)
-            except jinja2.TemplateError:
+                return render_jinja_template([plain], **options, **variables)[0][0]
+            except TemplateError:
                 if not any(message["role"] == "system" for message in plain[1:]):
                     raise
-                return self._template.render(messages=_without_later_system(plain), **options, **variables)
+                return render_jinja_template([_without_later_system(plain)], **options, **variables)[0][0]
         except BackendError:
             raise
         except Exception as error:  # noqa: BLE001 - a template is a program from elsewhere and may fail in any way
@@ -126,8 +129,8 @@ class ChatTemplate:
         """A parser for one answer. ConfigError if the format of the model's tool calls is not known."""
         if self.tool_format is None:
             raise ConfigError(
-                "the chat template's tool-call format is not one of hermes, llama3 or mistral, so tools cannot be used "
-                "with this model"
+                "the chat template's tool-call format is neither hermes nor llama3, so tools cannot be used with this "
+                "model"
             )
         return TOOL_FORMATS[self.tool_format].parser()
 
@@ -182,34 +185,65 @@ def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": function}
 
 
-class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}` marks the assistant's words for other tools; here it is only its body."""
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt's text and exact ids, of which `spliced_tokens` are those of recorded answers."""
 
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    names: dict[str, Any] = {"raise_exception": _raise, "strftime_now": _now}
-    environment.globals.update(names)
-    return environment
+    text: str
+    token_ids: tuple[int, ...]
+    spliced_tokens: int = 0
 
 
-def _now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
+class RecordedAnswers:
+    """Remembers, per session, the last answers with their prompts, of so many `tokens` in all; the least recently used
+    session is forgotten. `encode` may be called in any thread.
 
+    With a tokenizer that does not provably split at special tokens nothing is remembered, and every prompt is
+    tokenised as a whole."""
 
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """JSON without HTML escapes: what is written is read by a model, not a browser."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+    def __init__(
+        self, chat: ChatTemplate, *, sessions: int = 4096, answers: int = 16, tokens: int = 16_000_000
+    ) -> None:
+        self._chat = chat
+        self._sessions: OrderedDict[str, deque[EncodedPrompt]] = OrderedDict()
+        self._session_limit = sessions
+        self._answer_limit = answers
+        self._token_limit = tokens
+        self._tokens = 0
+        self._usable = splits_at_special_tokens(chat.tokenizer)
 
+    def encode(self, session: str | None, text: str) -> EncodedPrompt:
+        """The prompt's ids, with the longest recorded beginning spliced in."""
+        known = self._longest(session, text) if session is not None else None
+        if known is None:
+            return EncodedPrompt(text, self._chat.encode(text))
+        rest = self._chat.encode(text[len(known.text) :])
+        return EncodedPrompt(text, (*known.token_ids, *rest), known.spliced_tokens)
 
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+    def record(self, session: str | None, prompt: EncodedPrompt, answer_ids: list[int]) -> None:
+        """Remember a finished answer, if it ends with a special token; others cannot be spliced."""
+        if not self._usable or session is None or not answer_ids:
+            return
+        token_bytes = self._chat.token_bytes
+        if answer_ids[-1] not in token_bytes.special_ids:
+            return
+        answers = self._sessions.setdefault(session, deque())
+        answers.append(
+            EncodedPrompt(
+                prompt.text + token_bytes.text(answer_ids),
+                (*prompt.token_ids, *answer_ids),
+                prompt.spliced_tokens + len(answer_ids),
+            )
+        )
+        self._tokens += len(answers[-1].token_ids)
+        if len(answers) > self._answer_limit:
+            self._tokens -= len(answers.popleft().token_ids)
+        self._sessions.move_to_end(session)
+        while len(self._sessions) > self._session_limit or self._tokens > self._token_limit:
+            _, forgotten = self._sessions.popitem(last=False)
+            self._tokens -= sum(len(answer.token_ids) for answer in forgotten)
+
+    def _longest(self, session: str, text: str) -> EncodedPrompt | None:
+        answers = tuple(self._sessions.get(session, ()))
+        matching = [answer for answer in answers if text.startswith(answer.text)]
+        return max(matching, key=lambda answer: len(answer.text), default=None)
