@@ -94,7 +94,7 @@ class Environment(LitAgent[Any]):
             raise EpisodeError(f"the environment gave no {chosen!r}; its rewards: {', '.join(rewards) or 'none'}")
         return {"reward": rewards, "primary_key": chosen}
 
-    def __deepcopy__(self, memo: Any) -> Environment:
+    def own_copy(self) -> Environment:
         return self  # all rollouts share it: it keeps nothing of theirs
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -37,7 +37,7 @@ def reward_value(index: int) -> str:
     return f"{REWARD}.{index}.value"
 
 
-LINK: Final = "agentlightning.link"  # .N.key_match and .N.value_match: what the span is about (`tracing.links`)
+LINK: Final = "agentlightning.link"  # .N.key_match and .N.value_match: what the span is about
 TAG: Final = "agentlightning.tag"  # .N: free words
 
 

@@ -52,7 +52,6 @@ from agentlightning.server.service import lent, models_held
 from agentlightning.store.base import LightningStore
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
-from agentlightning.tracing.choice import TracerKind, choose_tracer
 from agentlightning.types import LLM, FrozenModel, Metrics, NamedResources
 
 if TYPE_CHECKING:
@@ -107,10 +106,8 @@ class Trainer:
         time_limit: seconds after which training stops, with its last evaluation.
         initial_resources: more resources for the agent. Models are added by name, the first trained one also as `llm`.
         hooks: called before and after every rollout (see `Hook`).
-        tracer: `auto` records what OpenTelemetry's SDK traces in the agent, if it is installed; `light` does not.
         trackers: `"tensorboard"`, `"wandb"`, `"mlflow"`, `{"name": "wandb", "project": "x"}`, or your own `Tracker`.
         progress: shows progress. Default: a display on stderr; False shows nothing.
-        adapter: the `adapter` of functions decorated with `agl.algo`, as in Agent Lightning 0.3.
         max_sequence_length: tokens of prompt and answer together; default: the model's limit, at most 4096.
         device: where the model is loaded; default `cuda` if there is a GPU, else `cpu`.
         threads: threads of torch; default 1 for models below 10M parameters, which more threads slow down.
@@ -144,8 +141,6 @@ class Trainer:
         time_limit: float | None = None,
         initial_resources: Mapping[str, Any] | None = None,
         hooks: Sequence[Hook] = (),
-        tracer: TracerKind = "auto",
-        adapter: Any = None,
         trackers: Sequence[str | Mapping[str, Any] | Tracker] = (),
         progress: Progress | Literal[False] | None = None,
         max_sequence_length: int | None = None,
@@ -158,10 +153,6 @@ class Trainer:
         self.models = {name: fetched_model(model) for name, model in trained.items()}
         self.frozen = read_frozen(models or {}, self.models)
         n_runners = n_workers if n_runners is None else n_runners
-        if adapter is not None:
-            from agentlightning.v03.adapters import with_adapter
-
-            algorithm = with_adapter(algorithm, adapter)
         self.algorithm: Algorithm = GRPO() if algorithm is None else algorithm
         self.sampler, self.learner = sampler, learner
         read_learner(learner)
@@ -173,8 +164,6 @@ class Trainer:
         named = {"llm" if name == "main_llm" else name: model for name, model in (initial_resources or {}).items()}
         self.initial_resources: NamedResources = named
         self.hooks = tuple(hooks)
-        choose_tracer(tracer)  # refused here rather than after the model was loaded
-        self.tracer: TracerKind = tracer
         self.trackers = tuple(map(make_tracker, trackers))
         self.progress: Progress | Literal[False] | None = progress
         self.max_sequence_length, self.deterministic = max_sequence_length, deterministic
@@ -269,7 +258,7 @@ class Trainer:
         if self.n_runners != 0:
             served = bool(self.models) or isinstance(self.initial_resources.get("llm"), LLM)
             self._place: Isolation = place_of(agent, self.isolation, served=served)
-            boot_of(agent, self._place, self.tracer, None)  # before anything is made for it
+            boot_of(agent, self._place)  # before anything is made for it
             self._concurrency = self.n_runners or usual_concurrency(self._place)
         if self.models or self.sampler is not None:
             self._pair_settings(Path()).check()
@@ -438,7 +427,7 @@ class Trainer:
         samplers = [policy.sampler for policy in context.policies.values()]
         tasks = {job, *(asyncio.ensure_future(sampler.watch(context.calls_held)) for sampler in samplers)}
         if self._concurrency:
-            settings: dict[str, Any] = {"hooks": self.hooks, "tracer": self.tracer, "isolation": self._place}
+            settings: dict[str, Any] = {"hooks": self.hooks, "isolation": self._place}
             runner = Runner(context.store, agent, concurrency=self._concurrency, **settings)
             tasks.add(asyncio.ensure_future(runner.run()))
         status = "failed"

@@ -74,8 +74,12 @@ def runner(
     log = directory / f"runner-{agent}-{tracer}.log"
     command = [sys.executable, "-m", "agentlightning.cli.main", "runner", f"{HERE}/_agents.py:{agent}", "--server"]
     with log.open("wb") as output:
+        switched = {"OTEL_SDK_DISABLED": "true"} if tracer == "light" else {}
         running = subprocess.Popen(
-            [*command, server.url, "--concurrency", str(concurrency), "--tracer", tracer], stdout=output, stderr=output
+            [*command, server.url, "--concurrency", str(concurrency)],
+            stdout=output,
+            stderr=output,
+            env=os.environ | switched,
         )
     os.sched_setaffinity(running.pid, {CORES[0]})
     try:

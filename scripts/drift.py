@@ -47,6 +47,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final, Literal, TypeAlias, TypeVar, get_args
+from unittest.mock import patch
 
 import click
 import msgspec
@@ -408,10 +409,9 @@ class DriftCheck:
 
     def _rendered(self, call: RecordedCall, tools: list[dict[str, Any]]) -> Ids:
         """The prompt as of the time of the call, for templates that tell the model the date."""
-        clock = datetime.fromtimestamp(call.start_time)
-        return self._chat.encode(
-            self._chat.render(call.messages, tools, **{"strftime_now": clock.strftime, **call.variables})
-        )
+        with patch("transformers.utils.chat_template_utils.datetime") as clock:
+            clock.now.return_value = datetime.fromtimestamp(call.start_time)
+            return self._chat.encode(self._chat.render(call.messages, tools, **call.variables))
 
     def _anew(self, ids: Ids) -> Ids:
         return self._chat.encode(self._chat.token_bytes.text(list(ids)))

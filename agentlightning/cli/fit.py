@@ -44,7 +44,6 @@ def fit(config: TrainConfig, console: Console, limit: int | None = None) -> FitR
     from agentlightning.display import LiveProgress, hide_library_progress
     from agentlightning.environments import tasks_of
     from agentlightning.learner.base import AdamW, LoRA
-    from agentlightning.runner.signals import watched
     from agentlightning.trainer import Trainer
 
     hide_library_progress()
@@ -59,8 +58,7 @@ def fit(config: TrainConfig, console: Console, limit: int | None = None) -> FitR
         agent, val_dataset = config.load_agent(), config.val_dataset
         if limit is not None:
             val_dataset = tasks_of(agent, config.train_dataset, val_dataset)[1][:limit]
-        with watched():
-            return trainer.fit(agent, config.train_dataset, val_dataset, resume=config.resume)
+        return trainer.fit(agent, config.train_dataset, val_dataset, resume=config.resume)
 
 
 def make_algorithm(spec: Mapping[str, Any]) -> Any:

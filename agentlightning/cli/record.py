@@ -193,7 +193,7 @@ class Program(LitAgent[Any]):
     _url: str = ""
     _rollout: AttemptedRollout | None = field(default=None, repr=False)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Program:
+    def own_copy(self) -> Program:
         return self  # it runs once, and is asked afterwards how that went
 
     async def run(self, store: LightningStore, url: str, task: Any) -> AttemptedRollout:
@@ -202,7 +202,7 @@ class Program(LitAgent[Any]):
 
         self._url = url
         with contextlib.suppress(ProgramFailed):
-            await Runner(store, self, tracer="light").run_one(task, mode="test")  # sampling is the program's own
+            await Runner(store, self).run_one(task, mode="test")  # sampling is the program's own
         assert self._rollout is not None
         return self._rollout
 

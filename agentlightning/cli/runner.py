@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import click
 from click.core import ParameterSource
-from yarl import URL
 
 from agentlightning.cli.config import load_config
 from agentlightning.cli.options import (
@@ -25,9 +23,9 @@ from agentlightning.cli.options import (
 )
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.runner.agent import LitAgent, as_agent
-from agentlightning.runner.signals import on_signal, run_to_end, watched
+from agentlightning.runner.signals import end_after, on_signal, run_to_end
 
-_OWN: Final = ("ray", "kubernetes", "most", "kube_api")  # options of a pool
+_OWN: Final = ("ray", "kubernetes", "most")  # options of a pool
 
 
 @click.command()
@@ -38,12 +36,8 @@ _OWN: Final = ("ray", "kubernetes", "most", "kube_api")  # options of a pool
               help="URL at which agents call models; default: the server's URL as the trainer knows it.")  # fmt: skip
 @click.option("--concurrency", type=COUNT, help="Number of rollouts at once; default: 64; for processes one per core.")
 @click.option("--isolation", type=click.Choice(["auto", "none", "process"]), default="auto", help=ISOLATION_HELP)
-@click.option("--max-attempts-per-process", type=COUNT, metavar="N", default=100,
-              help="Replace a process after this many attempts.")  # fmt: skip
 @click.option("--drain", "drain_seconds", type=Duration(zero=True), metavar="20s", default="20s",
               help="How long rollouts may go on after Ctrl-C or SIGTERM.")  # fmt: skip
-@click.option("--tracer", type=click.Choice(["auto", "opentelemetry", "light"]), default="auto",
-              help="Collect the spans of OpenTelemetry's SDK; light: do not; auto: if installed.")  # fmt: skip
 @instrument_option
 @click.option("--idle", "idle_seconds", type=Duration(), metavar="60s", default=math.inf, show_default=False,
               help="Exit after this long without a rollout; default in a pool: 60s.")  # fmt: skip
@@ -52,8 +46,6 @@ _OWN: Final = ("ray", "kubernetes", "most", "kube_api")  # options of a pool
 @click.option("--kubernetes", type=click.Path(dir_okay=False, exists=True, path_type=Path), metavar="JOB.yaml",
               help="Run a pool of up to --max runners as Jobs made from this manifest.")  # fmt: skip
 @click.option("--max", "most", type=COUNT, metavar="N", help="Limit of the number of Jobs.")
-@click.option("--kube-api", type=URL, metavar="URL",
-              help="The Kubernetes API that `kubectl proxy` serves, if not that of the pod's own cluster.")  # fmt: skip
 @json_option
 def runner(agent: str, server: str, key: str | None, instrument: str | None, **options: Any) -> int | None:
     """Run an agent on rollouts leased from a server until stopped. AGENT is FILE.py:NAME or a run file.
@@ -64,8 +56,8 @@ def runner(agent: str, server: str, key: str | None, instrument: str | None, **o
 
     pool = {name: options.pop(name) for name in _OWN}
     given = {name for name, value in pool.items() if value is not None}
-    if given and given not in ({"ray"}, {"kubernetes", "most"}, {"kubernetes", "most", "kube_api"}):
-        raise click.UsageError("a pool is --ray N, or --kubernetes JOB.yaml with --max N; --kube-api is for Jobs")
+    if given and given not in ({"ray"}, {"kubernetes", "most"}):
+        raise click.UsageError("a pool is --ray N, or --kubernetes JOB.yaml with --max N")
     instrument_agents(instrument, here=not given)
     loaded = _agent_of(agent, here=not given)
     if not given:
@@ -75,8 +67,8 @@ def runner(agent: str, server: str, key: str | None, instrument: str | None, **o
     try:
         if given:
             return run_to_end(_run_pool(click.get_current_context(), **pool))
-        with garbage_sought_seldom(), watched() as end_after:
-            run_to_end(_run(loaded, agent, server, key, end_after, **options))
+        with garbage_sought_seldom():
+            run_to_end(_run(loaded, agent, server, key, **options))
     except (asyncio.CancelledError, TimeoutError):
         raise click.Abort from None
 
@@ -92,7 +84,6 @@ async def _run(
     name: str,
     url: str,
     key: str | None,
-    end_after: Callable[[float], None],
     drain_seconds: float,
     as_json: bool,
     **options: Any,
@@ -140,7 +131,7 @@ def _arguments(context: click.Context, each: int) -> list[str]:
     return [*arguments, "--", context.params["agent"]]
 
 
-async def _run_pool(context: click.Context, ray: int | None, kubernetes: Path, most: int, kube_api: URL | None) -> int:
+async def _run_pool(context: click.Context, ray: int | None, kubernetes: Path, most: int) -> int:
     """Run a pool of runners until stopped. The exit code: 1 if some may be left running."""
     from agentlightning.runner.fleet import KubernetesJobs, Pool, RayActors, read_manifest
     from agentlightning.server.local_keys import local_key
@@ -150,7 +141,7 @@ async def _run_pool(context: click.Context, ray: int | None, kubernetes: Path, m
     url, drain, each = options["server"], options["drain_seconds"], options["concurrency"] or 8
     key = options["key"] or local_key(url, make=True)
     store = LightningStoreClient(url, api_key=key, patience=5.0)
-    machines = RayActors(key, drain) if ray is not None else KubernetesJobs(read_manifest(kubernetes), kube_api, drain)
+    machines = RayActors(key, drain) if ray is not None else KubernetesJobs(read_manifest(kubernetes), drain)
     arguments, tell = _arguments(context, each), partial(click.echo, err=True)
     pool = Pool(store, machines, arguments, ray or most, each, tell)
     tell(f"a pool of up to {pool.most} runners for {url}, each of {each} rollouts at once")

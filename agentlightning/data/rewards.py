@@ -17,7 +17,6 @@ import msgspec
 from agentlightning import semconv
 from agentlightning.data.clocks import TOOL_CALL_IDS
 from agentlightning.errors import ConfigError, check_settings
-from agentlightning.tracing.links import extract_links_from_attributes
 from agentlightning.tracing.rewards import find_final_rewards, find_reward_spans, get_reward_value, is_final_reward
 from agentlightning.tracing.steps import DEPTH, Step, tool_requests
 from agentlightning.types import Span
@@ -87,10 +86,13 @@ class _Receivers:
         self._above = {span.span_id: span.parent_id for span in spans}
 
     def of(self, reward: Span) -> Span | None:
+        given = reward.attributes
         links = [
-            link.value_match for link in extract_links_from_attributes(reward.attributes) if link.key_match in _IDS
+            str(given.get(f"{name.removesuffix('key_match')}value_match"))
+            for name, key in given.items()
+            if name.startswith(f"{semconv.LINK}.") and name.endswith(".key_match") and key in _IDS
         ]
-        ids = links or [value for name in _IDS if isinstance(value := reward.attributes.get(name), str)]
+        ids = links or [value for name in _IDS if isinstance(value := given.get(name), str)]
         named = [call for name in ids for call in self._by_id.get(name, ())]
         if len(named) == 1:
             return named[0]

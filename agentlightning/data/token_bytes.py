@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 # Special tokens that start tool calls in some formats; the text keeps them until tool calls are parsed.
-MARKERS = frozenset({"[TOOL_CALLS]", "<|python_tag|>", "<tool_call>", "</tool_call>"})
+MARKERS = frozenset({"<|python_tag|>", "<tool_call>", "</tool_call>"})
 
 _AT_THE_BEGINNING = ("Metaspace", "Prepend", "Strip", "Precompiled", "BertNormalizer")
 

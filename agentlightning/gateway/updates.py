@@ -23,7 +23,7 @@ _FAILED: Final = re.compile(r'"success"\s*:\s*false')  # what servers answer wit
 
 async def load_weights(servers: Sequence[RemoteBackend], version: int, path: str) -> None:
     """Load the checkpoint at `path`, which every server can read, as policy `version`. Running calls of vLLM pause and
-    continue with it; SGLang must have none.
+    continue with it; SGLang aborts them.
 
     A server that fails gets no calls until it loads others, since its weights are unknown. BackendError 502 if all
     fail."""
@@ -83,7 +83,7 @@ def _script(server: RemoteBackend, version: int, path: str) -> _Script:
     root = server.connection.root
     if server.kind == "sglang":
         # It drops its prefix cache by itself, and names the version in each answer.
-        weights = {"model_path": path, "weight_version": str(version)}
+        weights = {"model_path": path, "weight_version": str(version), "abort_all_requests": True}
         return _Script("SGLang 0.5 or later", (), [(f"{root}/update_weights_from_disk", weights)], (), ())
     reload = {"method": "reload_weights", "kwargs": {"weights_path": path}}
     # Keys and values of the old weights are dropped for calls that are paused too: they are computed again.

@@ -6,7 +6,6 @@ train. Elsewhere, inside a rollout, the judge records its question and its token
 
 from __future__ import annotations
 
-import asyncio
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -62,14 +61,6 @@ class LLMJudge:
             score = self._read(answer.text)
             span.set_output({"answer": answer.text, "score": score})
         return score
-
-    def score_sync(self, **values: Any) -> float:
-        """`score` for code that is not async. ConfigError where an event loop is running."""
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return asyncio.run(self.score(**values))
-        raise ConfigError("an event loop is running here; use `await judge.score(…)`")
 
     def _read(self, text: str) -> float:
         found = _SCORE.findall(text)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import functools
 import inspect
-import io
-import pickle
 import sys
 import types
 import warnings
-import weakref
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final, Generic, ParamSpec, TypeAlias, TypeVar, cast, overload
+from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, cast, overload
 
 from agentlightning.data.references import load_reference
 from agentlightning.errors import ConfigError, nearest
@@ -97,6 +93,22 @@ class LitAgent(Generic[TaskT]):
         """Whether it is given prompt templates."""
         return True
 
+    def own_copy(self) -> LitAgent[Any]:
+        """The agent for one rollout: what that assigns to `self`, and lists, dicts and sets there, are its own; other
+        objects (a client, a model) are shared."""
+        own = copy.copy(self)
+
+        def copied(value: Any) -> Any:
+            if type(value) is dict:
+                return {key: copied(item) for key, item in cast("dict[Any, Any]", value).items()}
+            if type(value) in (list, set):
+                return type(value)(map(copied, value))
+            bound = isinstance(value, types.MethodType) and value.__self__ is self
+            return types.MethodType(value.__func__, own) if bound else value
+
+        vars(own).update(copied(vars(self)))
+        return own
+
     def entry_point(self, mode: Mode) -> EntryPoint:
         """The method that runs a rollout of `mode`. ConfigError if there is none."""
         special = "training_rollout" if mode == "train" else "validation_rollout"
@@ -138,6 +150,9 @@ class FunctionAgent(LitAgent[Any], Generic[P, R]):
         for name in getattr(self.function, "__qualname__", "").split("."):
             found = getattr(found, name, None)
         return self.function.__qualname__ if found is self else (FunctionAgent, (self.function,))
+
+    def own_copy(self) -> LitAgent[Any]:
+        return self
 
     def reads_environment(self) -> bool:
         return not {"llm", "resources"}.intersection(self._injected)
@@ -190,6 +205,9 @@ class NamedAgent(LitAgent[Any]):
         if self._agent is None:
             self.check()
         return cast("LitAgent[Any]", self._agent)
+
+    def own_copy(self) -> LitAgent[Any]:
+        return self.loaded().own_copy()
 
     def entry_point(self, mode: Mode) -> EntryPoint:
         return self.loaded().entry_point(mode)
@@ -311,88 +329,3 @@ def _described(function: Callable[..., Any]) -> str:
 
 def _undefined(agent: LitAgent[Any], what: str) -> ConfigError:
     return ConfigError(f"{type(agent).__name__} does not define {what}; override one of the rollout methods")
-
-
-# --- an agent of its own for each rollout ------------------------------------------------------------------------
-
-_NEVER_COPIED: Final = (type, types.FunctionType, types.BuiltinFunctionType, weakref.ref)  # and some not pickled
-LARGEST_COPIED: Final = 1 << 20  # bytes of an attribute when pickled; a larger one is shared
-
-
-def own_copies(agent: LitAgent[Any]) -> Callable[[], LitAgent[Any]]:
-    """A function that copies `agent` for one rollout, so that its attributes (a client, a history) belong to that
-    rollout alone.
-
-    Copies are made by `copy.deepcopy`. Shared instead is what cannot be copied (locks, clients, open files), what is
-    large (an index, a model), and what limits several tasks. ConfigError for an agent that cannot be copied."""
-    agent = agent.loaded() if isinstance(agent, NamedAgent) else agent
-    holders: list[Any] = [_object_of(agent.function) if isinstance(agent, FunctionAgent) else agent]
-    if inspect.isfunction(holders[0]) or inspect.isclass(holders[0]):
-        return cast("Callable[[], LitAgent[Any]]", lambda: cast("Any", agent))
-    given: list[Any] = []
-    if isinstance(partial := holders[0], functools.partial):
-        given = [*partial.args, *partial.keywords.values()]
-        holders.append(_object_of(cast("Any", partial.func)))
-    shared = {id(holder): holder for holder in holders}
-    for value in (*given, *(kept for holder in holders for kept in getattr(holder, "__dict__", {}).values())):
-        if not _is_copied(value, shared):
-            shared[id(value)] = value
-    for holder in holders:
-        del shared[id(holder)]
-
-    def made() -> LitAgent[Any]:
-        return copy.deepcopy(agent, dict(shared))
-
-    try:
-        made()
-    except Exception as error:
-        raise ConfigError(
-            f"the agent cannot be copied for each rollout: {type(error).__name__}: {error}. "
-            "Define __deepcopy__ in its class; one that returns self lets all rollouts share the agent"
-        ) from error
-    return made
-
-
-def _object_of(function: Any) -> Any:
-    """The object of a method; for anything else, itself."""
-    return getattr(function, "__self__", function)
-
-
-def _is_copied(value: Any, known: dict[int, Any]) -> bool:
-    """Whether `deepcopy` copies it. Objects in `known` do not count."""
-    if type(value).__module__.partition(".")[0] == "asyncio":
-        return False
-    try:
-        _Measuring(known).dump(value)
-    except _TooLargeError:
-        return False
-    except Exception:  # noqa: BLE001 - of a stranger's object
-        return hasattr(value, "__deepcopy__")  # else a copy that breaks off leaves half-made objects to `__del__`
-    return True
-
-
-class _TooLargeError(Exception):
-    pass
-
-
-class _Measuring(pickle.Pickler):
-    """Measures, by pickling up to a limit, how much `copy.deepcopy` would copy."""
-
-    def __init__(self, known: dict[int, Any]) -> None:
-        super().__init__(_Limited(), pickle.HIGHEST_PROTOCOL)
-        self._known = known
-
-    def persistent_id(self, obj: Any) -> int | None:
-        if isinstance(obj, asyncio.Semaphore):
-            self._known[id(obj)] = obj  # it limits all rollouts, whatever holds it
-        return id(obj) if id(obj) in self._known or isinstance(obj, _NEVER_COPIED) else None
-
-
-class _Limited(io.RawIOBase):
-    _written = 0
-
-    def write(self, data: Any) -> int:
-        self._written += len(data)
-        if self._written > LARGEST_COPIED:
-            raise _TooLargeError
-        return len(data)

@@ -20,7 +20,6 @@ import msgspec
 
 from agentlightning.errors import ConfigError
 from agentlightning.runner.agent import LitAgent
-from agentlightning.tracing.choice import TracerKind
 from agentlightning.types import AttemptedRollout, Attributes, NamedResources, Span
 
 _LENGTH: Final = struct.Struct("!I")
@@ -37,7 +36,6 @@ class Boot(msgspec.Struct, tag=True):
     module: str
     file: str | None
     main: dict[str, str]
-    tracer: TracerKind
 
 
 class Start(msgspec.Struct, tag=True):
@@ -114,7 +112,7 @@ class Connection:
                 self._socket.sendall(framed(message))
 
 
-def packed(agent: LitAgent[Any], tracer: TracerKind) -> Boot:
+def packed(agent: LitAgent[Any]) -> Boot:
     """An agent for another process: its name, if it is defined at the top of a module, or else its pickled state.
     ConfigError if it has neither."""
     module = str(agent.__module__)
@@ -135,7 +133,7 @@ def packed(agent: LitAgent[Any], tracer: TracerKind) -> Boot:
             raise ConfigError(
                 f"the agent is defined in an interactive session, where another process cannot import it. {how}"
             )
-    return Boot(pickled, module, file, main, tracer)
+    return Boot(pickled, module, file, main)
 
 
 def unpacked(boot: Boot) -> LitAgent[Any]:

@@ -162,7 +162,7 @@ class CommandAgent(LitAgent[Any]):
         self._source = reward
         self._grader = replace(program, line=grader) if isinstance(grader, str) else grader
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CommandAgent:
+    def own_copy(self) -> CommandAgent:
         return self  # a program keeps nothing here
 
     def check(self) -> None:

@@ -79,8 +79,7 @@ class Outcome:
 @dataclass(eq=False)
 class Flight:
     """One attempt of one agent, from on_rollout_start to on_rollout_end. The agent runs in `process` (an
-    `AgentProcess`), if there is one; hooks run here. In this process, `own_agent` copies the agent for the attempt.
-    The attributes after `started` are the runner's."""
+    `AgentProcess`), if there is one; hooks run here. The attributes after `started` are the runner's."""
 
     runner: Any
     agent: LitAgent[Any]
@@ -88,7 +87,6 @@ class Flight:
     rollout: AttemptedRollout
     tracer: AttemptTracer
     process: Any = None
-    own_agent: Callable[[], LitAgent[Any]] | None = None
     started: float = field(default_factory=time.monotonic)
     unsent: list[Span] = field(default_factory=list[Span])
     sending: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -163,8 +161,8 @@ class Flight:
 
     async def _traced(self, resources: NamedResources) -> Any:
         """What the agent returned, with the hooks around it."""
-        if self.own_agent is not None:
-            self.agent = self.own_agent()
+        if self.process is None:
+            self.agent = self.agent.own_copy()
         await self._call_hooks("on_rollout_start")
         await self._call_hooks("on_trace_start", tracer=self.tracer)
         answer = await guarded(self._call_agent(resources))

@@ -15,19 +15,18 @@ import importlib
 import math
 import os
 import secrets
-import ssl
 import subprocess
 import sys
 import time
+from asyncio.subprocess import PIPE
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NotRequired, Protocol, TypedDict
+from urllib.parse import quote
 
-import aiohttp
 import msgspec
 import yaml
-from yarl import URL
 
 from agentlightning.errors import AgentLightningError, ConfigError, ForbiddenError, NotFoundError, UnavailableError
 from agentlightning.runner.runner import patiently
@@ -222,14 +221,11 @@ class RayActors:
 # --- Kubernetes --------------------------------------------------------------------------------------------------
 
 POOL_LABEL: Final = "agentlightning/pool"
-ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")  # in a pod
-_ANSWER_SECONDS: Final = 30.0
 _KEPT_SECONDS: Final = 600  # of a Job that has ended, with its log
 _LIFETIME_SECONDS: Final = 12 * 3600  # then Kubernetes lets it drain, pool or not
-_DELETE: Final = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Background"}
 # What is read here of a manifest; the rest passes. With what is added a name has 63 characters.
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]([-a-z0-9]{0,30}[a-z0-9])?\Z")]
-_Named = TypedDict("_Named", {"name": _Name, "namespace": NotRequired[_Name], "labels": NotRequired[dict[str, str]]})
+_Named = TypedDict("_Named", {"name": _Name, "namespace": _Name, "labels": NotRequired[dict[str, str]]})
 _Env = TypedDict("_Env", {"env": list[dict[str, Any]], "envFrom": list[Any], "args": None}, total=False)
 _Pod = TypedDict("_Pod", {"containers": Annotated[list[_Env], msgspec.Meta(min_length=1)]})
 _Template = TypedDict("_Template", {"spec": _Pod})
@@ -238,7 +234,8 @@ _Job = TypedDict("_Job", {"apiVersion": Literal["batch/v1"], "kind": Literal["Jo
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """A Job from a YAML or JSON file. ConfigError if it is none, sets `args`, or names no Secret for the key."""
+    """A Job from a YAML or JSON file. ConfigError if it is none, sets `args`, or names no namespace, or no Secret for
+    the key."""
     try:
         manifest = yaml.safe_load(path.read_text(encoding="utf-8"))
         runner = msgspec.convert(manifest, _Job)["spec"]["template"]["spec"]["containers"][0]
@@ -268,66 +265,50 @@ def job_of(manifest: dict[str, Any], name: str, arguments: Sequence[str], drain:
 
 
 class KubernetesJobs:
-    """`Machines` of the cluster whose API is at `api` without a token (`kubectl proxy`), or of the cluster of this pod,
-    as its service account. UnavailableError if it cannot be reached, or a quota is full."""
+    """`Machines` of the cluster that `kubectl` reaches from here: in a pod, its own, as its service account.
+    UnavailableError if that fails or a quota is full."""
 
-    def __init__(self, manifest: dict[str, Any], api: URL | None, drain: float) -> None:
+    def __init__(self, manifest: dict[str, Any], drain: float) -> None:
         self._manifest, self._drain = manifest, drain
         self._pool: str = manifest["metadata"]["name"]
-        self._token: Path | None = None  # read for each request: it may change
-        namespace, trust = "default", True
-        if api is None:
-            host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
-            self._token = ACCOUNT / "token"
-            if not host or not self._token.is_file():
-                raise ConfigError("no pod with a service account: run `kubectl proxy`, with --kube-api its URL")
-            api = URL.build(scheme="https", host=host, port=int(port))
-            namespace = (ACCOUNT / "namespace").read_text().strip()
-            trust = ssl.create_default_context(cafile=ACCOUNT / "ca.crt")
-        self._jobs = api / "apis/batch/v1/namespaces" / manifest["metadata"].get("namespace", namespace) / "jobs"
-        limit = aiohttp.ClientTimeout(total=_ANSWER_SECONDS)
-        self._session = aiohttp.ClientSession(timeout=limit, connector=aiohttp.TCPConnector(ssl=trust))
+        self._jobs = f"/apis/batch/v1/namespaces/{manifest['metadata']['namespace']}/jobs"
 
     async def start(self, name: str, arguments: Sequence[str]) -> None:
-        await self._ask("POST", self._jobs, job_of(self._manifest, f"{self._pool}-{name}", arguments, self._drain))
+        job = job_of(self._manifest, f"{self._pool}-{name}", arguments, self._drain)
+        await _kubectl("create", self._jobs, msgspec.json.encode(job))
 
     async def runners(self) -> Mapping[str, str]:
-        listed = await self._ask("GET", self._jobs.with_query(labelSelector=f"{POOL_LABEL}={self._pool}"))
-        try:
-            return {job["metadata"]["name"]: _seen(job) for job in msgspec.json.decode(listed)["items"]}
-        except (msgspec.DecodeError, LookupError, TypeError, AttributeError):
-            raise ConfigError(f"what answers at {self._jobs} is not the Kubernetes API") from None
+        listed = await _kubectl("get", f"{self._jobs}?labelSelector={quote(f'{POOL_LABEL}={self._pool}')}")
+        return {job["metadata"]["name"]: _seen(job) for job in msgspec.json.decode(listed)["items"]}
 
     async def drain(self) -> None:
         for name, state in (await self.runners()).items():
             with contextlib.suppress(NotFoundError):
                 if state == RUNNING:  # its pod drains, and ends
-                    await self._ask("DELETE", self._jobs / name, _DELETE)
+                    await _kubectl("delete", f"{self._jobs}/{name}?propagationPolicy=Background")
 
     async def close(self) -> None:
-        await self._session.close()
+        """Nothing is open."""
 
-    async def _ask(self, method: str, url: URL, body: Any = None) -> bytes:
-        try:
-            headers = {} if self._token is None else {"Authorization": f"Bearer {self._token.read_text().strip()}"}
-            request = self._session.request(method, url, json=body, headers=headers, allow_redirects=False)
-            async with request as response:
-                answer = await response.read()
-        except (aiohttp.ClientError, OSError) as error:  # TimeoutError is one
-            what = str(error) or type(error).__name__
-            raise UnavailableError(f"no answer of the Kubernetes API at {self._jobs}: {what}") from None
-        if response.status >= 300:
-            raise _refusal(response.status, f"the Kubernetes API answered {response.status} to {method}", answer)
+
+async def _kubectl(verb: str, path: str, body: bytes | None = None) -> bytes:
+    """What the cluster answers to a request. `kubectl` knows where it is, whom to trust and who we are."""
+    words = (verb, f"--raw={path}", "--request-timeout=30s", *(() if body is None else ("--filename=-",)))
+    try:
+        process = await asyncio.create_subprocess_exec(
+            "kubectl", *words, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
+        )
+    except FileNotFoundError:
+        raise ConfigError("a pool of Jobs needs `kubectl` on the PATH, which reaches the cluster") from None
+    answer, said = await process.communicate(body)
+    if process.returncode == 0:
         return answer
-
-
-def _refusal(status: int, what: str, answer: bytes) -> AgentLightningError:
-    what += f": {answer[:2000].decode(errors='replace')}"  # a Status, with a message
-    if status in (408, 409, 410, 429) or status >= 500 or "exceeded quota" in what:
-        return UnavailableError(what)
-    if status in (401, 403):
-        return ForbiddenError(f"{what}. The service account must create, list and delete jobs (group batch)")
-    return (NotFoundError if status == 404 else ConfigError)(what)
+    what = f"kubectl {verb} {path}: {said[-2000:].decode(errors='replace').strip()}"
+    if "(NotFound)" in what:
+        raise NotFoundError(what)
+    if "(Forbidden)" in what and "exceeded quota" not in what:
+        raise ForbiddenError(f"{what}. It must be allowed to create, list and delete jobs (group batch)")
+    raise (ConfigError if "(Invalid)" in what or "(BadRequest)" in what else UnavailableError)(what)
 
 
 def _seen(job: Any) -> str:

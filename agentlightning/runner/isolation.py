@@ -25,7 +25,6 @@ from agentlightning.runner.channel import FAREWELL_SECONDS
 from agentlightning.runner.command import CommandAgent, Executable, Output
 from agentlightning.runner.environment import agent_environment, current_server, inherited_environment
 from agentlightning.semconv import EXCEPTION_MESSAGE, EXCEPTION_STACKTRACE, EXCEPTION_TYPE
-from agentlightning.tracing.choice import TracerKind
 from agentlightning.tracing.context import AttemptTracer
 from agentlightning.tracing.logs import record_log
 from agentlightning.types import LLM, AttemptedRollout, Attributes, NamedResources, Span
@@ -33,6 +32,8 @@ from agentlightning.types import LLM, AttemptedRollout, Attributes, NamedResourc
 CANCEL_SECONDS: Final = 3.0  # for an agent that was cancelled; with those below less than a runner waits
 TERMINATE_SECONDS: Final = 0.5  # between SIGTERM and SIGKILL
 _LAST_WORDS_SECONDS: Final = 1.0  # for what a process that died has left in its socket
+
+ATTEMPTS_PER_PROCESS: Final = 100  # what leaks is freed then
 
 Isolation: TypeAlias = Literal["auto", "none", "process"]
 
@@ -62,7 +63,7 @@ def usual_concurrency(isolation: Isolation) -> int:
     return os.cpu_count() or 1 if isolation == "process" else 64
 
 
-def boot_of(agent: LitAgent[Any], isolation: Isolation, tracer: TracerKind, most: int | None) -> channel.Boot | None:
+def boot_of(agent: LitAgent[Any], isolation: Isolation) -> channel.Boot | None:
     """The agent for other processes; None if it runs in this one. ConfigError if it cannot run there."""
     if channel.is_being_loaded():
         raise ConfigError(
@@ -74,11 +75,9 @@ def boot_of(agent: LitAgent[Any], isolation: Isolation, tracer: TracerKind, most
     if isolation != "process":
         agent.check()
         return None
-    if most is not None and most < 1:
-        raise ConfigError(f"max_attempts_per_process is {most}; give 1 or more, or None for no limit")
     if isinstance(agent, CommandAgent):
         raise ConfigError("a command already runs in its own process; omit isolation")
-    return channel.packed(agent, tracer)
+    return channel.packed(agent)
 
 
 @dataclass
@@ -86,12 +85,11 @@ class AgentProcess:
     """Runs one attempt after another until `aclose`; its process starts with the first.
 
     `names` gives worker ids, `key_of` the key of one. A process may leave others in sessions of their own, which still
-    have its key, so the next process gets another id. At most `most` attempts run in one process."""
+    have its key, so the next process gets another id."""
 
     boot: channel.Boot
     names: Iterator[str]
     key_of: Callable[[str], Awaitable[str]]
-    most: int | None
     _worn: bool = False
     _live: _Live | None = None
 
@@ -112,7 +110,7 @@ class AgentProcess:
             raise
         finally:
             live.record_output(tracer)
-        self._worn = ended.left or live.attempts == self.most
+        self._worn = ended.left or live.attempts == ATTEMPTS_PER_PROCESS
         if ended.failure is not None:
             raise _raised(ended.failure)
         return ended.result

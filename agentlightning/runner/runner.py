@@ -28,15 +28,15 @@ from agentlightning.errors import (
     NotFoundError,
     UnavailableError,
 )
-from agentlightning.runner.agent import AnyAgent, as_agent, own_copies
+from agentlightning.runner.agent import AnyAgent, as_agent
 from agentlightning.runner.clients import ClientPool, current_pool
 from agentlightning.runner.environment import ResourceCache, current_server
 from agentlightning.runner.execution import Flight, Hook, Outcome
 from agentlightning.runner.isolation import AgentNotLoadedError, AgentProcess, Isolation, boot_of, usual_concurrency
 from agentlightning.store.base import LightningStore
 from agentlightning.store.lifecycle import TERMINAL
-from agentlightning.tracing.choice import TracerKind, choose_tracer
 from agentlightning.tracing.dialects import speaks_for_gateway
+from agentlightning.tracing.instrument import tracer_class
 from agentlightning.tracing.logs import AttemptLogs
 from agentlightning.types import (
     Attempt,
@@ -66,13 +66,13 @@ class Runner:
     `worker_id` names this worker and must be unique; by default it is. `endpoint_override` is the gateway's URL seen
     from here, if the resources name another. While the store cannot be reached or its server fails, calls are repeated
     for `patience_seconds`; then `run` raises UnavailableError. After `idle_seconds` without work, `run` returns.
-    `choose_tracer` explains `tracer`. ConfigError for an agent that cannot run.
+    ConfigError for an agent that cannot run.
 
-    With `isolation="process"`, attempts run in `concurrency` processes, each for up to `max_attempts_per_process` in
-    turn, so that an agent that blocks, crashes or leaks harms no other attempt and can be killed. Other processes must
-    be able to import the agent; if given by name (`module:name`, `file.py:name`), only they do. Hooks run here. With
-    `auto`, attempts run here too. If a model is served and the agent takes neither `llm` nor `resources`, they fail:
-    the agent would call another model."""
+    With `isolation="process"`, attempts run in `concurrency` processes, so that an agent that blocks, crashes or
+    leaks harms no other attempt and can be killed. Other processes must be able to import the agent; if given by
+    name (`module:name`, `file.py:name`), only they do. Hooks run here. With `auto`, attempts run here too. If a
+    model is served and the agent takes neither `llm` nor `resources`, they fail: the agent would call another
+    model."""
 
     def __init__(
         self,
@@ -84,10 +84,8 @@ class Runner:
         hooks: Sequence[Hook] = (),
         endpoint_override: str | None = None,
         patience_seconds: float = 60.0,
-        tracer: TracerKind = "auto",
         idle_seconds: float = math.inf,
         isolation: Isolation = "auto",
-        max_attempts_per_process: int | None = 100,
     ) -> None:
         self.concurrency = usual_concurrency(isolation) if concurrency is None else concurrency
         if self.concurrency < 1:
@@ -97,10 +95,9 @@ class Runner:
         self.worker_id = worker_id or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._hooks = tuple(hooks)
         self._patience = patience_seconds
-        self._make_tracer = choose_tracer(tracer)
-        self._boot = boot_of(self.agent, isolation, tracer, max_attempts_per_process)
-        self._own_agent = own_copies(self.agent) if self._boot is None else None
-        self.isolation, self._most_attempts = isolation, max_attempts_per_process
+        self._make_tracer = tracer_class()
+        self._boot = boot_of(self.agent, isolation)
+        self.isolation = isolation
         self._process_names = (f"{self.worker_id}/{number}" for number in count(1))
         self._idle_seconds = idle_seconds
         self._resources = ResourceCache(store, endpoint_override)
@@ -180,7 +177,7 @@ class Runner:
         """A process for the agent until the end of the block; None if the agent runs in this process."""
         if self._boot is None:
             return nullcontext()
-        return aclosing(AgentProcess(self._boot, self._process_names, self._worker_key, self._most_attempts))
+        return aclosing(AgentProcess(self._boot, self._process_names, self._worker_key))
 
     async def _worker_key(self, worker_id: str) -> str:
         return await self._patiently(lambda: self.store.issue_worker_key(worker_id))
@@ -196,7 +193,7 @@ class Runner:
     def _board(self, rollout: AttemptedRollout, process: AgentProcess | None = None) -> Flight:
         """Count a leased rollout as running; what is not run is returned to the queue."""
         tracer = self._make_tracer(rollout.rollout_id, rollout.attempt.attempt_id)
-        flight = Flight(self, self.agent, self._hooks, rollout, tracer, process, self._own_agent)
+        flight = Flight(self, self.agent, self._hooks, rollout, tracer, process)
         self._flights.add(flight)
         self._adjust_heartbeat(rollout)
         return flight

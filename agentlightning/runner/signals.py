@@ -25,7 +25,6 @@ LEFT_SECONDS: Final = 2.0  # for tasks that still run when all work is done
 INTERRUPTED: Final = 130  # exit code
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 _THREADS: Final = "asyncio.to_thread"
-_LEFT: Final = b"an agent in its process called os._exit; with --isolation process it ends only its own process\n"
 
 
 def run_to_end(work: Coroutine[Any, Any, T], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> T:
@@ -68,35 +67,16 @@ def exit_with(code: int) -> NoReturn:
     sys.exit(code)
 
 
-@contextlib.contextmanager
-def watched() -> Generator[Callable[[float], None]]:
-    """In the block, an agent that calls `os._exit` in this process ends it with a message, and never with exit code 0.
-    The returned function ends the process after so many seconds, whatever is running."""
-    process, leave = os.getpid(), os._exit
-
-    def fail(status: int) -> NoReturn:
-        if os.getpid() == process:  # what an agent forks may still end well
-            os.write(2, _LEFT)
-            status = status or 1
-        leave(status)
+def end_after(seconds: float) -> None:
+    """End the process after so many seconds, whatever is running."""
 
     def end() -> None:
         os.write(2, b"an agent does not let the process end: it ends without it\n")
-        leave(INTERRUPTED)
+        os._exit(INTERRUPTED)
 
-    def end_after(seconds: float) -> None:
-        timers.append(timer := threading.Timer(seconds, end))
-        timer.daemon = True
-        timer.start()
-
-    timers: list[threading.Timer] = []
-    os._exit = fail
-    try:
-        yield end_after
-    finally:
-        os._exit = leave
-        for timer in timers:
-            timer.cancel()
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
 
 
 @contextlib.contextmanager

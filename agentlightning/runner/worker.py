@@ -15,12 +15,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from agentlightning.errors import AgentLightningError
-from agentlightning.runner.agent import LitAgent, own_copies
+from agentlightning.runner.agent import LitAgent
 from agentlightning.runner.channel import (
     FAREWELL_SECONDS,
     Boot,
@@ -35,10 +34,9 @@ from agentlightning.runner.channel import (
 from agentlightning.runner.clients import ClientPool, current_pool
 from agentlightning.runner.environment import AgentResources
 from agentlightning.runner.execution import AGENT_THREAD, Answer, call_agent, guarded, record_result
-from agentlightning.tracing.choice import choose_tracer
 from agentlightning.tracing.context import AttemptTracer, bind
 from agentlightning.tracing.emit import exception_attributes
-from agentlightning.tracing.instrument import instrument_from_environment
+from agentlightning.tracing.instrument import instrument_from_environment, tracer_class
 from agentlightning.tracing.logs import AttemptLogs
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
@@ -55,16 +53,16 @@ def main(descriptor: int) -> None:
     boot, start = connection.receive(), connection.receive()
     if isinstance(boot, Boot) and isinstance(start, Start):
         with asyncio.Runner() as loop:
-            worker = _Worker(connection, boot, loop.get_loop())
+            worker = _Worker(connection, loop.get_loop())
             if worker.load(boot, start):  # outside the loop: modules may run one of their own when they are imported
                 loop.run(worker.serve(start))
 
 
 class _Worker:
-    def __init__(self, connection: Connection, boot: Boot, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
         self._connection = connection
-        self._make_tracer = choose_tracer(boot.tracer)
-        self._own_agent: Callable[[], LitAgent[Any]] | None = None
+        self._make_tracer = tracer_class()
+        self._agent: LitAgent[Any] | None = None
         self._logs = AttemptLogs()
         self._loop = loop
         self._starts: asyncio.Queue[Start | None] = asyncio.Queue()
@@ -77,11 +75,11 @@ class _Worker:
         self._set_environment(start)
         try:
             instrument_from_environment()
-            self._own_agent = own_copies(unpacked(boot))
+            self._agent = unpacked(boot)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a module does when it is imported
             reason = str(error) if isinstance(error, AgentLightningError) else f"{type(error).__name__}: {error}"
             self._connection.send(NotLoaded(reason))
-        return self._own_agent is not None
+        return self._agent is not None
 
     async def serve(self, first: Start) -> None:
         """Run the first attempt, and the following ones."""
@@ -119,8 +117,8 @@ class _Worker:
         os.environ.update(start.environment)
 
     async def _call(self, start: Start) -> Any:
-        assert self._own_agent is not None
-        return await call_agent(self._own_agent(), start.rollout, AgentResources(start.resources))
+        assert self._agent is not None
+        return await call_agent(self._agent.own_copy(), start.rollout, AgentResources(start.resources))
 
     async def _attempt(self, start: Start) -> Ended:
         ids = start.rollout.rollout_id, start.rollout.attempt.attempt_id

@@ -1,8 +1,5 @@
-"""The dashboard over HTTP: its page at `/`, sessions of browsers, and the views of `agentlightning.dashboard`.
-
-A view reads the store in the caller's name: what their key may not call through the store's own interface, it does not
-reach here either.
-"""
+"""The dashboard over HTTP: its page at `/`, sessions of browsers, and its views. A view reads the store in the caller's
+name: what their key may not call, it does not reach here either."""
 
 from __future__ import annotations
 
@@ -22,13 +19,12 @@ from starlette.routing import BaseRoute, Route
 from agentlightning.dashboard.runs import Measured
 from agentlightning.dashboard.tokens import SpellsTokens, Tokenizers
 from agentlightning.dashboard.views import VIEWS, Sources, View
-from agentlightning.errors import NotFoundError, UnavailableError
+from agentlightning.errors import InvalidError, NotFoundError, UnavailableError
 from agentlightning.gateway.models import ModelTable
-from agentlightning.server.access import Access, Principal, UnauthenticatedError
+from agentlightning.server.access import Access, Principal, UnauthenticatedError, require_same_origin
 from agentlightning.server.logs import note_caller
-from agentlightning.server.requests import asked_of, caller_of, in_json
+from agentlightning.server.requests import caller_of, in_json, receive_body
 from agentlightning.server.rest import PREFIX, Perform
-from agentlightning.server.sessions import require_same_origin
 from agentlightning.store.base import CALLS, LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.many import ManyStores
@@ -131,7 +127,10 @@ def page_routes(access: Access, *, protected: bool, reading: bool) -> list[BaseR
             scope = await caller_of(request, access)
             scope.require(CALLS["page_rollouts"])
         else:
-            key = (await asked_of(request, SentKey, _LONGEST_KEY)).key
+            try:
+                key = msgspec.json.decode(await receive_body(request.receive, _LONGEST_KEY), type=SentKey).key
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise InvalidError(f"the body is not as it should be: {error}") from None
             scope = await scope_of(request, key)
             if scope == Principal():  # whoever is here needs no key, and this one is none
                 raise UnauthenticatedError("the key is not valid here; this server needs none from this machine")

@@ -1,8 +1,5 @@
 """How many requests a caller may make, counted by the `limits` library, and how many bytes of large ones are read at
-once.
-
-A caller is who a valid key stands for, else an address.
-"""
+once. A caller is who a valid key stands for, else an address."""
 
 from __future__ import annotations
 

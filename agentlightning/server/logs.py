@@ -1,8 +1,5 @@
-"""What becomes of each request, for the metrics and the access log; and the server's log on stderr: a line per
-event, as text or as JSON, without anything that could be a key.
-
-This module knows ASGI and how records look. What is logged, and when, is decided where it happens.
-"""
+"""What becomes of each request, for the metrics and the access log; and the server's log on stderr, as text or as JSON,
+without anything that could be a key."""
 
 from __future__ import annotations
 

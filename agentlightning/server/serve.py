@@ -1,8 +1,4 @@
-"""An application on a port: uvicorn inside the caller's event loop, without signal handlers of its own.
-
-This module knows sockets, certificates and event loops, and what to tell a user whose port is taken. It does not know
-routes.
-"""
+"""An application on a port: uvicorn inside the caller's event loop, without signal handlers of its own."""
 
 from __future__ import annotations
 

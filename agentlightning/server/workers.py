@@ -1,8 +1,5 @@
-"""The workers of a server, as the process that owns the store sees them: started, told about models, asked to wait, and
-started again when one dies.
-
-Knows the pipe to each worker and the store. Knows no HTTP.
-"""
+"""The workers of a server, as the process that owns the store sees them: started, told about models, and started again
+when one dies."""
 
 from __future__ import annotations
 
@@ -26,8 +23,8 @@ from agentlightning.server.pipe import Pipe
 from agentlightning.server.worker import Beginning, Report, State
 from agentlightning.store.base import CALLS
 from agentlightning.store.prompts import SpanRow
+from agentlightning.store.spans import Observer
 from agentlightning.store.sql import SqlStore
-from agentlightning.store.writer import Observer
 from agentlightning.types import Span
 
 _log = logging.getLogger(__name__)

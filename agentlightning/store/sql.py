@@ -22,10 +22,8 @@ import msgspec
 
 from agentlightning.errors import ConfigError, ConflictError, InvalidError, UnavailableError, imported
 from agentlightning.store import (
-    access_keys,
     attempts,
     keys,
-    outcomes,
     query,
     records,
     retention,
@@ -38,11 +36,11 @@ from agentlightning.store.calls import Call
 from agentlightning.store.database import Changes, Connection, DatabaseThread, Opened, Readers, Transaction
 from agentlightning.store.prompts import Prompts, SpanRow
 from agentlightning.store.redaction import Redact, redaction, text_without_secrets
-from agentlightning.store.spans import Stored, add_spans
+from agentlightning.store.spans import Observer, SpanWriter, Stored, add_spans, prepared_spans
 from agentlightning.store.sqlite import Synchronous
 from agentlightning.store.waiters import Alarm, Subscribers, Waiters, give_up, steady, woken_within
-from agentlightning.store.writer import Observer, SpanWriter, write_spans
 from agentlightning.types import (
+    UNATTRIBUTED,
     And,
     ApiKey,
     Attempt,
@@ -53,6 +51,7 @@ from agentlightning.types import (
     FinishedRollouts,
     Group,
     Rollout,
+    Run,
     Span,
 )
 
@@ -61,6 +60,7 @@ T = TypeVar("T")
 LEASE_SECONDS: Final = 30.0
 READ_SECONDS: Final = 10.0
 _RETRY_SECONDS: Final = 1.0
+_LOOK_AGAIN_SECONDS: Final = 0.5
 _FEW: Final = 8  # rows
 _KNOWN: Final = 10_000  # attempts
 _REMOVE_SECRETS: Final = redaction("full")
@@ -78,14 +78,14 @@ _WRITES: Final = _by_name(
     *(attempts.update_attempt, attempts.heartbeat, attempts.extend_attempts, spans.get_next_span_sequence_id),
     *(records.add_resources, records.start_run, records.update_run, records.next_policy_version),
     *(records.add_metrics, records.update_worker),
-    *(access_keys.issue_key, access_keys.issue_attempt_key, access_keys.issue_worker_key, access_keys.revoke_key),
+    *(records.issue_key, attempts.issue_attempt_key, attempts.issue_worker_key, records.revoke_key),
 )
 READS: Final = _by_name(
     *(query.page_rollouts, query.page_spans, rollouts.get_rollout_by_id, rollouts.get_group),
     *(attempts.query_attempts, attempts.get_latest_attempt, spans.query_spans, records.get_time),
     *(records.query_resources, records.get_latest_resources, records.get_resources_by_id, records.query_runs),
     *(records.query_metrics, records.query_workers, records.statistics),
-    *(access_keys.query_keys, outcomes.query_outcomes),
+    *(records.query_keys, rollouts.query_outcomes),
 )
 _LOOK_UPS: Final = {"get_rollout_by_id", "get_resources_by_id", "get_time"}
 _SEARCHES: Final = {"page_rollouts", "page_spans", "statistics"}  # may have to look at every row
@@ -346,11 +346,10 @@ class SqlStore(LightningStore):
         return await self._writer.submit(lambda tx: add_spans(tx, rows))
 
     async def _import_rollout(self, rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> bool:
-        def bring_in(rows: list[SpanRow]) -> Awaitable[bool]:
-            return self._writer.submit(lambda tx: retention.import_rollout(tx, rollout, attempts, rows))
-
-        _, imported = await write_spans(spans, Prompts(), self._redact, bring_in)
-        return imported
+        # Beside unattributed spans that are here already, none is the base of another.
+        whole = rollout.rollout_id == UNATTRIBUTED
+        rows = [entry.row for entry in await prepared_spans(spans, Prompts(), self._redact, whole=whole)]
+        return await self._writer.submit(lambda tx: retention.import_rollout(tx, rollout, attempts, rows))
 
     async def _get_latest_attempt(self, rollout_id: str) -> Attempt | None:
         """Cached, since the gateway asks before every call of an agent."""
@@ -372,12 +371,12 @@ class SqlStore(LightningStore):
         worker_id = keys.verify_worker(self._secret, api_key)
         if worker_id is not None:
             return await self._find_worker(worker_id)
-        if not api_key.startswith(access_keys.PREFIX):
+        if not api_key.startswith(records.KEY_PREFIX):
             return None
         valid = self._keys  # another dict from the moment a key is revoked, also while this key is being looked up
         key = valid.get(api_key)
         if key is None:
-            key = await self._look_up(lambda tx: access_keys.find(tx.connection, api_key))
+            key = await self._look_up(lambda tx: records.find_key(tx.connection, api_key))
         if key is None or key.revoke_time is not None:
             return None
         if key.expire_time is not None and key.expire_time <= self._clock():
@@ -386,7 +385,7 @@ class SqlStore(LightningStore):
         return Credential(name=key.key_id, scopes=key.scopes)
 
     async def _find_worker(self, worker_id: str) -> Credential:
-        held = await self._read(lambda tx: access_keys.held_by(tx.connection, worker_id))
+        held = await self._read(lambda tx: attempts.held_by(tx.connection, worker_id))
         if len(held) == 1:
             return Credential(name=f"worker {worker_id}", worker_id=worker_id, attempt=held[0])
         hint = "a worker whose key is used leases one rollout at a time" if held else "call during a rollout only"
@@ -435,6 +434,47 @@ class SqlStore(LightningStore):
 
     async def _check_store(self) -> list[str]:
         return await self._read(retention.check_store, "search", math.inf)
+
+
+class StoreReader(LightningStore):
+    """The store in a file, or at a `postgresql://` URL, for reading while another process may own it. Create it with
+    `open`, end it with `close`. Nothing is locked, and a call that would change something is a ConflictError. Commits
+    of other processes wake nobody here, so waiting polls."""
+
+    def __init__(self, address: str, connection: Connection) -> None:
+        self._address = address
+        self._thread = DatabaseThread(
+            connection, "agl-store-reader", lambda held: Transaction(held, time.time(), LEASE_SECONDS, b"")
+        )
+
+    @classmethod
+    async def open(cls, address: Path | str) -> StoreReader:
+        """ConfigError if there is no store, or it is damaged; UnavailableError if PostgreSQL cannot be reached."""
+        return cls(str(address), await asyncio.to_thread(database_of(address).open_reader, str(address)))
+
+    async def close(self) -> None:
+        await self._thread.close()
+
+    def _runs(self, tx: Transaction) -> list[Run]:
+        owned = database_of(self._address).is_owned(self._address, tx.connection)
+        runs = records.query_runs(tx)
+        gone = () if owned else [run for run in runs if run.status == "running"]
+        return [msgspec.structs.replace(run, status="stopped") if run in gone else run for run in runs]
+
+    async def perform(self, call: Call) -> Any:
+        read = {**READS, "finished_after": rollouts.finished_after}.get(call.method)
+        if read is None:
+            raise ConflictError(f"the store is open for reading, and {call.method} may change it")
+        asked = msgspec.structs.asdict(call)
+        if call.method == "query_runs":
+            return await self._thread.submit(self._runs)
+        give_up = time.monotonic() + asked.pop("timeout", 0.0)
+        while True:
+            answer: Any = await self._thread.submit(lambda tx: read(tx, **asked))
+            remaining = give_up - time.monotonic()
+            if remaining <= 0 or getattr(answer, "rollouts", True):  # only what has finished is waited for
+                return answer
+            await asyncio.sleep(min(_LOOK_AGAIN_SECONDS, remaining))
 
 
 def database_of(address: str | Path) -> ModuleType:

@@ -12,10 +12,12 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from typing import Any, Final
 
 from agentlightning.errors import ConfigError, nearest
+from agentlightning.tracing.context import AttemptTracer
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +76,16 @@ def quiet_openai_agents() -> None:
         _take_out_upload()
     else:
         os.environ.setdefault("OPENAI_AGENTS_DISABLE_TRACING", "1")
+
+
+def tracer_class() -> type[AttemptTracer]:
+    """The tracer that also collects what OpenTelemetry's SDK traces, if that is installed and not disabled."""
+    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() != "true":
+        with suppress(ImportError):
+            from agentlightning.tracing.opentelemetry import OpenTelemetryTracer
+
+            return OpenTelemetryTracer
+    return AttemptTracer
 
 
 @functools.cache

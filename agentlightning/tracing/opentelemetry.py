@@ -2,7 +2,7 @@
 
 A span processor finds the attempt of each span: its parent's, or that of the running code. It works beside the
 program's own processors, exports nothing and changes no span. This is the only agent-side module that imports
-opentelemetry; `tracing.choice` imports it if the SDK is installed. Nothing is patched.
+opentelemetry; `tracing.instrument` imports it if the SDK is installed. Nothing is patched.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ from opentelemetry import context as contexts
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace import Span as SdkSpan
-from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Sampler
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from agentlightning.semconv import UNFINISHED
 from agentlightning.store.otel import span_of
 from agentlightning.tracing.context import AttemptTracer, current_binding
 
 logger = logging.getLogger(__name__)
-
-_HIGHEST_TRACE_ID: Final = 2**128 - 1  # the first that a sampler by trace id leaves out
 
 
 class OpenTelemetryTracer(AttemptTracer):
@@ -117,13 +115,6 @@ class _Attributing(SpanProcessor):
             )
             return
         provider.add_span_processor(self)
-        sampler = getattr(provider, "sampler", None)
-        if isinstance(sampler, Sampler) and not _keeps_all(sampler):
-            logger.warning(
-                "the sampler of this program's TracerProvider, %s, leaves spans out, also those of rollouts; with "
-                "ParentBased(...) around it it decides only outside them",
-                sampler.get_description(),
-            )
 
     def on_start(self, span: SdkSpan, parent_context: contexts.Context | None = None) -> None:
         tracer = self._tracer_of(trace.get_current_span(parent_context).get_span_context())
@@ -159,13 +150,6 @@ def _id_of(span: ReadableSpan) -> int:
 def _context_of(trace_id: str, span_id: str) -> trace.SpanContext:
     sampled = trace.TraceFlags(trace.TraceFlags.SAMPLED)
     return trace.SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=sampled)
-
-
-def _keeps_all(sampler: Sampler) -> bool:
-    """Whether a sampler keeps every span with a sampled parent."""
-    trace_id = f"{_HIGHEST_TRACE_ID:032x}"
-    parent = trace.set_span_in_context(trace.NonRecordingSpan(_context_of(trace_id, trace_id[:16])))
-    return sampler.should_sample(parent, _HIGHEST_TRACE_ID, "agentlightning").decision.is_recording()
 
 
 _processor: Final = _Attributing()  # one for the process, as the provider is

@@ -6,15 +6,22 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, TypeVar, cast
 
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, InvalidError
+from agentlightning.semconv import LINK, TAG
+from agentlightning.tracing.emit import emit_reward
+from agentlightning.types import Attributes
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 # Package → modules of 0.3 in it that have no counterpart here. Each of them has all names.
 _MODULES: Final = {
@@ -36,21 +43,13 @@ _MODULES: Final = {
 }
 # Module → the names of 0.3 that it has, under the same names.
 _KEPT: Final = {
-    "agentlightning.v03": "configure_logger setup_logging",
-    "agentlightning.v03.adapters": (
-        "Adapter LlmProxyTraceToTriplet TraceAdapter TraceToMessages TraceToTripletBase TracerTraceToTriplet Triplet"
-    ),
+    "agentlightning.v03": "configure_logger make_link_attributes make_tag_attributes reward setup_logging",
     "agentlightning.types": (
         "Attempt AttemptStatus AttemptedRollout AttributeValue Attributes EnqueueRolloutRequest NamedResources "
         "Resource ResourcesUpdate RolloutStatus StatusCode Worker"
     ),
     "agentlightning.runner.agent": "RolloutRawResult",
     "agentlightning.tracing.emit": "emit_exception emit_message emit_object",
-    "agentlightning.tracing.links": "extract_links_from_attributes",
-    "agentlightning.v03.emitters": (
-        "extract_tags_from_attributes get_message_value get_object_value make_link_attributes make_tag_attributes "
-        "query_linked_spans reward"
-    ),
     "agentlightning.tracing.rewards": "find_reward_spans get_reward_value get_rewards_from_span is_reward_span",
 }
 # Name in 0.3 → `module:attribute` that serves in its place.
@@ -75,51 +74,30 @@ RENAMED: Final = (
     }
 )
 
-# What to do instead → the names of 0.3 it stands for.
+# The names of 0.3 that have no counterpart; `_INSTEAD` says what to do where many would ask.
+_GONE: Final = """
+Adapter AgentLightningClient AgentLightningServer AgentOpsTracer AGL_VIRTUAL Algorithm batch_iter_over_dataset
+build_component clear_active_tracer ClientServerExecutionStrategy CollectionBasedLightningStore ConsoleMetricsBackend
+DevTaskLoader DummyTracer ExecutionEvent ExecutionStrategy extract_links_from_attributes extract_tags_from_attributes
+FastAlgorithm filter_and_unflatten_attributes filter_attributes FilterField FilterOptions flatten_attributes
+GenericResponse get_active_llm_proxy get_active_tracer get_message_value get_object_value get_tracer
+get_tracer_provider InMemoryLightningStore instrument_all LegacyAgentRunner lightning_cli LightningEnvVar
+LightningResourceAttributes LightningSpanAttributes LightningStoreCapabilities LightningStoreServer
+LightningStoreStatistics LightningStoreThreaded LinkAttributes LitAgentRunner LLMProxy LlmProxyTraceToTriplet
+MetricsBackend ModelConfig MongoLightningStore MultiMetricsBackend MultiprocessingEvent OtelResource OtelTraceAdapter
+OtelTracer PaginatedResult ParallelWorkerBase PrometheusMetricsBackend query_linked_spans resolve_bool_env_var
+resolve_int_env_var resolve_str_env_var RewardAttributes RolloutLegacy RolloutRawResultLegacy set_active_tracer
+setup_module_logging SharedMemoryExecutionStrategy SortOptions SpanAttributeNames SpanContext SpanNames
+SpanRecordingContext Task TaskIfAny ThreadingEvent Tinker TraceAdapter Tracer TracerTraceToTriplet TraceState
+TraceToMessages TraceToTripletBase Triplet unflatten_attributes uninstrument_all VERL WeaveTracer with_llm_proxy
+with_store WorkerStatus
+"""
 _INSTEAD: Final = {
-    "train with agl.Trainer(model=…, algorithm=agl.GRPO(…))": "VERL Tinker",
-    "the gateway is part of the Trainer and of `agl server`: agents get its URL as `llm.endpoint`": (
-        "LLMProxy ModelConfig get_active_llm_proxy with_llm_proxy"
-    ),
-    "every attempt is traced: leave the argument out (docs/tracing.md)": (
-        "Tracer OtelTracer AgentOpsTracer WeaveTracer DummyTracer get_active_tracer set_active_tracer "
-        "clear_active_tracer SpanRecordingContext get_tracer get_tracer_provider instrument_all uninstrument_all"
-    ),
-    "one process, or `agl server` and `agl runner`: leave the argument out": (
-        "ExecutionStrategy ClientServerExecutionStrategy SharedMemoryExecutionStrategy ExecutionEvent ThreadingEvent "
-        "MultiprocessingEvent"
-    ),
-    "use `store = await agl.SqlStore.open(':memory:')`, or a file's path": (
-        "InMemoryLightningStore CollectionBasedLightningStore LightningStoreThreaded LightningStoreCapabilities "
-        "LightningStoreStatistics MongoLightningStore"
-    ),
-    "start `agl server`, and connect with agl.LightningStoreClient(url)": "LightningStoreServer AgentLightningServer",
-    "use `await agl.Runner(store, agent).run_one(task, resources)`": (
-        "LitAgentRunner LegacyAgentRunner DevTaskLoader AgentLightningClient"
-    ),
-    "write a class with `name` and `async def run(self, context)`, or decorate a function by agl.algo": (
-        "Algorithm FastAlgorithm batch_iter_over_dataset with_store"
-    ),
-    "describe the run in a file and start it by `agl train run.yaml`": (
-        "lightning_cli build_component LightningEnvVar resolve_bool_env_var resolve_int_env_var resolve_str_env_var"
-    ),
-    "filter by And, Or, Not and Condition, and sort by Order, of agentlightning.types": (
-        "FilterField FilterOptions SortOptions PaginatedResult"
-    ),
-    "read agl.Span and its attributes; their names are in agentlightning.semconv": (
-        "SpanNames SpanAttributeNames LightningResourceAttributes LightningSpanAttributes LinkAttributes "
-        "RewardAttributes AGL_VIRTUAL filter_attributes filter_and_unflatten_attributes flatten_attributes "
-        "unflatten_attributes SpanContext TraceState OtelResource OtelTraceAdapter"
-    ),
-    "the server's metrics are at /metrics": (
-        "MetricsBackend ConsoleMetricsBackend MultiMetricsBackend PrometheusMetricsBackend"
-    ),
-    "use agl.Rollout: the forms of 0.1 are gone": (
-        "Task TaskIfAny RolloutLegacy RolloutRawResultLegacy GenericResponse ParallelWorkerBase WorkerStatus"
-    ),
-    "use agl.setup_logging, or Python's logging": "setup_module_logging",
+    "VERL": "train with agl.Trainer(model=…, algorithm=agl.GRPO(…))",
+    "LLMProxy": "the gateway is part of the Trainer and of `agl server`: agents get its URL as `llm.endpoint`",
+    "InMemoryLightningStore": "use `store = await agl.SqlStore.open(':memory:')`, or a file's path",
+    "LitAgentRunner": "use `await agl.Runner(store, agent).run_one(task, resources)`",
 }
-REPLACED: Final = {name: instead for instead, names in _INSTEAD.items() for name in names.split()}
 
 
 class Refused(type):
@@ -146,8 +124,9 @@ def find(name: str) -> Any:
     if name in RENAMED:
         module, _, attribute = RENAMED[name].partition(":")
         return getattr(importlib.import_module(module), attribute)
-    if name in REPLACED:
-        why = f"agentlightning.{name} of Agent Lightning 0.3 does not exist here: {REPLACED[name]}"
+    if name in _GONE.split():
+        instead = _INSTEAD.get(name, "docs/reference/compatibility.md says what to do instead")
+        why = f"agentlightning.{name} of Agent Lightning 0.3 does not exist here: {instead}"
         return Refused(name, (), {"__module__": "agentlightning", "_instead": why})
     raise AttributeError(name)
 
@@ -194,3 +173,38 @@ def configure_logger(level: int | str = logging.INFO, name: str = "agentlightnin
     """`setup_logging` for the logger `name`, which is returned."""
     setup_logging(level, apply_to=[name])
     return logging.getLogger(name)
+
+
+def reward(function: FunctionT) -> FunctionT:
+    """Decorate a function, sync or async, so that the reward it returns is also emitted."""
+
+    def emitted(value: Any) -> Any:
+        emit_reward(value)
+        return value
+
+    async def emitting_async(*args: Any, **kwargs: Any) -> Any:
+        return emitted(await function(*args, **kwargs))
+
+    def emitting(*args: Any, **kwargs: Any) -> Any:
+        return emitted(function(*args, **kwargs))
+
+    wrapper = emitting_async if inspect.iscoroutinefunction(function) else emitting
+    return cast(FunctionT, functools.wraps(function)(wrapper))
+
+
+def make_link_attributes(links: Mapping[str, str]) -> Attributes:
+    """`{"span_id": "r1"}` → `{"agentlightning.link.0.key_match": "span_id", "agentlightning.link.0.value_match": "r1"}`
+
+    Pass them to an emitter: `emit_reward(0.5, attributes=make_link_attributes(…))`. InvalidError for a value that is
+    not text."""
+    attributes: Attributes = {}
+    for index, (key, value) in enumerate(links.items()):
+        if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance] - given by users
+            raise InvalidError(f"the link {key!r} is a {type(value).__name__}; links are matched as text, give a str")
+        attributes |= {f"{LINK}.{index}.key_match": key, f"{LINK}.{index}.value_match": value}
+    return attributes
+
+
+def make_tag_attributes(tags: Sequence[str]) -> Attributes:
+    """`["fast"]` → `{"agentlightning.tag.0": "fast"}`"""
+    return {f"{TAG}.{index}": tag for index, tag in enumerate(tags)}

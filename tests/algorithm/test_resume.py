@@ -31,14 +31,7 @@ from tests.algorithm.test_groups import right, solved
 from tests.test_trainer import TASKS, algorithm, trainer
 
 
-class Shared:
-    """An agent that all rollouts share, so that it can count them."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
-        return self
-
-
-class Interrupting(Shared):
+class Interrupting:
     """An agent during whose n-th rollout of a mode the user presses Ctrl-C."""
 
     def __init__(self, mode: str, n: int) -> None:
@@ -91,7 +84,7 @@ def rollouts_of(run: Path, wanted: Callable[[Rollout], bool]) -> list[Rollout]:
     return asyncio.run(read())
 
 
-class Killed(Shared):
+class Killed:
     """An agent during whose n-th training rollout the power fails: `into` gets what the disk of `run` holds then."""
 
     def __init__(self, agent: Any, n: int, run: Path, into: Path) -> None:

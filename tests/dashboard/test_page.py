@@ -342,16 +342,14 @@ async def test_a_person_talks_to_the_model_stops_it_and_sees_its_tool_calls(chro
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", [None, KEY])
-async def test_the_page_of_a_served_checkpoint_talks_to_it(chromium, tmp_path: Path, key: str | None) -> None:
+async def test_the_page_of_a_served_checkpoint_talks_to_it(chromium, tmp_path: Path) -> None:
     tokenizer = make_tokenizer([chat_text([{"role": "user", "content": "one two three"}])])
     Policy(make_model(tokenizer, seed=0), tokenizer).save(tmp_path / "model")
-    async with served_model(str(tmp_path / "model"), model_name="mine", seed=0, key=key) as url:
+    async with served_model(str(tmp_path / "model"), model_name="mine", seed=0, key=KEY) as url:
         page = await chromium.new_page()
         await page.goto(f"{url}/#/chat")
-        if key is not None:
-            await page.get_by_label("Key of this server").fill(key)
-            await page.get_by_role("button", name="Sign in").click()
+        await page.get_by_label("Key of this server").fill(KEY)
+        await page.get_by_role("button", name="Sign in").click()
         await page.get_by_label("Message").fill("one")
         await page.get_by_role("button", name="Send").click()
         await expect(page.locator(".message")).to_have_count(2)
@@ -458,15 +456,8 @@ async def test_no_view_has_a_fault_of_accessibility(world, scheme) -> None:
 @pytest.mark.slow
 async def test_it_is_readable_on_a_phone(world) -> None:
     async with world.page(viewport={"width": 390, "height": 844}, has_touch=True) as page:
-        for place in (
-            "/runs",
-            "/rollouts",
-            f"/rollouts/{ROLLOUT}",
-            f"/rollouts/{ROLLOUT}/timeline",
-            f"/rollouts/{ROLLOUT}/credit",
-            f"/groups/{GROUP}",
-            "/chat",
-        ):
+        of_one = [f"/rollouts/{ROLLOUT}{tab}" for tab in ("", "/timeline", "/credit")]
+        for place in ("/runs", "/rollouts", *of_one, f"/groups/{GROUP}", "/chat"):
             await world.show(page, place)
             await loaded(page)
             assert await page.evaluate("document.documentElement.scrollWidth") <= 390, place

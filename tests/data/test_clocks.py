@@ -14,7 +14,7 @@ from agentlightning.data.clocks import align_clocks
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.tracing.dialects import is_gateway_call
 from agentlightning.types import Span
-from agentlightning.v03.emitters import make_link_attributes
+from agentlightning.v03 import make_link_attributes
 from tests.data.recordings import asks_for, tool_says
 from tests.data.test_rewards import SUCCEEDED, call, reward, rewards, span
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -123,15 +122,6 @@ async def test_outside_the_gateway_the_judge_records_its_cost_itself(server: Jud
     assert span.attributes[semconv.GEN_AI_RESPONSE_MODEL] == "judge-2026"
     assert span.attributes[f"{semconv.OPERATION_OUTPUT}.answer"] == "Score: 7"
     assert span.attributes[f"{semconv.OPERATION_OUTPUT}.score"] == 0.7
-
-
-async def test_code_that_is_not_async_can_ask_too(server: JudgingServer) -> None:
-    judge = server.judge()
-    with recording() as tracer:
-        assert await asyncio.to_thread(judge.score_sync, **VALUES) == 0.7
-    assert len(tracer.get_last_trace()) == 1
-    with pytest.raises(ConfigError, match=r"await judge.score"):
-        judge.score_sync(**VALUES)
 
 
 async def test_a_judge_behind_the_gateway_is_counted_once_never_trained_and_not_replaced_by_the_policy(

@@ -1,25 +1,33 @@
-"""A Kubernetes API on loopback that answers for Jobs as Kubernetes does: bodies, codes, reasons, TLS and tokens.
+"""A Kubernetes API on loopback that answers for Jobs as Kubernetes does, and a `kubectl` for it.
 
 Its `faults` answer instead for as many requests as there are. With `run` a Job's pod is a process, started as a kubelet
 would: `$(NAME)` in arguments is replaced by the variable and `$$` by `$`, variables come from its Secrets alone.
-At `proxy` it asks for no token, as `kubectl proxy` does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-import ssl
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import trustme
 from aiohttp import web
-from yarl import URL
 
 NAMESPACE = "agents"
+KUBECTL = """#!%s -S
+import json, sys, urllib.error, urllib.request
+method = {"create": "POST", "get": "GET", "delete": "DELETE"}[sys.argv[1]]
+body = sys.stdin.buffer.read() if "--filename=-" in sys.argv else None
+request = urllib.request.Request("http://127.0.0.1:%d" + sys.argv[2].removeprefix("--raw="), body, method=method)
+try:
+    sys.stdout.buffer.write(urllib.request.urlopen(request).read())
+except urllib.error.HTTPError as error:
+    status = json.load(error)
+    sys.exit(f"Error from server ({status['reason']}): {status['message']}")
+"""
 VARIABLE = re.compile(r"\$\$|\$\(([-._a-zA-Z][-._a-zA-Z0-9]*)\)")
 
 
@@ -32,22 +40,15 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.jobs: dict[str, dict[str, Any]] = {}
         self.asked: list[tuple[str, str]] = []
-        self.deleted: list[tuple[str, dict[str, Any]]] = []
+        self.deleted: list[tuple[str, str]] = []
         self.faults: list[Callable[[web.Request], Awaitable[web.Response]]] = []
         self.secrets: dict[tuple[str, str], str] = {}
         self.run: list[str] | None = None  # what stands for the image's `agl`
         self.processes: dict[str, asyncio.subprocess.Process] = {}
-        self.folder, self.account = folder, folder / "account"
-        self.account.mkdir()
-        self.token = self.account / "token"
-        self.token.write_text("first\n")
-        (self.account / "namespace").write_text(f"{NAMESPACE}\n")
-        self.port, self.proxy = 0, URL()
+        self.folder, self.programs = folder, folder / "bin"
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.asked.append((request.method, request.path))
-        if request.secure and request.headers.get("Authorization") != f"Bearer {self.token.read_text().strip()}":
-            return failure(401, "Unauthorized")
         if self.faults:
             return await self.faults.pop(0)(request)
         root = f"/apis/batch/v1/namespaces/{NAMESPACE}/jobs"
@@ -57,7 +58,7 @@ class Cluster:
             return self.listed(request)
         name = request.path.removeprefix(f"{root}/")
         if request.method == "DELETE" and name in self.jobs:
-            self.deleted.append((name, await request.json()))
+            self.deleted.append((name, request.query["propagationPolicy"]))
             del self.jobs[name]
             if name in self.processes and self.processes[name].returncode is None:
                 self.processes[name].terminate()
@@ -111,18 +112,15 @@ class Cluster:
 @asynccontextmanager
 async def serving(folder: Path) -> AsyncGenerator[Cluster]:
     cluster = Cluster(folder)
-    authority = trustme.CA()
-    authority.cert_pem.write_to_path(cluster.account / "ca.crt")
-    trust = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority.issue_cert("127.0.0.1").configure_cert(trust)
     application = web.Application()
     application.router.add_route("*", "/{path:.*}", cluster.answer)
     runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=trust).start()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    cluster.port = runner.addresses[0][1]
-    cluster.proxy = URL(f"http://127.0.0.1:{runner.addresses[1][1]}")
+    cluster.programs.mkdir()
+    kubectl = cluster.programs / "kubectl"
+    kubectl.write_text(KUBECTL % (sys.executable, runner.addresses[0][1]))
+    kubectl.chmod(0o755)
     try:
         yield cluster
     finally:
@@ -130,12 +128,6 @@ async def serving(folder: Path) -> AsyncGenerator[Cluster]:
             if process.returncode is None:
                 process.kill()
         await runner.cleanup()
-
-
-async def late(request: web.Request) -> web.Response:
-    """No answer within a client's patience."""
-    await asyncio.sleep(3600)
-    return failure(504, "Timeout")
 
 
 def fault(code: int, reason: str, message: str = "") -> Callable[[web.Request], Awaitable[web.Response]]:

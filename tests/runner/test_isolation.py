@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,7 +18,7 @@ import pytest
 import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.errors import ConfigError
-from agentlightning.runner.agent import LARGEST_COPIED, as_agent, own_copies
+from agentlightning.runner.agent import as_agent
 from agentlightning.runner.isolation import place_of
 from agentlightning.runner.runner import Runner
 from agentlightning.store.sql import SqlStore
@@ -86,7 +84,8 @@ async def test_a_process_runs_attempts_one_after_the_other_until_it_is_replaced(
     store: SqlStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AGL_KEY", "which opens the store")
-    several = await ran(store, *does("count", "count", "numbers", "environment"), max_attempts_per_process=3)
+    monkeypatch.setattr("agentlightning.runner.isolation.ATTEMPTS_PER_PROCESS", 3)
+    several = await ran(store, *does("count", "count", "numbers", "environment"))
     first, second, numbers, environment = several
     assert first.pid == second.pid == numbers.pid != os.getpid() and environment.pid != first.pid
     assert (first.emitted(), second.emitted()) == ({"count": 1}, {"count": 2})
@@ -233,53 +232,6 @@ async def test_rollouts_share_neither_what_their_agent_keeps_nor_a_client(
         if one is not whole:
             assert one.status == "failed" and not one.calls()
             assert "Make the client inside the agent" in one.reason
-
-
-class Retriever:
-    """Large, and with what pickle refuses and a copy does not."""
-
-    def __init__(self) -> None:
-        self.words: Callable[[str], list[str]] = lambda text: text.split()
-        self.index = bytes(2 * LARGEST_COPIED)
-
-
-class Limiter:
-    def __init__(self) -> None:
-        self.semaphore = asyncio.Semaphore(2)
-        self.waited: list[float] = []
-
-
-class Client:
-    """Half a copy of it cannot be thrown away."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.open = True
-
-    def __del__(self) -> None:
-        assert self.open
-
-
-def test_what_is_large_limits_all_or_cannot_be_copied_is_shared_wherever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Agent(agl.LitAgent):
-        def __init__(self) -> None:
-            self.retriever, self.limiter, self.client = Retriever(), Limiter(), Client()
-
-    def with_kept(task: Any, history: list[str], retriever: Any, lock: Any) -> float:
-        return 1.0
-
-    unraisable: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
-    agent = Agent()
-    copied = cast("Any", own_copies(agent)())
-    assert copied.retriever is agent.retriever and copied.client is agent.client
-    assert copied.limiter.semaphore is agent.limiter.semaphore
-    assert copied.limiter.waited is not agent.limiter.waited
-    assert not unraisable
-    partial = functools.partial(with_kept, history=[], retriever=agent.retriever, lock=threading.Lock())
-    words = cast("Any", own_copies(as_agent(partial))()).function.keywords
-    assert words["history"] is not partial.keywords["history"]
-    assert words["retriever"] is agent.retriever and words["lock"] is partial.keywords["lock"]
 
 
 @pytest.mark.slow

@@ -10,16 +10,18 @@ from typing import Any
 import aiohttp
 import pytest
 
-from agentlightning.errors import ConflictError, ForbiddenError, InvalidError
+from agentlightning.errors import ConflictError, ForbiddenError, InvalidError, NotFoundError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Sampling
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.gateway.replicas import Replicas
 from agentlightning.server.app import create_app
-from agentlightning.server.models import HoldModel, RemoveModel, registration
+from agentlightning.server.models import HoldModel, ReleaseModel, RemoveModel, registration
 from agentlightning.server.serve import HttpServer
+from agentlightning.server.service import models_held
 from agentlightning.store.base import CALLS
+from agentlightning.store.calls import Call
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.store.wire import form_of
@@ -34,8 +36,16 @@ NOBODY = "http://127.0.0.1:1/v1"
 class Place:
     """A server with a gateway, and what an admin asks of it."""
 
-    def __init__(self, http: HttpServer, models: ModelTable, store: SqlStore, admin: aiohttp.ClientSession) -> None:
-        self.url, self.models, self.store, self.admin = http.url, models, store, admin
+    def __init__(self, http: HttpServer, gateway: Gateway, store: SqlStore, admin: aiohttp.ClientSession) -> None:
+        self.http, self.url, self.gateway, self.models = http, http.url, gateway, gateway.models
+        self.store, self.admin = store, admin
+
+    async def perform(self, call: Call[Any], key: str | None = KEY) -> Any:
+        client = LightningStoreClient(self.url, key, patience=1)
+        try:
+            return await client.perform(call)
+        finally:
+            await client.close()
 
     async def put(self, name: str, **registration: Any) -> tuple[int, Any]:
         async with self.admin.put(f"/api/v1/models/{name}", json=registration) as answer:
@@ -64,14 +74,13 @@ class Place:
 @asynccontextmanager
 async def served() -> AsyncIterator[Place]:
     store = await SqlStore.open(":memory:")
-    models = ModelTable()
-    gateway = Gateway(models, store, admin_key=KEY)
+    gateway = Gateway(ModelTable(), store, admin_key=KEY)
     app = create_app(store, gateway=gateway, admin_key=KEY, body_limit=10_000)
     async with (
         HttpServer(app) as http,
         aiohttp.ClientSession(http.url, headers={"authorization": f"Bearer {KEY}"}) as admin,
     ):
-        yield Place(http, models, store, admin)
+        yield Place(http, gateway, store, admin)
     await gateway.close()
     await store.close()
 
@@ -87,17 +96,11 @@ async def upstreams(count: int) -> AsyncIterator[list[Server]]:
 
 
 async def lend(place: Place, entry: ModelEntry, base_url: str, key: str | None = KEY, owner: str = "run-1") -> None:
-    client = LightningStoreClient(place.url, key, patience=1)
-    try:
-        await client.perform(registration(entry, base_url, api_key="its own", owner=owner))
-    finally:
-        await client.close()
+    await place.perform(registration(entry, base_url, api_key="its own", owner=owner), key)
 
 
 async def take_back(place: Place, owner: str = "run-1") -> None:
-    client = LightningStoreClient(place.url, KEY)
-    await client.perform(RemoveModel(name="writer", owner=owner))
-    await client.close()
+    await place.perform(RemoveModel(name="writer", owner=owner))
 
 
 def entry(temperature: float = 1.0) -> ModelEntry:
@@ -271,25 +274,111 @@ async def test_a_name_is_its_owners_as_long_as_its_server_lives() -> None:
         assert list(place.models) == []
 
 
-async def test_a_name_can_be_taken_over_on_purpose() -> None:
-    async with served() as place, upstreams(2) as (one, other):
-        await place.put("m", base_url=one.url, owner="run-1")
-        assert (await place.put("m", base_url=other.url, owner="run-2", replace=True))[0] == 200
-        assert [(model["owner"], model["replicas"][0]["base_url"]) for model in await place.list()] == [
-            ("run-2", other.url)
-        ]
-
-
 async def test_a_model_of_the_server_itself_is_not_replaced_by_accident() -> None:
     async with served() as place, upstreams(2) as (own, other):
         place.models.put(ModelEntry("policy", HttpBackend(own.url)))
         status, said = await place.put("policy", base_url=other.url)
         assert status == 409
         assert "the server itself" in said["error"]["message"]
-        assert (await place.put("policy", base_url=other.url, replace=True))[0] == 200
+        assert (await place.put("policy", base_url=other.url, owner="run-2", replace=True))[0] == 200
+        assert [(model["owner"], model["replicas"][0]["base_url"]) for model in await place.list()] == [
+            ("run-2", other.url)
+        ]
 
 
 def test_a_server_that_hangs_is_not_waited_for_as_one_that_checks_its_store() -> None:
     """A step of training begins with a hold: it is not worth ten minutes."""
     assert form_of(HoldModel).request(HoldModel(name="policy")).wait == 0
     assert form_of(CALLS["check_store"]).request(CALLS["check_store"]()).wait == 600
+
+
+# --- calls that wait for new weights ------------------------------------------------------------------------------
+
+NAME = "Qwen/Qwen3-4B"
+
+
+@pytest.fixture
+async def place(anyio_backend) -> AsyncIterator[Place]:
+    """A server with one model."""
+    async with served() as built, upstreams(1) as (server,):
+        built.models.put(ModelEntry(NAME, HttpBackend(server.url)))
+        yield built
+
+
+def version(place: Place) -> int:
+    backend = place.gateway.entry(NAME).backend
+    assert isinstance(backend, HttpBackend)
+    return backend.connection.version
+
+
+async def held(place: Place) -> asyncio.Task[str]:
+    """A call that waits."""
+    asking = asyncio.create_task(place.ask(NAME))
+    await until(lambda: place.models.gate(NAME).waiting == 1)
+    assert place.models.gate(NAME).running == 0
+    return asking
+
+
+async def test_a_trainer_holds_calls_and_lets_them_go_on_with_weights_of_its_own(place: Place) -> None:
+    await place.perform(HoldModel(name=NAME))
+    asking = await held(place)
+    await place.perform(ReleaseModel(name=NAME, policy_version=5))
+    assert (await asking, version(place)) == ("Hi!", 5)
+    async with place.admin.get("/metrics") as answer:
+        assert "agl_gateway_held_calls_total 1.0" in await answer.text()
+    again = {"base_url": place.gateway.entry(NAME).backend.name, "check": False, "train": {"temperature": 0.5}}
+    assert (await place.put(NAME, **again))[0] == 200
+    assert version(place) == 5, "a server that is registered again holds the weights it held"
+
+
+async def test_a_hold_of_a_trainer_that_died_ends_by_itself(place: Place) -> None:
+    await place.perform(HoldModel(name=NAME, seconds=0.3))
+    assert await asyncio.wait_for(place.ask(NAME), 60) == "Hi!"
+
+
+async def test_only_an_admin_holds_a_model(place: Place) -> None:
+    trainer = (await place.store.issue_key(name="trainer", scopes=["trainer"])).api_key
+    for key in (None, "wrong", trainer):
+        for call in (HoldModel(name=NAME), ReleaseModel(name=NAME)):
+            with pytest.raises(ForbiddenError):
+                await place.perform(call, key)
+    assert not place.models.gate(NAME).held
+
+
+async def test_a_person_and_a_trainer_hold_each_by_themselves(place: Place) -> None:
+    await place.perform(HoldModel(name=NAME, seconds=60, holder="dashboard"))
+    async with models_held(place.url, [NAME], api_key=KEY, lease=0.6):
+        await asyncio.sleep(1.2)
+        assert len(place.models.gate(NAME).holds()) == 2
+    asking = await held(place)
+    (told,) = await place.list()
+    assert (told["held"], told["paused"], told["waiting"], told["running"]) == (True, True, 1, 0)
+    await place.perform(ReleaseModel(name=NAME, holder="dashboard"))
+    assert await asking == "Hi!"
+
+
+async def test_a_block_goes_on_where_nothing_can_be_held(place: Place, caplog: pytest.LogCaptureFixture) -> None:
+    for url, name in ((place.url, "nobody"), ("http://127.0.0.1:1", NAME)):
+        async with models_held(url, [name], api_key=KEY):
+            pass
+    assert "no model is called 'nobody'" in caplog.text
+    assert "cannot be reached" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("verb", "body"),
+    [("hold", {"seconds": 0}), ("hold", {"second": 1}), ("hold", []), ("release", {"policy_version": -1})],
+)
+async def test_what_is_wrong_with_a_request_is_said(place: Place, verb: str, body: Any) -> None:
+    assert (await place.admin.post(f"/api/v1/models/{NAME}/{verb}", json=body)).status == 422
+    assert not place.models.gate(NAME).held
+    with pytest.raises(NotFoundError, match="the models here are"):
+        await place.perform(HoldModel(name="nobody"))
+
+
+async def test_a_server_that_stops_tells_the_calls_it_holds(place: Place) -> None:
+    await place.perform(HoldModel(name=NAME))
+    asking = await held(place)
+    await place.http.stop()
+    with pytest.raises(AssertionError, match="model_held"):
+        await asking

@@ -13,8 +13,7 @@ from anyio import to_thread
 
 from agentlightning.errors import ConfigError, UnavailableError
 from agentlightning.store import sqlite, tables
-from agentlightning.store.reader import StoreReader
-from agentlightning.store.sql import SqlStore
+from agentlightning.store.sql import SqlStore, StoreReader
 from tests.store.conftest import opened, span_of
 
 pytestmark = pytest.mark.anyio

@@ -19,7 +19,7 @@ from agentlightning.errors import UnavailableError
 from agentlightning.store import postgres
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.postgres import PostgresConnection
-from agentlightning.store.reader import StoreReader
+from agentlightning.store.sql import StoreReader
 from agentlightning.types import EnqueueRolloutRequest, RolloutConfig
 from tests.postgres import PostgresServer
 from tests.store.conftest import opened, span_of

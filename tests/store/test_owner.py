@@ -12,8 +12,7 @@ from anyio import to_thread
 
 from agentlightning.errors import InUseError, UnavailableError
 from agentlightning.store import postgres
-from agentlightning.store.reader import StoreReader
-from agentlightning.store.sql import SqlStore
+from agentlightning.store.sql import SqlStore, StoreReader
 from tests.postgres import PostgresServer
 from tests.store.server_process import ServerProcess
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentlightning.errors import ConflictError
-from agentlightning.store.reader import StoreReader
-from agentlightning.store.sql import SqlStore
+from agentlightning.store.sql import SqlStore, StoreReader
 from agentlightning.types import Metrics
 
 pytestmark = pytest.mark.anyio
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.anyio
 READS = """
 import asyncio, sys
 from pathlib import Path
-from agentlightning.store.reader import StoreReader
+from agentlightning.store.sql import StoreReader
 async def work():
     store = await StoreReader.open(Path(sys.argv[1]))
     print([rollout.input for rollout in await store.query_rollouts()], (await store.statistics())["rollouts"])

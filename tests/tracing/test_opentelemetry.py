@@ -14,18 +14,15 @@ from pathlib import Path
 import pytest
 from opentelemetry import context as contexts
 from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import NonRecordingSpan, SpanContext
 
 import agentlightning as agl
-from agentlightning.errors import ConfigError
 from agentlightning.runner.runner import Runner
 from agentlightning.semconv import OPERATION, UNFINISHED
 from agentlightning.store.sql import SqlStore
-from agentlightning.tracing.choice import choose_tracer
 from agentlightning.tracing.context import AttemptTracer, bind
-from agentlightning.tracing.opentelemetry import OpenTelemetryTracer, join
+from agentlightning.tracing.instrument import tracer_class
+from agentlightning.tracing.opentelemetry import OpenTelemetryTracer
 from agentlightning.types import EnqueueRolloutRequest, Span
 from tests.runner.world import running
 
@@ -129,15 +126,6 @@ def test_a_surrounding_trace_that_is_not_sampled_costs_no_span_nor_does_the_numb
     assert span.attributes.items() >= {"openinference.span.kind": "LLM", **said}.items()
 
 
-def test_a_sampler_that_leaves_spans_of_rollouts_out_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    rarely = TraceIdRatioBased(0.1)
-    with caplog.at_level(logging.WARNING):
-        join(TracerProvider(sampler=ParentBased(rarely), shutdown_on_exit=False))
-        assert not caplog.records
-        join(TracerProvider(sampler=rarely, shutdown_on_exit=False))
-    assert "ParentBased" in caplog.text
-
-
 def test_a_span_still_open_at_the_end_is_kept_as_unfinished(caplog: pytest.LogCaptureFixture) -> None:
     with bind(tracer_of()) as tracer:
         left = library.start_span("stream", attributes={"chunks": 3})
@@ -178,12 +166,12 @@ OWN_PROVIDER = """
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     trace.set_tracer_provider(provider)
 
-    from agentlightning.tracing.choice import choose_tracer
     from agentlightning.tracing.context import bind
+    from agentlightning.tracing.instrument import tracer_class
 
     library = trace.get_tracer("library")
     for name in "ab":
-        with bind(choose_tracer()("rollout", name)) as tracer:
+        with bind(tracer_class()("rollout", name)) as tracer:
             library.start_span(name).end()
         print(*[span.name for span in tracer.get_last_trace()])
     library.start_span("outside").end()
@@ -199,25 +187,18 @@ WITHOUT_SDK = """
     import sys
     sys.modules["opentelemetry"] = None  # whoever imports it gets an ImportError
 
-    from agentlightning.errors import ConfigError
-    from agentlightning.tracing.choice import choose_tracer
     from agentlightning.tracing.context import bind
+    from agentlightning.tracing.instrument import tracer_class
     import agentlightning as agl
 
-    with bind(choose_tracer()("rollout", "a")) as tracer, agl.operation(name="plan"):
+    with bind(tracer_class()("rollout", "a")) as tracer, agl.operation(name="plan"):
         agl.emit_reward(1.0)
     print(*[span.name for span in tracer.get_last_trace()])
-    try:
-        choose_tracer("opentelemetry")
-    except ConfigError as error:
-        print(error)
 """
 
 
 def test_without_opentelemetry_everything_else_is_the_same() -> None:
-    recorded, refused = run_program(WITHOUT_SDK).splitlines()
-    assert recorded == "agentlightning.annotation agentlightning.operation"
-    assert "pip install 'agent-lightning-next[otel]'" in refused
+    assert run_program(WITHOUT_SDK) == "agentlightning.annotation agentlightning.operation\n"
 
 
 def test_both_tracers_give_the_same_spans_of_the_same_agent() -> None:
@@ -238,15 +219,10 @@ def test_both_tracers_give_the_same_spans_of_the_same_agent() -> None:
             for span in spans
         ]
 
-    light = choose_tracer("light")("rollout", "a")
-    assert type(light) is AttemptTracer
-    assert shape(light) == shape(choose_tracer("opentelemetry")("rollout", "a"))
+    assert shape(AttemptTracer("rollout", "a")) == shape(OpenTelemetryTracer("rollout", "a"))
 
 
-def test_a_disabled_sdk_is_left_alone_and_an_unknown_tracer_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="did you mean 'opentelemetry'"):
-        choose_tracer("opentelemtry")  # type: ignore[arg-type]
+def test_a_disabled_sdk_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tracer_class() is OpenTelemetryTracer
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
-    assert choose_tracer("auto") is AttemptTracer
-    with pytest.raises(ConfigError, match="OTEL_SDK_DISABLED"):
-        choose_tracer("opentelemetry")
+    assert tracer_class() is AttemptTracer

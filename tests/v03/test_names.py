@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI
 
 import agentlightning as agl
 from agentlightning.data.references import load_reference
-from agentlightning.errors import ConfigError
+from agentlightning.errors import ConfigError, InvalidError
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.tiny import make_model, make_tokenizer
 from agentlightning.types import LLM, Mode, PromptTemplate, Span
@@ -90,7 +89,7 @@ async def test_emitters_operations_and_several_rewards(store: agl.SqlStore, endp
     assert [span.name.removeprefix("agentlightning.") for span in spans] == ["operation", *["annotation"] * 3]
     assert spans[0].attributes["step"] == "answer"
     assert spans[1].attributes == {"kind": "capital", "nested.depth": 1}
-    assert agl.extract_tags_from_attributes(spans[2].attributes) == ["guessed"]
+    assert spans[2].attributes["agentlightning.tag.0"] == "guessed"
     assert agl.get_rewards_from_span(spans[3]) == [("right", 1.0), ("length", 0.5)]
     assert agl.find_final_reward(spans) == 1.0
 
@@ -152,30 +151,6 @@ async def test_a_function_algorithm_meets_the_runners_in_the_store(tmp_path: Pat
     assert result.stopped_because == "done"
 
 
-async def test_a_function_algorithm_gets_the_trainers_adapter(tmp_path: Path) -> None:
-    seen: list[Any] = []
-
-    @agl.algo
-    async def look(adapter: Any) -> None:
-        seen.append(adapter)
-
-    mine = agl.TraceToMessages()
-    for number, given in enumerate((None, {"agent_match": "write"}, mine)):
-        trainer = agl.Trainer(algorithm=look, adapter=given, run_dir=tmp_path / str(number))
-        await trainer.fit_async(agent("capitals.py:survives"), [PARIS])
-    assert [one.agent_match for one in seen[:2]] == [None, "write"]
-    assert seen[2] is mine
-
-
-def test_an_adapter_that_would_change_nothing_is_refused() -> None:
-    for adapter in ({"agent_macth": "write"}, "agentlightning.adapter.TraceToMessages", agl.TraceToMessages()):
-        for algorithm in (None, agl.GRPO()):
-            with pytest.raises(ConfigError, match="adapter"):
-                agl.Trainer(model="m", algorithm=algorithm, adapter=adapter)  # type: ignore[arg-type]
-    apo = agl.APO[Any](AsyncOpenAI(api_key="k"))  # which needed it in 0.3
-    assert agl.Trainer(algorithm=apo, adapter=agl.TraceToMessages()).algorithm is apo
-
-
 def test_a_function_algorithm_that_cannot_be_run_is_refused() -> None:
     def search(store: Any) -> None: ...
 
@@ -194,6 +169,16 @@ def test_every_name_of_0_3_is_there_or_says_what_to_use(name: str) -> None:
         with pytest.raises(ConfigError, match=f"agentlightning.{name} of Agent Lightning 0.3 does not exist here: "):
             found()
     assert f"`{name}`" in (ROOT / "docs" / "reference" / "compatibility.md").read_text(encoding="utf-8")
+
+
+def test_links_are_written_as_in_0_3() -> None:
+    written = agl.make_link_attributes({"gen_ai.response.id": "r1"})
+    assert written == {
+        "agentlightning.link.0.key_match": "gen_ai.response.id",
+        "agentlightning.link.0.value_match": "r1",
+    }
+    with pytest.raises(InvalidError, match="give a str"):
+        agl.make_link_attributes({"step": 3})
 
 
 def test_modules_of_0_3_are_imported_and_refuse_where_a_name_is_used() -> None:

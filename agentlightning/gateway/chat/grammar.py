@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
 
 _SPACE: Final = "[ \\n]{0,24}"  # between the parts of a JSON value: unbounded, some small models write nothing else
 _LEXER_STATES: Final = 10_000  # 5 MB a choice; what else the library bounds keeps a mask to tens of milliseconds
-
-
 _MOST_PATTERNS: Final = 8  # for one value together: with each the library takes twice as long, with 12 over a second
 _NOT_BINDING: Final = frozenset(
     {"$ref", "$defs", "definitions", "default", "deprecated", "description", "examples", "title"}
@@ -55,14 +52,17 @@ class Form:
         """As servers read it (xgrammar's structural tags)."""
         ways = [] if self.schema is None else [_tagged(self.schema)]
         if (form := self.format) is not None:
-            calls: dict[str, Any] = {"type": "tags_with_separator", "separator": form.between, "at_least_one": True}
-            calls["stop_after_first"] = not self.many
+            calls: dict[str, Any] = {
+                "type": "tags_with_separator",
+                "separator": form.between,
+                "at_least_one": True,
+            }
+            calls["stop_after_first"] = not (self.many and form.between)
             calls["tags"] = [
                 {"type": "tag", "begin": form.begin(name), "content": _tagged(schema), "end": form.back}
                 for name, schema in self.tools
             ]
-            first, last = [{"type": "const_string", "value": text} for text in (form.before, form.after)]
-            ways.append({"type": "sequence", "elements": [first, calls, last]} if form.before else calls)
+            ways.append(calls)
         return {"type": "structural_tag", "format": {"type": "or", "elements": ways} if len(ways) > 1 else ways[0]}
 
     def lark(self, thinks: str) -> str:
@@ -71,8 +71,8 @@ class Form:
         answer = "json"
         if (form := self.format) is not None:
             answer = "calls" if self.schema is None else "(json | calls)"
-            more = f"({json.dumps(form.between)} call)*" if self.many else ""
-            rules.append(f"calls: {json.dumps(form.before)} call {more} {json.dumps(form.after)}")
+            more = f"({json.dumps(form.between)} call)*" if self.many and form.between else ""
+            rules.append(f"calls: call {more}")
             rules.append("call: " + " | ".join(f"call{number}" for number in range(len(self.tools))))
             for number, (name, schema) in enumerate(self.tools):
                 content = _json(schema, lenient=True)  # tools promise no more, unless they are strict
@@ -136,13 +136,13 @@ class Grammars:
     def _masks(self, form: Form, thinks: str) -> Masks:
         from llguidance import LLMatcher, LLParserLimits
 
-        try:
-            several = max(map(_conjoined_patterns, (form.schema, *(schema for _, schema in form.tools))))
-        except RecursionError:
-            _refuse(form.field, "it is nested too deeply")
+        several = max(map(_conjoined_patterns, (form.schema, *(schema for _, schema in form.tools))))
         if several > _MOST_PATTERNS:
             _refuse(form.field, f"one value must match {several} patterns, and {_MOST_PATTERNS} are the limit")
-        grammar = form.lark(thinks)
+        try:
+            grammar = form.lark(thinks)
+        except RecursionError:
+            _refuse(form.field, "it is nested too deeply")
         if len(grammar) > LARGEST_GRAMMAR:
             _refuse(form.field, f"its grammar has {len(grammar):,} bytes, and {LARGEST_GRAMMAR:,} are the limit")
         limits = LLParserLimits(max_lexer_states=_LEXER_STATES, verbose_errors=False)
@@ -202,37 +202,16 @@ def _written(token_bytes: TokenBytes, token_id: int) -> bytes:
 
 
 def _conjoined_patterns(schema: Any) -> int:
-    """How many patterns and formats one value may have to match at once, by `allOf` or beside a `$ref`."""
-    counts: dict[str, int] = {}
-
-    def count(node: Any) -> int:
-        own = sum(isinstance(node.get(key), str) for key in ("pattern", "format")) if isinstance(node, dict) else 0
-        return own + referred(node) + sum(map(count, _parts_of(node)))
-
-    def referred(node: Any) -> int:
-        name = node.get("$ref") if isinstance(node, dict) else None
-        if not isinstance(name, str) or not name.startswith("#/"):
-            return 0
-        if name not in counts:
-            counts[name] = 0  # within itself
-            found = schema
-            for key in name[2:].split("/"):
-                found = found.get(key) if isinstance(found, dict) else None
-            counts[name] = count(found)
-        return counts[name]
-
-    nodes, most = [schema], 0
+    """How many patterns and formats one value may have to match at once, at most: all different ones, where `allOf` or
+    something beside a `$ref` joins any."""
+    nodes, patterns, joined = [schema], set[str](), False
     while nodes:
         node = nodes.pop()
-        if isinstance(node, dict) and ("allOf" in node or ("$ref" in node and node.keys() - _NOT_BINDING)):
-            most = max(most, count(node))
-        nodes += _parts_of(node)
-    return most
-
-
-def _parts_of(node: Any) -> Iterator[Any]:
-    values = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-    return (value for value in values if isinstance(value, dict | list))
+        if isinstance(node, dict):
+            patterns.update(node[key] for key in ("pattern", "format") if isinstance(node.get(key), str))
+            joined |= "allOf" in node or ("$ref" in node and bool(node.keys() - _NOT_BINDING))
+        nodes += node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return len(patterns) if joined else 0
 
 
 def _json(schema: Any, *, lenient: bool = False) -> str:

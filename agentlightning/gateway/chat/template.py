@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import lru_cache
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateError
 from tokenizers import Tokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.errors import BackendError, ConfigError
@@ -54,10 +50,7 @@ class ChatTemplate:
         self._encode_once = lru_cache(maxsize=_REMEMBERED_TEXTS)(self._encode)
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in template
-        try:
-            self._template = _environment().from_string(template)
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"the tokenizer's chat template cannot be compiled: {error}") from None
+        self._template = template
 
     @classmethod
     def from_pretrained(cls, tokenizer: Any) -> ChatTemplate:
@@ -91,14 +84,15 @@ class ChatTemplate:
         """The prompt up to where the assistant begins to speak. Where the template refuses system messages behind the
         first message, they are part of what the user says. BackendError (400) says what else it refuses."""
         options: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": True, **self._special_tokens}
+        options["chat_template"] = self._template
         try:
             plain = [self._plain(message) for message in messages]
             try:
-                return self._template.render(messages=plain, **options, **variables)
-            except jinja2.TemplateError:
+                return render_jinja_template([plain], **options, **variables)[0][0]
+            except TemplateError:
                 if not any(message["role"] == "system" for message in plain[1:]):
                     raise
-                return self._template.render(messages=_without_later_system(plain), **options, **variables)
+                return render_jinja_template([_without_later_system(plain)], **options, **variables)[0][0]
         except BackendError:
             raise
         except Exception as error:  # noqa: BLE001 - a template is a program from elsewhere and may fail in any way
@@ -126,8 +120,8 @@ class ChatTemplate:
         """A parser for one answer. ConfigError if the format of the model's tool calls is not known."""
         if self.tool_format is None:
             raise ConfigError(
-                "the chat template's tool-call format is not one of hermes, llama3 or mistral, so tools cannot be used "
-                "with this model"
+                "the chat template's tool-call format is neither hermes nor llama3, so tools cannot be used with this "
+                "model"
             )
         return TOOL_FORMATS[self.tool_format].parser()
 
@@ -180,36 +174,3 @@ def _with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
         # Arguments that are no JSON object stay the text they are; whether that can be shown is the template's choice.
         function["arguments"] = parsed if isinstance(parsed, dict) else arguments
     return {**call, "function": function}
-
-
-class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}` marks the assistant's words for other tools; here it is only its body."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    names: dict[str, Any] = {"raise_exception": _raise, "strftime_now": _now}
-    environment.globals.update(names)
-    return environment
-
-
-def _now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """JSON without HTML escapes: what is written is read by a model, not a browser."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)

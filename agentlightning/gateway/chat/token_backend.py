@@ -42,7 +42,6 @@ from agentlightning.types import FinishReason
 _MANY: Final = 1000  # messages, which take some milliseconds to render: the same
 _LONG: Final = 100_000  # characters, which take a tenth of a second to tokenise: other calls go on meanwhile
 # Fields that the chat template is given.
-_AHEAD: Final = 256  # events of an answer's choices that wait to be read
 _VARIABLES: Final = ("reasoning_effort", "documents")
 _HINTS: Final = frozenset({"verbosity", *NEUTRAL_PENALTIES})
 # Of fields that cannot be honoured, the values that state what holds here anyway.
@@ -225,7 +224,6 @@ class _ChoiceWriter:
         self._form = form
         self._call = call
         self._index = index
-        self._short_ids = chat.tool_format == "mistral"
         self._token_bytes = chat.token_bytes
         markers = parse_tools or form is not None
         self._detokenizer = chat.detokenizer(keep_markers=markers, keep_reasoning=reasoning is not None)
@@ -293,10 +291,11 @@ class _ChoiceWriter:
     def _tool_call(self, call: ToolCall) -> dict[str, Any]:
         position, self._tool_calls = self._tool_calls, self._tool_calls + 1
         name = f"{self._call.request_id}/{self._index}/{position}"
-        # Mistral's templates demand nine letters and digits; agno replaces an id that does not begin like OpenAI's.
+        number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "big")
+        letters = "".join(_LETTERS[number // 62**place % 62] for place in range(20))
         return {
             "index": position,
-            "id": _letters(name, 9) if self._short_ids else f"call_{_letters(name, 20)}",
+            "id": f"call_{letters}",  # agno replaces an id that does not begin like OpenAI's
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }
@@ -305,36 +304,20 @@ class _ChoiceWriter:
 _LETTERS = string.ascii_letters + string.digits
 
 
-def _letters(name: str, count: int) -> str:
-    number = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "big")
-    return "".join(_LETTERS[number // 62**place % 62] for place in range(count))
-
-
 async def _merged(choices: list[AsyncGenerator[BackendEvent, None]]) -> AsyncGenerator[BackendEvent, None]:
     """Events of several choices as they come. Closing it, or a failure of one, ends all."""
-    queue: asyncio.Queue[BackendEvent | Exception | None] = asyncio.Queue(_AHEAD)
-
-    async def forward(choice: AsyncGenerator[BackendEvent, None]) -> None:
-        try:
-            async with aclosing(choice):
-                async for event in choice:
-                    await queue.put(event)
-            await queue.put(None)
-        except Exception as error:  # noqa: BLE001 - raised where the events are awaited
-            await queue.put(error)
-
-    tasks = [asyncio.create_task(forward(choice)) for choice in choices]
+    coming = {asyncio.ensure_future(anext(choice, None)): choice for choice in choices}
     try:
-        running = len(tasks)
-        while running:
-            event = await queue.get()
-            if isinstance(event, Exception):
-                raise event
-            if event is None:
-                running -= 1
-            else:
-                yield event
+        while coming:
+            done, _ = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                choice = coming.pop(task)
+                if (event := task.result()) is not None:
+                    coming[asyncio.ensure_future(anext(choice, None))] = choice
+                    yield event
     finally:
-        for task in tasks:
+        for task in coming:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*coming, return_exceptions=True)
+        for choice in choices:
+            await choice.aclose()

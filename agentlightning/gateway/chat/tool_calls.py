@@ -1,8 +1,7 @@
 """Tool calls in sampled text, in a listed set of formats, found while the text streams.
 
     hermes    text <tool_call>{"name": …, "arguments": {…}}</tool_call> …     (Qwen 2.5, Qwen 3, Hermes)
-    llama3    [<|python_tag|>]{"name": …, "parameters": {…}}[; {…}]           (Llama 3.1 and later)
-    mistral   text [TOOL_CALLS] [{"name": …, "arguments": {…}}, …]            (Mistral 7B v0.3, Nemo)
+    llama3    [<|python_tag|>]{"name": …, "parameters": {…}}                  (Llama 3.1 and later, one call)
 
 What is not exactly of that shape stays text: a repaired call would hide from training that it was malformed. Knows
 text only, no tokens and no templates beyond telling which format one asks for.
@@ -11,7 +10,6 @@ text only, no tokens and no templates beyond telling which format one asks for.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -44,13 +42,14 @@ class ToolCallParser:
         return []
 
 
-class MarkedParser(ToolCallParser):
-    """Calls that begin with a marker: `start` … `end`, or `start` … to the answer's end where `end` is None.
+_START, _END, _PYTHON = "<tool_call>", "</tool_call>", "<|python_tag|>"
 
-    White space around a call belongs to the format, not to the content."""
 
-    def __init__(self, start: str, end: str | None, parse: Callable[[str], list[ToolCall] | None]) -> None:
-        self._start, self._end, self._parse = start, end, parse
+class HermesParser(ToolCallParser):
+    """Calls between `<tool_call>` and `</tool_call>`. White space around a call belongs to the format, not to the
+    content."""
+
+    def __init__(self) -> None:
         self._space: list[str] = []  # before a call, perhaps
         self._block: list[str] | None = None  # what has come of a call, while one is open
         self._tail = ""  # the end of what was held back, which may begin the next marker
@@ -64,22 +63,15 @@ class MarkedParser(ToolCallParser):
         return parts
 
     def finish(self) -> list[Part]:
-        parts: list[Part] = []
-        space = "".join(self._space)
-        if self._block is None:
-            held = space + self._tail
-            parts += [held] if held.strip() or not self._found else []
-        elif self._end is None:
-            self._close("".join(self._block), "", parts)
-        else:
-            parts.append(space + self._start + "".join(self._block))
-        self._space, self._block, self._tail = [], None, ""
-        return [part for part in parts if part]
+        if self._block is not None:
+            return ["".join([*self._space, _START, *self._block])]
+        held = "".join(self._space) + self._tail
+        return [held] if held.strip() or (held and not self._found) else []
 
     def _outside(self, text: str, parts: list[Part]) -> str | None:
         """What comes behind the next `start`; None where more text is needed."""
-        before, marker, after = (self._tail + text).partition(self._start)
-        certain = len(before) - (0 if marker else overlap(before, self._start))
+        before, marker, after = (self._tail + text).partition(_START)
+        certain = len(before) - (0 if marker else overlap(before, _START))
         content = before[:certain].rstrip()
         if content:
             parts.append("".join(self._space) + content)
@@ -94,47 +86,37 @@ class MarkedParser(ToolCallParser):
     def _inside(self, block: list[str], text: str, parts: list[Part]) -> str | None:
         """What comes behind the next `end`; None where more text is needed. Looks at each character once."""
         block.append(text)
-        if self._end is None:
-            return None
         seen = self._tail + text
-        if self._end not in seen:
-            self._tail = seen[1 - len(self._end) :]
+        if _END not in seen:
+            self._tail = seen[1 - len(_END) :]
             return None
-        called, marker, after = "".join(block).partition(self._end)
-        self._block, self._tail = None, ""
-        self._close(called, marker, parts)
+        called, _, after = "".join(block).partition(_END)
+        call = _call_of(_Call, called)
+        parts.append(call or "".join(self._space) + _START + called + _END)
+        self._found = self._found or call is not None
+        self._space, self._block, self._tail = [], None, ""
         return after
 
-    def _close(self, block: str, marker: str, parts: list[Part]) -> None:
-        calls = self._parse(block)
-        if calls is None:
-            parts.append("".join(self._space) + self._start + block + marker)
-        else:
-            parts.extend(calls)
-            self._found = True
-        self._space = []
 
+class LlamaParser(ToolCallParser):
+    """A call that is the whole answer: it begins with `{` or the marker, else it is text from the first word on."""
 
-class WholeAnswerParser(ToolCallParser):
-    """Calls that are the whole answer: it begins with `{` or with `marker`, else it is text from the first word on."""
-
-    def __init__(self, marker: str, parse: Callable[[str], list[ToolCall] | None]) -> None:
-        self._marker, self._parse = marker, parse
+    def __init__(self) -> None:
         self._held: list[str] = []
         self._begin = ""  # of what is held, without white space, up to the marker's length
         self._is_text = False
 
     def feed(self, text: str) -> list[Part]:
         self._held.append(text)
-        if len(self._begin) < len(self._marker):
-            self._begin = (self._begin + text).lstrip()[: len(self._marker)]
-        undecided = self._begin.startswith(("{", self._marker)) or self._marker.startswith(self._begin)
+        if len(self._begin) < len(_PYTHON):
+            self._begin = (self._begin + text).lstrip()[: len(_PYTHON)]
+        undecided = self._begin.startswith(("{", _PYTHON)) or _PYTHON.startswith(self._begin)
         return [] if undecided and not self._is_text else self._text()
 
     def finish(self) -> list[Part]:
         held = "".join(self._held)
-        calls = self._parse(held.strip().removeprefix(self._marker)) if held else None
-        return self._text() if calls is None else [*calls]
+        call = _call_of(_LlamaCall, held.strip().removeprefix(_PYTHON)) if held else None
+        return self._text() if call is None else [call]
 
     def _text(self) -> list[Part]:
         self._is_text = True
@@ -146,26 +128,18 @@ def detect_tool_format(template: str) -> str | None:
     """The format in which a chat template writes tool calls; None if it writes none, or if the format is not listed."""
     if any(foreign in template for foreign in _FOREIGN):
         return None
-    if "<tool_call>" in template:
+    if _START in template:
         return "hermes"
-    if "[TOOL_CALLS]" in template:
-        return "mistral"
-    if "<|python_tag|>" in template:
-        return "llama3"
-    return None
+    return "llama3" if _PYTHON in template else None
 
 
 # Marks of formats that use the same markers around something else than JSON calls.
-_FOREIGN = ("<function=", "<arg_key>", "[ARGS]", "[CALL_ID]", "<|tool_calls_section_begin|>", "<｜tool▁calls▁begin｜>")
+_FOREIGN = ("<function=", "<arg_key>", "<|tool_calls_section_begin|>", "<｜tool▁calls▁begin｜>")
 
 
 class _Call(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     arguments: msgspec.Raw
-
-
-class _MistralCall(_Call, forbid_unknown_fields=True):
-    id: str | None = None
 
 
 class _LlamaCall(msgspec.Struct, forbid_unknown_fields=True, rename={"arguments": "parameters"}):
@@ -174,45 +148,15 @@ class _LlamaCall(msgspec.Struct, forbid_unknown_fields=True, rename={"arguments"
     type: str | None = None
 
 
-def _hermes(text: str) -> list[ToolCall] | None:
-    call = _decoded(text, _Call)
-    return _calls([call]) if call else None
+def _call_of(kind: type[_Call | _LlamaCall], text: str) -> ToolCall | None:
+    """The call, or None if it is malformed or its arguments are no JSON object."""
+    call = _decoded(text, kind)
+    if call is None or not call.name or _decoded(call.arguments, dict[str, Any]) is None:
+        return None
+    return ToolCall(call.name, bytes(call.arguments).decode())
 
 
-def _mistral(text: str) -> list[ToolCall] | None:
-    calls = _decoded(text, list[_MistralCall])
-    return _calls(calls) if calls else None
-
-
-def _llama3(text: str) -> list[ToolCall] | None:
-    decoder, position, found = json.JSONDecoder(), 0, list[_LlamaCall]()
-    text = text.strip()
-    while position < len(text):
-        try:
-            _, end = decoder.raw_decode(text, position)
-        except (ValueError, RecursionError):
-            return None
-        call = _decoded(text[position:end], _LlamaCall)
-        rest = text[end:].lstrip()
-        if call is None or (rest and not rest.startswith(";")):
-            return None
-        found.append(call)
-        position = len(text) - len(rest.removeprefix(";").lstrip())
-    return _calls(found) if found else None
-
-
-def _calls(found: Sequence[_Call | _LlamaCall]) -> list[ToolCall] | None:
-    """The calls, or None if the arguments of one are no JSON object."""
-    calls: list[ToolCall] = []
-    for call in found:
-        arguments = bytes(call.arguments).decode()
-        if not call.name or _decoded(arguments, dict[str, Any]) is None:
-            return None
-        calls.append(ToolCall(call.name, arguments))
-    return calls
-
-
-def _decoded(text: str, kind: Any) -> Any:
+def _decoded(text: str | msgspec.Raw, kind: Any) -> Any:
     """`text` as JSON of the given type, or None."""
     try:
         return msgspec.json.decode(text, type=kind)
@@ -221,33 +165,20 @@ def _decoded(text: str, kind: Any) -> Any:
 
 
 class ToolFormat(NamedTuple):
-    """How calls are read, and how templates write them: what is `before` the first, `between` and `after` them, and in
-    `front` of the arguments of each (with `NAME` for its name) and behind (`back`)."""
+    """How calls are read, and how templates write them: in `front` of the arguments of each (with `NAME` for its name)
+    and behind (`back`), and `between` several; empty where there may be one alone."""
 
-    parser: Callable[[], ToolCallParser]
+    parser: type[ToolCallParser]
     front: str
     back: str
-    between: str
-    before: str = ""
-    after: str = ""
+    between: str = ""
 
     def begin(self, name: str) -> str:
         """What comes in front of the arguments of a call of the tool `name`."""
         return self.front.replace("NAME", json.dumps(name, ensure_ascii=False))
 
 
-_ARGUMENTS = '{"name": NAME, "arguments": '
 TOOL_FORMATS = {
-    "hermes": ToolFormat(
-        lambda: MarkedParser("<tool_call>", "</tool_call>", _hermes),
-        f"<tool_call>\n{_ARGUMENTS}",
-        "}\n</tool_call>",
-        "\n",
-    ),
-    "llama3": ToolFormat(
-        lambda: WholeAnswerParser("<|python_tag|>", _llama3), '{"name": NAME, "parameters": ', "}", "; "
-    ),
-    "mistral": ToolFormat(
-        lambda: MarkedParser("[TOOL_CALLS]", None, _mistral), _ARGUMENTS, "}", ", ", "[TOOL_CALLS] [", "]"
-    ),
+    "hermes": ToolFormat(HermesParser, f'{_START}\n{{"name": NAME, "arguments": ', f"}}\n{_END}", "\n"),
+    "llama3": ToolFormat(LlamaParser, '{"name": NAME, "parameters": ', "}"),
 }

@@ -10,12 +10,13 @@ from typing import Any, Final
 
 import msgspec
 
+from agentlightning.data.conversations import chat_messages
 from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import Delta, Usage
 from agentlightning.gateway.endpoints.base import Endpoint
 from agentlightning.gateway.request import NOT_JSON, OBJECT, CallRefused, CallRequest, rest_json
-from agentlightning.tracing.dialects import items, json_of
+from agentlightning.tracing.dialects import items, joined, json_of, mapping
 from agentlightning.types import FinishReason
 
 # What is let through of the agent's headers: nothing that names a key or an account.
@@ -156,22 +157,10 @@ def _add_event(message: dict[str, Any], event: dict[str, Any]) -> None:
 
 def _message(whole: dict[str, Any]) -> dict[str, Any]:
     """Text and tool calls of a response or a message, in the form of chat completions."""
-    text: list[str] = []
-    calls: list[dict[str, Any]] = []
-    for item in whole.get("output") or whole.get("content") or []:
-        match item:
-            case {"type": "message", "content": list(parts)}:
-                text += [part["text"] for part in parts if isinstance(part.get("text"), str)]
-            case {"type": "text", "text": str(words)}:
-                text.append(words)
-            case {"type": "function_call", "name": name, "arguments": arguments}:
-                calls.append({"id": item.get("call_id"), "function": {"name": name, "arguments": arguments}})
-            case {"type": "tool_use", "name": name, "input": given}:
-                arguments = msgspec.json.encode(given).decode()
-                calls.append({"id": item.get("id"), "function": {"name": name, "arguments": arguments}})
-            case _:
-                pass
-    return {"content": "".join(text)} | ({"tool_calls": calls} if calls else {})
+    messages = chat_messages(map(mapping, items(whole.get("output")) or [whole]), answer=True)
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    text = "".join(joined(message["content"]) for message in messages)
+    return {"content": text} | ({"tool_calls": calls} if calls else {})
 
 
 _ENDS: Final[dict[Any, FinishReason]] = {"max_tokens": "length", "incomplete": "length", "tool_use": "tool_calls"}

@@ -76,15 +76,9 @@ class _ReasoningConfig(msgspec.Struct):
 # The agent gets on without these tools, which OpenAI runs; all others of OpenAI's are refused.
 _HOSTED: Final = ("web_search", "web_search_preview", "image_generation")
 _LOGPROBS: Final = "message.output_text.logprobs"
-# Fields that cannot be honoured: the value that asks for nothing, and why.
-_REFUSED: Final[dict[str, tuple[Any, str]]] = {
-    "background": (False, "a response is made while its caller listens; leave it out, or stream"),
-    "truncation": ("disabled", "the gateway never shortens what an agent sends; use 'disabled'"),
-    "conversation": (None, "only responses are kept here; send the history as input, or previous_response_id"),
-    "prompt": (None, "templates are not kept here; send instructions and input"),
-    "context_management": ([], "the gateway never shortens what an agent sends; leave it out"),
-    "moderation": (None, "nothing is moderated here; leave it out"),
-}
+# Fields that cannot be honoured, and the values that ask for nothing.
+_REFUSED: Final[dict[str, Any]] = {"background": False, "truncation": "disabled", "context_management": []}
+_REFUSED.update(dict.fromkeys(("conversation", "prompt", "moderation")))
 _FIELDS = Fields(
     {
         **dict.fromkeys(_REFUSED, Any),
@@ -109,24 +103,15 @@ _FIELDS = Fields(
     },
     refused=CHAT_ONLY,
 )
-# What a response repeats of its request, and its values for fields that were not given.
+# A response repeats its request, and has these where they were not given.
 _ECHOED: Final[dict[str, Any]] = {
+    **dict.fromkeys(("instructions", "temperature", "top_p")),
     "metadata": {},
     "parallel_tool_calls": True,
-    "reasoning": {"effort": None, "summary": None},
-    "service_tier": "default",
-    "store": True,
-    "text": {"format": {"type": "text"}},
     "tool_choice": "auto",
     "tools": [],
-    "top_logprobs": 0,
-    "truncation": "disabled",
-    "background": False,
-    **dict.fromkeys(
-        ("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key")
-    ),
-    **dict.fromkeys(("safety_identifier", "temperature", "top_p", "user")),
 }
+_NOT_ECHOED: Final = frozenset({"model", "input", "stream", "stream_options", "include", "client_metadata"})
 
 
 class Original(NamedTuple):
@@ -145,9 +130,9 @@ class Responses(Endpoint):
 
     def read(self, body: bytes) -> CallRequest:
         values, unread, raw = _FIELDS.read(body, "model")
-        for name, (harmless, why) in _REFUSED.items():
-            if values.get(name, harmless) != harmless:
-                raise unsupported(name, why)
+        for name, nothing in _REFUSED.items():
+            if values.get(name, nothing) != nothing:
+                raise unsupported(name, "only OpenAI's own API does this; leave it out")
         messages = _chat(values.get("input", []))
         if not messages and "previous_response_id" not in values:
             raise CallRefused("input is empty; a response answers something", param="input")
@@ -158,7 +143,7 @@ class Responses(Endpoint):
         namespaces: dict[str, tuple[str, str]] = {}
         dropped = sorted(_offer(tools, namespaces, "tools", values.get("tools", [])))
         instructions = [{"role": "system", "content": values["instructions"]}] if "instructions" in values else []
-        echoed = _ECHOED | {name: raw[name] for name in _ECHOED if name in values or name in unread}
+        echoed = _ECHOED | {name: raw[name] for name in (*values, *unread) if name not in _NOT_ECHOED}
         return CallRequest(
             messages=[*instructions, *messages],
             instructions=len(instructions),

@@ -35,15 +35,7 @@ def parsed(tool_format: str, text: str, cuts: list[int] | None = None) -> tuple[
         ("hermes", f"{A}<tool_call>{{</tool_call>{B}", "<tool_call>{</tool_call>", [("a", '{"x": 1}'), ("b", "{}")]),
         ("llama3", '{"name": "a", "parameters": {"x": [1, {}]}}', "", [("a", '{"x": [1, {}]}')]),
         ("llama3", '<|python_tag|>{"name": "a", "parameters": {}}', "", [("a", "{}")]),
-        ("llama3", '{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}', "", [("a", "{}"), ("b", "{}")]),
         ("llama3", "words first {}", "words first {}", []),
-        ("mistral", 'Hm. [TOOL_CALLS] [{"name": "a", "arguments": {"x": 1}}]', "Hm.", [("a", '{"x": 1}')]),
-        (
-            "mistral",
-            '[TOOL_CALLS][{"name": "a", "arguments": {}}, {"name": "b", "arguments": {}, "id": "abcdefghi"}]',
-            "",
-            [("a", "{}"), ("b", "{}")],
-        ),
     ],
 )
 def test_well_formed_calls_are_found(tool_format: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
@@ -66,22 +58,21 @@ def test_well_formed_calls_are_found(tool_format: str, text: str, content: str, 
         ("hermes", "text </tool_call>"),
         ("llama3", '{"name": "a", "parameters": {}'),
         ("llama3", '{"name": "a", "parameters": {}} trailing'),
+        ("llama3", '{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}'),
         ("llama3", "{}"),
-        ("mistral", "[TOOL_CALLS] []"),
-        ("mistral", '[TOOL_CALLS] [{"name": "a", "arguments": {}}, {}]'),
     ],
 )
 def test_anything_else_stays_the_text_it_is(tool_format: str, text: str) -> None:
     assert parsed(tool_format, text) == (text, [])
 
 
-PIECES = st.sampled_from([A, B, "<tool_call>", "</tool_call>", "{", " ", "\n", "word", "<", "[TOOL_CALLS]", "é🙂"])
+PIECES = st.sampled_from([A, B, "<tool_call>", "</tool_call>", "{", " ", "\n", "word", "<", "é🙂"])
 
 
 @given(st.lists(PIECES, max_size=8).map("".join), st.lists(st.integers(0, 400), max_size=12))
 def test_how_a_text_is_cut_into_pieces_changes_nothing(text: str, cuts: list[int]) -> None:
     cuts = [cut for cut in cuts if cut < len(text)]
-    for tool_format in ("hermes", "llama3", "mistral"):
+    for tool_format in ("hermes", "llama3"):
         assert parsed(tool_format, text, cuts) == parsed(tool_format, text, [])
 
 
@@ -97,10 +88,8 @@ def test_content_streams_while_a_call_is_held_back() -> None:
     ("template", "tool_format"),
     [
         ("… <tool_call> …", "hermes"),
-        ("… [TOOL_CALLS] …", "mistral"),
         ("… <|python_tag|> …", "llama3"),
         ("… <tool_call>\n<function=f> …", None),
-        ("… [TOOL_CALLS]name[ARGS]{} …", None),
         ("no tools at all", None),
     ],
 )
