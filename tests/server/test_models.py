@@ -125,15 +125,11 @@ async def test_only_the_admin_key_changes_the_table_and_no_key_is_shown() -> Non
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"base_url": 7}, "base_url"),
         ({"base_uri": "x"}, "base_uri"),
         ({"base_url": "ftp://x"}, "http://"),
-        ({}, "base_url"),
         ({"base_url": []}, "names no server"),
         ({"base_url": NOBODY, "kind": "vlm"}, "vlm"),
-        ({"base_url": NOBODY, "timeout_seconds": 0}, "timeout_seconds"),
         ({"base_url": NOBODY, "train": {"temprature": 0.5}}, "temprature"),
-        ({"base_url": NOBODY, "train": {"top_p": 1.5}}, "top_p"),
         ({"base_url": NOBODY, "kind": "openai"}, "trainable=False"),
         ({"base_url": NOBODY, "trainable": False, "val": {"temperature": 0}}, "asked as agents ask it"),
         ({"base_url": NOBODY, "kind": "sglang"}, "tokenizer"),
