@@ -331,6 +331,7 @@ def test_a_cancelled_request_says_no_more_and_gives_its_slot_back() -> None:
         ({"prompt_token_ids": []}, "prompt_token_ids"),
         ({"prompt_token_ids": [3, VOCABULARY]}, "prompt_token_ids"),
         ({"prompt_token_ids": [-1]}, "prompt_token_ids"),
+        ({"prompt_token_ids": [3] * 128, "max_tokens": 1}, "holds sequences of 128 tokens"),
         ({"stop_token_ids": frozenset({VOCABULARY})}, "stop_token_ids"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": float("nan")}, "temperature"),

@@ -13,11 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers
 
-from agentlightning import semconv
-from agentlightning.gateway.chat.recorded import RecordedAnswers
-from agentlightning.gateway.chat.template import ChatTemplate
+from agentlightning.gateway.chat.template import ChatTemplate, RecordedAnswers
 from agentlightning.learner.tiny import make_tokenizer
-from agentlightning.types import SampledChoice, Span, TokenCapture
 from scripts.drift import Comparison, Drift, DriftCheck, Kind, RecordedCall, recorded_call
 from tests.gateway.talker import CALL, SEARCH_TOOL, make_talker, user
 from tests.gateway.world import world
@@ -202,35 +199,3 @@ def test_prompts_are_rendered_with_what_the_request_said() -> None:
     with_tools = replace(call, prompt=dated.encode(f"{year}calm{json.dumps([SEARCH_TOOL])}hello"))
     without = replace(call, prompt=dated.encode(f"{year}calmnullhello"))  # tool_choice was none
     assert kinds(with_tools, without, chat=dated) == {}
-
-
-def span(attributes: dict[str, Any], tokens: TokenCapture | None) -> Span:
-    ids = {"rollout_id": "ro", "attempt_id": "at", "trace_id": "t", "span_id": "s"}
-    return Span(
-        **ids, sequence_id=1, name="chat policy", start_time=1.0, end_time=2.0, attributes=attributes, tokens=tokens
-    )
-
-
-def test_a_span_becomes_a_recorded_call() -> None:
-    choice = SampledChoice(token_ids=letters("there"), logprobs=(-0.1,) * 5, finish_reason="stop")
-    tokens = TokenCapture(prompt_token_ids=(1, 2), choices=(choice,))
-    reply = {"role": "assistant", "content": "hi"}
-    attributes = {
-        semconv.CALL_INDEX: 7,
-        semconv.GEN_AI_RESPONSE_MODEL: "policy",
-        semconv.GEN_AI_INPUT_MESSAGES: json.dumps(user("hello")),
-        semconv.GEN_AI_OUTPUT_MESSAGES: json.dumps([reply]),
-        semconv.GEN_AI_TOOL_DEFINITIONS: json.dumps([SEARCH_TOOL]),
-        semconv.CALL_REQUEST: json.dumps({"seed": 1, "chat_template_kwargs": {"enable_thinking": False}}),
-        semconv.RECORDED_SPLICE: 2,
-    }
-    call = recorded_call(span(attributes, tokens))
-    assert call is not None
-    assert (call.call_index, call.model, call.start_time, call.spliced_tokens) == (7, "policy", 1.0, 2)
-    assert (call.prompt, call.answers) == ((1, 2), (letters("there"),))
-    assert (call.messages, call.replies, call.tools) == (user("hello"), [reply], [SEARCH_TOOL])
-    assert call.variables == {"enable_thinking": False}
-    assert recorded_call(span(attributes, None)) is None
-    for unsaid in ({}, {semconv.GEN_AI_INPUT_MESSAGES: "[redacted]"}):
-        call = recorded_call(span(unsaid, tokens))
-        assert call is not None and kinds(call) == {"answer": "split"} and len(compared(call)) == 1

@@ -11,8 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from agentlightning.data.token_bytes import TokenBytes, splits_at_special_tokens
 from agentlightning.errors import BackendError, ConfigError
-from agentlightning.gateway.chat.recorded import RecordedAnswers
-from agentlightning.gateway.chat.template import ChatTemplate
+from agentlightning.gateway.chat.template import ChatTemplate, RecordedAnswers
 from agentlightning.gateway.chat.text import Detokenizer, StopStrings
 from tests.gateway.talker import SEARCH_TOOL, make_talker, user
 
