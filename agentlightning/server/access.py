@@ -19,12 +19,11 @@ import msgspec
 from starlette.requests import cookie_parser
 
 from agentlightning.errors import ConflictError, ForbiddenError, UnavailableError
-from agentlightning.gateway.attribution import api_key_of
-from agentlightning.gateway.locality import why_elsewhere
+from agentlightning.gateway.attribution import api_key_of, why_elsewhere
 from agentlightning.semconv import CALL, REWARD
-from agentlightning.store.access_keys import audit
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
+from agentlightning.store.records import audit
 from agentlightning.tracing.dialects import speaks_for_gateway
 from agentlightning.types import Credential, KeyScope, Span
 

@@ -35,8 +35,7 @@ from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.prompts import SpanRow
 from agentlightning.store.redaction import Redact, redaction
-from agentlightning.store.spans import Stored
-from agentlightning.store.writer import SpanWriter
+from agentlightning.store.spans import SpanWriter, Stored
 from agentlightning.types import Attempt, Span
 
 _REPORT_SECONDS: Final = 0.5
