@@ -10,6 +10,7 @@ from agentlightning.algorithm import CISPO as CISPO
 from agentlightning.algorithm import DAPO as DAPO
 from agentlightning.algorithm import GRPO as GRPO
 from agentlightning.algorithm import GSPO as GSPO
+from agentlightning.algorithm import OPD as OPD
 from agentlightning.algorithm import PPO as PPO
 from agentlightning.algorithm import RLOO as RLOO
 from agentlightning.algorithm import SFT as SFT

@@ -15,6 +15,7 @@ from agentlightning.algorithm.grpo import (
     REINFORCEPlusPlus,
     REINFORCEPlusPlusBaseline,
 )
+from agentlightning.algorithm.opd import OPD
 from agentlightning.algorithm.ppo import PPO
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.algorithm.sft import SFT
@@ -28,6 +29,7 @@ __all__ = [
     "DAPO",
     "GRPO",
     "GSPO",
+    "OPD",
     "PPO",
     "RLOO",
     "SFT",

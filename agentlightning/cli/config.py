@@ -84,6 +84,7 @@ ALGORITHMS: Final = {
     "reinforce++": "REINFORCEPlusPlus",
     "reinforce++_baseline": "REINFORCEPlusPlusBaseline",
     "sft": "SFT",
+    "opd": "OPD",
     "apo": "APO",
     "baseline": "Baseline",
 }

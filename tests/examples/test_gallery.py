@@ -17,7 +17,7 @@ from agentlightning.data.sequences import Origin
 from agentlightning.errors import ConfigError
 from agentlightning.learner.losses import Loss, policy_loss
 from agentlightning.learner.policy import load_policy
-from agentlightning.learner.torch import TorchLearner
+from agentlightning.learner.teacher import open_teacher
 from tests.golden import INPUTS, MASK, OUTPUTS, sampled
 from tests.test_trainer import TASKS, policy, trainer
 from tests.transitions import tokens_of, transition
@@ -182,7 +182,7 @@ def test_a_hinted_teacher_judges_what_was_sampled_without_the_hint() -> None:
         distillation.SelfDistillation(teacher=policy(), hint="think")
     teacher = policy(seed=7)
     learned = distillation.SelfDistillation(teacher=teacher, hint=HINT)
-    learned.opened, learned._tokenizer = TorchLearner(teacher), teacher.tokenizer.backend_tokenizer
+    learned._teacher, learned._tokenizer = open_teacher(teacher, None), teacher.tokenizer.backend_tokenizer
     call = transition([5, 6, 7], [8, 9])
     task = agl.Rollout(rollout_id="r", input=TASKS[0], start_time=0.0)
     item = learned.advantages([RewardedGroup([[call]], [0.0], rollouts=[task])])[0][0][0]
