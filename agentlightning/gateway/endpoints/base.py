@@ -16,8 +16,12 @@ from agentlightning.gateway.backend import Delta, Started, Usage
 from agentlightning.gateway.request import NOT_JSON, CallRefused, CallRequest
 
 
-class StreamWriter(Protocol):
-    """Writes one streamed answer as server-sent events; empty bytes where the client gets nothing."""
+class Writer(Protocol):
+    """Writes one answer: whole, or as server-sent events, and empty bytes where the client gets nothing."""
+
+    def whole(self) -> bytes:
+        """The body of an answer that is not streamed."""
+        ...
 
     def started(self, event: Started) -> bytes:
         """What comes before the first token."""
@@ -48,11 +52,7 @@ class Endpoint:
         not supported."""
         raise NotImplementedError
 
-    def whole(self, request: CallRequest, answer: Answer) -> bytes:
-        """The body of an answer that is not streamed."""
-        raise NotImplementedError
-
-    def stream(self, request: CallRequest, answer: Answer) -> StreamWriter:
+    def writer(self, request: CallRequest, answer: Answer) -> Writer:
         raise NotImplementedError
 
     def error(self, error: BackendError) -> bytes:

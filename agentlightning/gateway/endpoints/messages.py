@@ -109,7 +109,7 @@ class _ThinkingConfig(msgspec.Struct):
 # Read, and without effect: they change nothing about what is answered.
 _NEUTRAL: Final = ("metadata", "service_tier", "cache_control", "diagnostics", "user_profile_id")
 _DROPPED: Final = ("context_management", "fallbacks", "speed")  # hints to Anthropic's own servers
-_ONLY_THERE: Final = ("container", "mcp_servers", "compaction", "inference_geo", "thread")
+_ONLY_THERE: Final = frozenset({"container", "mcp_servers", "compaction", "inference_geo"})
 # Upon this error Anthropic's SDKs send the whole conversation with every call instead.
 _NO_THREADS: Final = "thread_unsupported_request"
 _Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
@@ -129,7 +129,7 @@ _FIELDS = Fields(
         "output_format": _Format,
         **dict.fromkeys((*_NEUTRAL, *_DROPPED), Any),
     },
-    refused=CHAT_ONLY,
+    refused=CHAT_ONLY | _ONLY_THERE,
 )
 
 
@@ -142,11 +142,8 @@ class Messages(Endpoint):
 
     def read(self, body: bytes) -> CallRequest:
         values, extra, raw = _FIELDS.read(body, *self._required)
-        for name in extra:
-            if name in _ONLY_THERE:
-                message = f"{name} is not supported: only Anthropic's own API does this; leave it out"
-                code = _NO_THREADS if name == "thread" else "unsupported_parameter"
-                raise CallRefused(message, code=code, param=name)
+        if "thread" in extra:
+            raise CallRefused("thread is not supported: send all messages", code=_NO_THREADS, param="thread")
         tool_choice: _ToolChoice | None = values.get("tool_choice")
         if tool_choice is not None and tool_choice.disable_parallel_tool_use:
             extra["parallel_tool_calls"] = False
@@ -169,10 +166,7 @@ class Messages(Endpoint):
             **sampling_fields(values | {"stop": values.get("stop_sequences")}, values.get("max_tokens")),
         )
 
-    def whole(self, request: CallRequest, answer: Answer) -> bytes:
-        return MessageWriter(answer).whole()
-
-    def stream(self, request: CallRequest, answer: Answer) -> MessageWriter:
+    def writer(self, request: CallRequest, answer: Answer) -> MessageWriter:
         return MessageWriter(answer)
 
     def error(self, error: BackendError) -> bytes:

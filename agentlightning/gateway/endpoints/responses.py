@@ -160,10 +160,7 @@ class Responses(Endpoint):
             **sampling_fields(values, values.get("max_output_tokens")),
         )
 
-    def whole(self, request: CallRequest, answer: Answer) -> bytes:
-        return ResponseWriter(request, answer).whole()
-
-    def stream(self, request: CallRequest, answer: Answer) -> ResponseWriter:
+    def writer(self, request: CallRequest, answer: Answer) -> ResponseWriter:
         return ResponseWriter(request, answer)
 
 
