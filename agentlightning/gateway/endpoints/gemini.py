@@ -260,6 +260,8 @@ class _Reader:
 
     def part(self, part: _Part) -> dict[str, Any]:
         match part:
+            case _Part(text=str(text), function_call=None, function_response=None):
+                return {"type": "thought" if part.thought else "text", "text": text}
             case _Part(function_call=_FunctionCall() as call):
                 self._calls += 1
                 call_id = call.id or f"call_{self._calls}"
@@ -267,8 +269,6 @@ class _Reader:
                 return function_call(call_id, call.name, json.dumps(call.args or {}, ensure_ascii=False))
             case _Part(function_response=_FunctionResponse() as result):
                 return self._result(result)
-            case _Part(text=str(text)):
-                return {"type": "thought" if part.thought else "text", "text": text}
             case _Part(inline_data=_Blob(mime_type, data)) if mime_type.startswith("image/"):
                 return image(f"data:{mime_type};base64,{data}")
             case _:

@@ -216,23 +216,22 @@ def _parts(content: str | Sequence[_Block] | None) -> list[dict[str, Any]]:
 
 def _part(block: _Block) -> dict[str, Any]:
     """Chat completions have no mark of failure: a failed call's result begins with `Error: `."""
-    match block:
-        case _Block(type="text", text=str(text)):
-            return {"type": "text", "text": text}
-        case _Block(type="image", source=_Source("base64") as source):
-            return image(f"data:{source.media_type};base64,{source.data}")
-        case _Block(type="image", source=_Source("url") as source):
-            return image(source.url)
-        case _Block(type="thinking", thinking=str(thinking)):
-            return {"type": "thought", "text": thinking}
-        case _Block(type="tool_use", id=str(call_id), name=str(name), input=dict(arguments)):
-            return function_call(call_id, name, msgspec.json.encode(arguments).decode())
-        case _Block(type="tool_result", tool_use_id=str(call_id), content=content, is_error=failed):
-            if failed and isinstance(content, list):
-                content = [_Block("text", "Error: "), *content]
-            elif failed:
-                content = f"Error: {content or ''}"
-            return {"role": "tool", "tool_call_id": call_id, "content": content_of(_parts(content))}
+    match block.type:
+        case "text" if block.text is not None:
+            return {"type": "text", "text": block.text}
+        case "tool_use" if block.id is not None and block.name is not None and block.input is not None:
+            return function_call(block.id, block.name, msgspec.json.encode(block.input).decode())
+        case "tool_result" if block.tool_use_id is not None:
+            parts = _parts(block.content)
+            if block.is_error and (isinstance(block.content, list) or not parts):
+                parts = [{"type": "text", "text": "Error: "}, *parts]
+            elif block.is_error:
+                parts[0]["text"] = f"Error: {parts[0]['text']}"
+            return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content_of(parts)}
+        case "image" if (source := block.source) is not None:
+            return image(source.url if source.type == "url" else f"data:{source.media_type};base64,{source.data}")
+        case "thinking" if block.thinking is not None:
+            return {"type": "thought", "text": block.thinking}
         case _:
             raise CallRefused(f"messages: a block of type {block.type!r} lacks a field", param="messages")
 
@@ -318,7 +317,7 @@ class MessageWriter(BlockWriter):
 
     def _piece(self, kind: str | int, text: str) -> bytes:
         type, field = _DELTAS.get(kind, ("input_json_delta", "partial_json"))
-        return self._block_event("delta", delta={"type": type, field: text})
+        return _event("content_block_delta", index=len(self._blocks) - 1, delta={"type": type, field: text})
 
     def _end(self, kind: str | int, text: str) -> bytes:
         block = self._blocks[-1]

@@ -66,6 +66,7 @@ SEEN = [
         ([{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}], [assistant("no")]),
         ([said("x"), A, B], [assistant("x", A_CALL, B_CALL)]),
         ([A, RESULT_OF_A, said("x"), B], [assistant(None, A_CALL), TOOL_MESSAGE, assistant("x", B_CALL)]),
+        ([said("x"), {"type": "reasoning", "id": "r", "summary": []}, A], [assistant("x", A_CALL)]),
         ([thought("hm"), said("x"), A], [assistant("x", A_CALL, reasoning_content="hm")]),
         ([said("x"), thought("hm"), A], [assistant("x"), assistant(None, A_CALL, reasoning_content="hm")]),
         (
