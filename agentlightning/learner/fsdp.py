@@ -121,7 +121,7 @@ class FsdpLearner:
         return self._call("step", batch, loss, version)
 
     def logprobs(self, batch: Sequence[TrainingSequence], temperature: float = 1.0) -> list[Tensor]:
-        return [torch.from_numpy(array) for array in self._call("logprobs_as_arrays", batch, temperature)]
+        return [torch.from_numpy(array) for array in self._call("logprobs", batch, temperature)]
 
     def export(self, directory: Path, form: WeightsForm) -> None:
         self._call("export", directory.absolute(), form)
@@ -249,10 +249,6 @@ class ShardedLearner(TorchLearner):
         dist.all_reduce(parts)
         return parts
 
-    def logprobs_as_arrays(self, batch: Sequence[TrainingSequence], temperature: float) -> list[FloatArray]:
-        """The log-probabilities as arrays: pickled tensors would include the whole storage that they are views of."""
-        return [logprob.numpy() for logprob in self.logprobs(batch, temperature)]
-
     def export(self, directory: Path, form: WeightsForm) -> None:
         self._write(directory, self._gathered(self.model.state_dict(keep_vars=True)))
 
@@ -350,6 +346,8 @@ def main(descriptor: int, place: str, rank: int, processes: int) -> None:
         answer, error = None, None
         try:
             answer = getattr(learner, method)(*arguments)
+            if method == "logprobs":  # pickled tensors would include the whole storage that they are views of
+                answer = [logprob.numpy() for logprob in answer]
         except AgentLightningError as raised:  # raised by all processes alike
             error = raised
         except OSError as raised:  # raised by one process, reading or writing files; in a step the others would hang

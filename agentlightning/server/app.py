@@ -20,7 +20,7 @@ from agentlightning.server.access import Access, Sessions
 from agentlightning.server.dashboard import page_routes, page_views
 from agentlightning.server.events import EventRoutes
 from agentlightning.server.health import Reading, ServerMetrics, gateway_readings, health_routes
-from agentlightning.server.limits import LargeBodies, Limited, Limits, RateLimit, limit_of
+from agentlightning.server.limits import Limited, Limits
 from agentlightning.server.logs import LogFormat, Observed, log_request
 from agentlightning.server.models import MODEL_CALLS, Models, RegisterModel
 from agentlightning.server.openapi import documentation_routes
@@ -116,8 +116,7 @@ def create_app(
     routes.append((metrics := ServerMetrics(store, access, shown)).route())
     routes += documentation_routes(described, protected=protected)
     listeners = [metrics.count, log_request] if access_log else [metrics.count]
-    rate = None if rate_limit is None else RateLimit(limit_of(rate_limit), access)
-    limits = Limits(rate, LargeBodies(body_limit) if access is not None and protected else None)
+    limits = Limits(access, rate_limit, body_limit if access is not None and protected else None)
     layers = [Middleware(Observed, routes=routes, listeners=listeners), Middleware(Limited, limits=limits), *inner]
     answers = dict.fromkeys((AgentLightningError, HTTPException, Exception), _answer_to)
     app = Starlette(routes=routes, middleware=layers, exception_handlers=answers)

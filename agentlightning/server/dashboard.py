@@ -1,5 +1,5 @@
-"""The dashboard over HTTP: its page at `/`, sessions of browsers, and its views. A view reads the store in the caller's
-name: what their key may not call, it does not reach here either."""
+"""The dashboard over HTTP: its page at `/`, sessions of browsers, and its views, each for keys with
+its scope."""
 
 from __future__ import annotations
 
@@ -62,22 +62,6 @@ class SentKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: str
 
 
-class ConfinedStore(LightningStore):
-    """The store as one caller may use it."""
-
-    def __init__(self, store: LightningStore, scope: Principal) -> None:
-        self._store = store
-        self._scope = scope
-
-    async def perform(self, call: Call) -> Any:
-        self._scope.require(type(call))
-        self._scope.check(call)
-        return await self._store.perform(call)
-
-    async def close(self) -> None:
-        """The store belongs to the server."""
-
-
 def page_views(store: LightningStore, models: ModelTable) -> tuple[Sequence[type[Call]], Perform]:
     """The views of the page, and what makes one for a caller."""
     served = {entry.name: entry.backend.token_bytes for entry in models if isinstance(entry.backend, SpellsTokens)}
@@ -91,7 +75,7 @@ def page_views(store: LightningStore, models: ModelTable) -> tuple[Sequence[type
 
     async def perform(call: Call, caller: Principal) -> Any:
         assert isinstance(call, View)
-        return await call.read(Sources(ConfinedStore(store, caller), tokenizers, measured, caller.name))
+        return await call.read(Sources(store, tokenizers, measured, caller.name))
 
     return VIEWS, perform
 

@@ -16,7 +16,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.locality import is_loopback
+from agentlightning.gateway.attribution import is_loopback
 from agentlightning.runner.signals import run_to_end
 from agentlightning.server.handover import OWNER, Inbox, Place
 from agentlightning.server.protocol import ServerProtocol
@@ -51,7 +51,7 @@ class HttpServer:
             )
         self._app = app
         self._host = host
-        self._port = port
+        self.port = port  # the real one once the server has started
         self._tls = _tls_context(tls_cert, tls_key)
         self._place = place
         self._inbox = place and Inbox(place.inbox(place.index), self._take)
@@ -63,18 +63,13 @@ class HttpServer:
     def url(self) -> str:
         """Where the server can be reached, such as `http://127.0.0.1:8000`; the real port once it has started."""
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"{'http' if self._tls is None else 'https'}://{host}:{self._port}"
-
-    @property
-    def port(self) -> int:
-        """The real one once the server has started."""
-        return self._port
+        return f"{'http' if self._tls is None else 'https'}://{host}:{self.port}"
 
     async def start(self) -> None:
         """Listen. ConfigError if the port is taken or the host is not one of this machine's."""
         _allow_many_connections()
-        listening = _listen(self._host, self._port, self._place)
-        self._port = listening.getsockname()[1]
+        listening = _listen(self._host, self.port, self._place)
+        self.port = listening.getsockname()[1]
         config = uvicorn.Config(
             self._app,
             http=cast(type[asyncio.Protocol], self._protocol),

@@ -99,7 +99,7 @@ def test_importing_twice_changes_nothing(capsys: pytest.CaptureFixture[str]) -> 
     before = stored()
     assert run(["import", file, "--mode", "val"]) == 0
     assert stored() == before
-    assert "stored nothing; 1 stored already" in capsys.readouterr().out
+    assert "stored 0 rollouts with 0 spans; 1 stored already" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("form", ["list", "lines", "snake", "indented"])

@@ -116,7 +116,7 @@ def test_one_rollout_or_a_run_is_deleted_or_none_matches(agl, path: Path) -> Non
     fill(path, "one", "two")
     name = stored(path)[0].rollout_id
     one = agl("store", "delete", "--store", path, "--rollout", name, "--yes")
-    assert one[:2] == (0, "removed 1 rollout, 1 attempt, 0 spans\n")
+    assert one[:2] == (0, "removed 1 rollouts, 1 attempts, 0 spans\n")
     none = (0, "0 rollouts match; nothing was removed\n", "")
     assert agl("store", "delete", "--store", path, "--run", "run-1") == none
     for wrong in ([], ["--task", ""], ["--task", "x", "--run", "x"]):

@@ -136,11 +136,11 @@ def test_a_model_may_be_made_by_a_function_of_the_seed(tmp_path: Path) -> None:
     maker.write_text(
         "from agentlightning.learner.policy import Policy\n"
         "from tests.models import tiny_model\n"
-        "make = lambda seed: Policy(tiny_model(), None, name=f'of seed {seed}')\n"
+        "make = lambda seed: Policy(tiny_model(), f'of seed {seed}')\n"
         "wrong = lambda seed: 'gpt'\n"
         "without = lambda: None\n"
     )
-    assert open_policy(f"{maker}:make", seed=3).name == "of seed 3"
+    assert open_policy(f"{maker}:make", seed=3).tokenizer == "of seed 3"
     with pytest.raises(ConfigError, match="wrong made a str; it must return a Policy"):
         open_policy(f"{maker}:wrong", seed=3)
     with pytest.raises(ConfigError, match="without must be a function that takes a seed and returns a Policy"):

@@ -22,9 +22,8 @@ from agentlightning.server.serve import HttpServer
 from agentlightning.server.service import models_held
 from agentlightning.store.base import CALLS
 from agentlightning.store.calls import Call
-from agentlightning.store.client import LightningStoreClient
+from agentlightning.store.client import LightningStoreClient, form_of
 from agentlightning.store.sql import SqlStore
-from agentlightning.store.wire import form_of
 from tests.gateway.servers import Server, until
 
 pytestmark = pytest.mark.anyio
@@ -95,11 +94,11 @@ async def upstreams(count: int) -> AsyncIterator[list[Server]]:
         yield servers
 
 
-async def lend(place: Place, entry: ModelEntry, base_url: str, key: str | None = KEY, owner: str = "run-1") -> None:
-    await place.perform(registration(entry, base_url, api_key="its own", owner=owner), key)
+async def lend(place: Place, entry: ModelEntry, base_url: str, owner: str = "run-1") -> None:
+    await place.perform(registration(entry, base_url, api_key="its own", owner=owner))
 
 
-async def take_back(place: Place, owner: str = "run-1") -> None:
+async def take_back(place: Place, owner: str) -> None:
     await place.perform(RemoveModel(name="writer", owner=owner))
 
 
@@ -107,26 +106,15 @@ def entry(temperature: float = 1.0) -> ModelEntry:
     return ModelEntry("writer", HttpBackend(NOBODY), train=Sampling(temperature=temperature, max_tokens=5))
 
 
-async def test_a_trainer_lends_its_policy_changes_it_and_takes_it_back() -> None:
-    async with served() as place, upstreams(2) as (first, second):
-        await lend(place, entry(), first.url)
-        assert place.models.resolve("gpt-4o").name == "writer"
-        await lend(place, entry(0.7), second.url, owner="run-1")
-        (only,) = place.models
-        assert only.train == Sampling(temperature=0.7, max_tokens=5)
-        assert only.backend.name == second.url
-        assert await place.ask("writer") == "Hi!"
-        for _ in range(2):
-            await take_back(place)
-        assert list(place.models) == []
-
-
 async def test_only_the_admin_key_changes_the_table_and_no_key_is_shown() -> None:
     async with served() as place:
         attempt = await place.store.start_rollout("task")
-        for key in (None, attempt.api_key, "wrong"):
-            with pytest.raises(ForbiddenError):
-                await lend(place, entry(), NOBODY, key)
+        trainer = await place.store.issue_key(name="trainer", scopes=["trainer"])
+        registering = registration(entry(), NOBODY, api_key="its own", owner="run-1")
+        for key in (None, attempt.api_key, trainer.api_key, "wrong"):
+            for call in (registering, HoldModel(name="m"), ReleaseModel(name="m"), RemoveModel(name="m")):
+                with pytest.raises(ForbiddenError):
+                    await place.perform(call, key)
         assert list(place.models) == []
         status, said = await place.put("m", base_url=[NOBODY, NOBODY], api_key="a secret", check=False)
         assert status == 200
@@ -136,15 +124,11 @@ async def test_only_the_admin_key_changes_the_table_and_no_key_is_shown() -> Non
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"base_url": 7}, "base_url"),
         ({"base_uri": "x"}, "base_uri"),
         ({"base_url": "ftp://x"}, "http://"),
-        ({}, "base_url"),
         ({"base_url": []}, "names no server"),
         ({"base_url": NOBODY, "kind": "vlm"}, "vlm"),
-        ({"base_url": NOBODY, "timeout_seconds": 0}, "timeout_seconds"),
         ({"base_url": NOBODY, "train": {"temprature": 0.5}}, "temprature"),
-        ({"base_url": NOBODY, "train": {"top_p": 1.5}}, "top_p"),
         ({"base_url": NOBODY, "kind": "openai"}, "trainable=False"),
         ({"base_url": NOBODY, "trainable": False, "val": {"temperature": 0}}, "asked as agents ask it"),
         ({"base_url": NOBODY, "kind": "sglang"}, "tokenizer"),
@@ -154,19 +138,6 @@ async def test_a_registration_that_cannot_be_used_is_refused_and_says_where(wron
     async with served() as place:
         assert says in await place.refused("m", **wrong)
         assert list(place.models) == []
-
-
-async def test_a_keyed_server_shows_its_models_to_attempts_only_and_takes_no_endless_registration() -> None:
-    async with served() as place:
-        place.models.put(entry())
-        attempt = await place.store.start_rollout("task")
-        async with aiohttp.ClientSession(place.url) as session:
-            for headers, status in (({}, 401), ({"x-api-key": "wrong"}, 401), ({"x-api-key": attempt.api_key}, 200)):
-                for path in ("/v1/models", "/v1/models/writer"):
-                    async with session.get(path, headers=headers) as answer:
-                        assert answer.status == status, path
-        async with place.admin.put("/api/v1/models/m", data=b" " * 10_001) as answer:
-            assert answer.status == 413
 
 
 async def test_a_server_whose_model_is_to_be_trained_is_asked_for_one_token() -> None:
@@ -265,12 +236,14 @@ async def test_a_name_is_its_owners_as_long_as_its_server_lives() -> None:
             await lend(place, entry(), other.url, owner="run-2")
         assert (await place.put("writer", base_url=other.url))[0] == 409
         await lend(place, entry(0.5), one.url, owner="run-1")
+        assert place.models.resolve("gpt-4o").train == Sampling(temperature=0.5, max_tokens=5)
         await one.http.stop()  # a run that was killed takes nothing back
         await lend(place, entry(), other.url, owner="run-2")
         await lend(place, entry(), other.url, owner="run-3")  # run-2's port is its now
         await take_back(place, "run-1")  # late, and no longer its own
         assert [model.backend.name for model in place.models] == [other.url]
-        await take_back(place, "run-3")
+        for _ in range(2):
+            await take_back(place, "run-3")
         assert list(place.models) == []
 
 
@@ -334,15 +307,6 @@ async def test_a_trainer_holds_calls_and_lets_them_go_on_with_weights_of_its_own
 async def test_a_hold_of_a_trainer_that_died_ends_by_itself(place: Place) -> None:
     await place.perform(HoldModel(name=NAME, seconds=0.3))
     assert await asyncio.wait_for(place.ask(NAME), 60) == "Hi!"
-
-
-async def test_only_an_admin_holds_a_model(place: Place) -> None:
-    trainer = (await place.store.issue_key(name="trainer", scopes=["trainer"])).api_key
-    for key in (None, "wrong", trainer):
-        for call in (HoldModel(name=NAME), ReleaseModel(name=NAME)):
-            with pytest.raises(ForbiddenError):
-                await place.perform(call, key)
-    assert not place.models.gate(NAME).held
 
 
 async def test_a_person_and_a_trainer_hold_each_by_themselves(place: Place) -> None:
