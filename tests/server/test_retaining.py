@@ -15,15 +15,9 @@ from agentlightning.errors import UnavailableError
 from agentlightning.server.service import retain
 from agentlightning.store.base import LightningStore
 from agentlightning.store.sql import SqlStore
+from tests.server.conftest import until
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-async def store(anyio_backend) -> AsyncIterator[SqlStore]:
-    store = await SqlStore.open(":memory:")
-    yield store
-    await store.close()
 
 
 async def ended(store: LightningStore) -> str:
@@ -43,18 +37,11 @@ async def retaining(store: LightningStore, older_than: float, **options) -> Asyn
         assert task.cancelled()
 
 
-async def until(store: SqlStore, condition: Callable[[], Awaitable[bool]]) -> None:
-    """Look again after every commit."""
-    with anyio.fail_after(60), store.events() as commits:
-        while not await condition():
-            await commits.get()
-
-
 async def until_gone(store: SqlStore, rollout_id: str) -> None:
     async def gone() -> bool:
         return await store.get_rollout_by_id(rollout_id) is None
 
-    await until(store, gone)
+    await until(gone)
 
 
 async def test_what_is_old_goes_at_once_and_again_and_again(store, caplog):
@@ -78,29 +65,20 @@ async def test_what_is_young_by_the_stores_clock_stays(caplog):
         return len(caplog.records) >= 2
 
     async with retaining(store, 3600, every_seconds=0.001):
-        await until(store, looked)
+        await until(looked)
     assert await store.get_rollout_by_id(young) is not None
     await store.close()
 
 
-class Away(LightningStore):
-    """A store behind a connection that is lost for the first calls."""
+async def test_a_store_that_is_away_is_tried_again(store, caplog, monkeypatch):
+    rollout_id, perform, lost = await ended(store), store.perform, iter(range(3))
 
-    def __init__(self, store: LightningStore, lost: int) -> None:
-        self._store = store
-        self._lost = lost
-
-    async def perform(self, call):
-        if self._lost:
-            self._lost -= 1
+    async def flaky(call):
+        if call.method == "get_time" and next(lost, None) is not None:
             raise UnavailableError("the database is away")
-        return await self._store.perform(call)
+        return await perform(call)
 
-    async def close(self) -> None: ...
-
-
-async def test_a_store_that_is_away_is_tried_again(store, caplog):
-    rollout_id = await ended(store)
-    async with retaining(Away(store, 3), 1e-6, every_seconds=0.01):
+    monkeypatch.setattr(store, "perform", flaky)
+    async with retaining(store, 1e-6, every_seconds=0.01):
         await until_gone(store, rollout_id)
     assert "trying again in 0.01 s: the database is away" in caplog.text

@@ -35,11 +35,8 @@ async def given(store, attempted: AttemptedRollout):
     ("body", "value"),
     [
         ("0.7", 0.7),
-        (" 1\n", 1.0),
-        ('{"reward": 0.7}', 0.7),
         ('{"event_type": "reward", "data": {"value": 0.7, "source": "agent"}}', 0.7),
         ('{"correct": 1}', 1.0),
-        ('{"reward": 0.5, "short": 0.2}', 0.5),
         ('{"short": 0.2, "correct": 1, "primary_key": "correct"}', 1.0),
         ('{"reward": {"short": 0.2, "correct": 1}, "primary_key": "correct"}', 1.0),
     ],
@@ -60,9 +57,8 @@ async def test_an_intermediate_reward_never_displaces_the_final_one(store, serve
 
 @pytest.mark.parametrize(
     "body",
-    ["", "good", "NaN", "Infinity", "1e999", "null", '"0.7"', "[1]", "{}", '{"reward": null}', "9" * 400,
-     '{"a": 1, "b": 2}', '{"a": 1, "primary_key": "b"}', '{"reward": 1, "final": "no"}', b"\xff", "[" * 60_000,
-     '{"event_type": "log", "data": {"value": 1}}'],
+    ["", "good", "NaN", "1e999", '"0.7"', "{}", "9" * 400, '{"a": 1, "b": 2}', '{"a": 1, "primary_key": "b"}',
+     '{"reward": 1, "final": "no"}', b"\xff", "[" * 60_000, '{"event_type": "log", "data": {"value": 1}}'],
 )  # fmt: skip
 async def test_anything_else_is_refused_and_told_what_to_send(store, server, http, attempted, body):
     async with http.post(url_of(attempted, server), data=body) as answer:
@@ -72,14 +68,6 @@ async def test_anything_else_is_refused_and_told_what_to_send(store, server, htt
     assert await given(store, attempted) == []
 
 
-async def test_a_repeated_request_counts_once(store, server, http, attempted):
-    for _ in range(2):
-        headers = {"Idempotency-Key": "step 1"}
-        body = '{"reward": 0.5, "final": false}'
-        assert (await http.post(url_of(attempted, server), data=body, headers=headers)).status == 200
-    assert len(await given(store, attempted)) == 1
-
-
 async def test_an_agent_that_guesses_the_header_cannot_take_its_rewards_place(store, server, http, attempted):
     ids = attempted.rollout_id, attempted.attempt.attempt_id
     for said in ("step 1", f"{ids[1]} step 1", f"{attempted.api_key} step 1"):
@@ -87,8 +75,10 @@ async def test_an_agent_that_guesses_the_header_cannot_take_its_rewards_place(st
         tracer.record("mine", {}, start_time=1, end_time=1, span_id=hashlib.sha256(said.encode()).hexdigest()[:16])
         await store.add_many_spans(tracer.drain())
     headers = {"Idempotency-Key": "step 1"}
-    assert (await http.post(url_of(attempted, server), data="0.25", headers=headers)).status == 200
-    assert find_final_reward(await given(store, attempted)) == 0.25
+    for _ in range(2):  # a repeated request counts once
+        assert (await http.post(url_of(attempted, server), data="0.25", headers=headers)).status == 200
+    (reward,) = await given(store, attempted)
+    assert find_final_reward([reward]) == 0.25
 
 
 async def test_only_a_key_for_rewards_opens_it(store, server, http, attempted):
