@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 from rich.text import Text
@@ -34,11 +34,21 @@ _TEXT: Final = 160  # characters of an answer, an argument or a result
 _NOT_STEPS: Final = frozenset({semconv.LOG, semconv.UNDELIVERED})
 
 
-def _totals(steps: Iterable[Step]) -> str:
-    """`2 calls  1,203 → 211 tokens`."""
+class Totals(NamedTuple):
+    """Calls and tokens of an attempt."""
+
+    calls: int
+    tokens_read: int
+    tokens_written: int
+
+    def words(self) -> str:
+        """`2 calls  1,203 → 211 tokens`."""
+        return f"{self.calls} call{'s' * (self.calls != 1)}  {_tokens((self.tokens_read, self.tokens_written))}"
+
+
+def totals(steps: Iterable[Step]) -> Totals:
     counts = [token_counts(_reporting(step).attributes) or (0, 0) for step in steps if step.kind == "call"]
-    sums = sum(read for read, _ in counts), sum(written for _, written in counts)
-    return f"{len(counts)} call{'s' * (len(counts) != 1)}  {_tokens(sums)}"
+    return Totals(len(counts), sum(read for read, _ in counts), sum(written for _, written in counts))
 
 
 def rollout_tree(rollout: Rollout, spans: Sequence[Span], *, limit: int = LINES) -> Tree:
@@ -47,7 +57,7 @@ def rollout_tree(rollout: Rollout, spans: Sequence[Span], *, limit: int = LINES)
     reward = find_final_reward(spans)
     style = {"succeeded": "green", "failed": "red"}.get(rollout.status, "yellow")
     head = Text.assemble((rollout.rollout_id, "bold"), "  ", (rollout.status, style))
-    head.append(f"  reward {'none' if reward is None else f'{reward:g}'}  {_totals(steps)}")
+    head.append(f"  reward {'none' if reward is None else f'{reward:g}'}  {totals(steps).words()}")
     if rollout.end_time is not None:
         head.append(f"  {_seconds(rollout.end_time - rollout.start_time)}")
     tree = Tree(head, guide_style="dim")
