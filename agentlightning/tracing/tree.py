@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 from rich.text import Text
@@ -34,7 +35,8 @@ _TEXT: Final = 160  # characters of an answer, an argument or a result
 _NOT_STEPS: Final = frozenset({semconv.LOG, semconv.UNDELIVERED})
 
 
-class Totals(NamedTuple):
+@dataclass(frozen=True)
+class Totals:
     """Calls and tokens of an attempt."""
 
     calls: int
