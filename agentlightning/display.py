@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
 from agentlightning.tracing.tree import printable, rollout_tree
@@ -119,7 +119,7 @@ class LiveProgress:
         self._console = console = console or Console(stderr=True)
         self._steps, self._time_limit, self._clock = steps, time_limit, clock
         self._start = self._line_time = clock()  # of the job, and of the last line where there is no panel
-        self._bars, self._tasks = _bars(get_time=clock), dict[str | None, TaskID]()  # None: the phase, not beside it
+        self._bars = _bars(get_time=clock)  # one, of the phase
         self._first: tuple[int, float] | None = None  # a step and when it ended
         self._step, self._step_end = 0, 0.0
         self._metrics, self._rewards = dict[str, float](), list[float]()
@@ -138,27 +138,19 @@ class LiveProgress:
         elif self._step > self._step_shown:
             self._tell_step()
 
-    def phase(self, name: str, total: int | None = None, *, beside: bool = False) -> None:
-        for key in (name,) if beside else (None, name):  # what was beside was given up, and begins anew
-            self._remove(key)
-        self._tasks[name if beside else None] = self._bars.add_task(name, total=total)
+    def phase(self, name: str, total: int | None = None) -> None:
+        for task in self._bars.task_ids:
+            self._bars.remove_task(task)
+        self._bars.add_task(name, total=total)
         if self._live is None and name not in self._phases_shown:
             self._phases_shown.add(name)
             self._tell(f"{name} …")
 
-    def advance(self, done: int, beside: str | None = None) -> None:
-        if beside not in self._tasks:
-            return
-        task = self._bars.tasks[self._bars.task_ids.index(self._tasks[beside])]
-        self._bars.update(task.id, completed=done)
-        if beside is not None and done >= (task.total or 0):
-            self._remove(beside)
-        elif self._live is None and beside is None and self._clock() - self._line_time >= LONG_PHASE:
-            self._tell(f"{task.description} {pace(task)}")
-
-    def _remove(self, key: str | None) -> None:
-        if key in self._tasks:
-            self._bars.remove_task(self._tasks.pop(key))
+    def advance(self, done: int) -> None:
+        for task in self._bars.tasks:
+            self._bars.update(task.id, completed=done)
+            if self._live is None and self._clock() - self._line_time >= LONG_PHASE:
+                self._tell(f"{task.description} {pace(task)}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._step, self._step_end = step, self._clock()

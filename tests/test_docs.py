@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
 import re
 import shlex
 from collections.abc import Iterator
@@ -14,7 +12,6 @@ import click
 import pytest
 import yaml
 
-import agentlightning as agl
 from agentlightning.cli.config import FIELDS, load_config
 from agentlightning.cli.fit import make_algorithm
 from agentlightning.cli.main import agl as command_line
@@ -81,18 +78,6 @@ def test_a_run_file_has_keys_and_fields_that_exist(body: str, tmp_path: Path) ->
     algorithm = load_config(run_file).algorithm
     if "traces" not in algorithm and "teacher" not in algorithm:  # these are opened when the algorithm is made
         make_algorithm(algorithm)
-
-
-@pytest.mark.parametrize("body", blocks("python"))
-def test_python_compiles_and_its_names_exist(body: str) -> None:
-    tree = compile(body, "page", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("agentlightning"):
-            module = importlib.import_module(node.module)
-            for alias in node.names:
-                assert hasattr(module, alias.name), f"{node.module} has no {alias.name}"
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "agl":
-            assert hasattr(agl, node.attr), f"agl has no {node.attr}"
 
 
 @pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES])

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import signal
 import socket
 import sqlite3
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +19,7 @@ import pytest
 from agentlightning.store.client import LightningStoreClient
 from tests import agents
 from tests.algorithm.test_resume import Interrupting
+from tests.cli.world import start
 from tests.test_trainer import TASKS, algorithm, policy, trainer
 
 ROOT = Path(__file__).parents[1]
@@ -43,16 +42,11 @@ def agl(tmp_path: Path) -> Iterator[Start]:
     """Starts `agl …` and kills it at the end if it still runs."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(*arguments: str | Path) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", "from agentlightning.cli.main import main; main()", *map(str, arguments)]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-        process = subprocess.Popen(
-            command, cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        started.append(process)
-        return process
+    def begin(*arguments: object) -> subprocess.Popen[str]:
+        started.append(start(tmp_path, *arguments, PYTHONUNBUFFERED="1"))
+        return started[-1]
 
-    yield start
+    yield begin
     for process in started:
         process.kill()
         process.communicate()

@@ -201,29 +201,6 @@ def test_an_agent_that_never_calls_the_model_is_refused_before_its_rewards_count
         measured(trainer(tmp_path))
 
 
-def test_an_agent_may_answer_the_first_tasks_without_the_model(tmp_path: Path) -> None:
-    @agl.rollout
-    async def knows_most(task: dict, llm: agl.LLM) -> float:
-        return 0.0 if task["index"] else await agents.slow_vowels(task, llm)
-
-    result = trainer(tmp_path, algorithm=algorithm(steps=1, tasks_per_step=8)).fit(knows_most, TASKS)
-    assert result.metrics[-1].values["calls"] == 8
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("key", [None, "of the environment"])
-def test_an_agent_with_a_client_from_the_environment_is_measured_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str | None
-) -> None:
-    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")  # which answers nobody
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    if key is not None:
-        monkeypatch.setenv("OPENAI_API_KEY", key)
-    one = trainer(tmp_path, algorithm=agl.Baseline(), n_runners=1)
-    (evaluation,) = one.fit("tests.runner.agents.global_client:asks", None, ["What is it?"]).evaluations
-    assert [len(task.traced.transitions) for task in evaluation.tasks] == [1]
-
-
 def test_dev_runs_a_few_tasks_and_prints_each_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tasks = trainer(tmp_path).dev(agents.vowels, TASKS[:2])
     assert [task.rollout.mode for task in tasks] == ["test", "test"]
@@ -379,25 +356,6 @@ async def test_frozen_models_are_asked_as_the_agent_asks_and_get_no_key_of_ours(
     assert {(body["model"], body["temperature"]) for body in hosted.bodies} == {("gpt-5-mini", 0)}
 
 
-@pytest.mark.slow
-@pytest.mark.anyio
-async def test_two_trainers_on_one_server_train_each_its_own_model(tmp_path: Path) -> None:
-    async with running_server(ServerSettings(store=str(tmp_path / "store.sqlite"))) as server:
-        both = [
-            trainer(tmp_path, server=server.url, model_name=name, run_dir=tmp_path / name) for name in ("red", "blue")
-        ]
-        results = await asyncio.gather(*(one.fit_async(agents.vowels, TASKS) for one in both))
-        store = LightningStoreClient(server.url)
-        try:
-            for name, result in zip(("red", "blue"), results, strict=True):
-                assert [metrics.values["calls"] for metrics in result.metrics] == [24, 24]
-                rollouts = await store.query_rollouts(run_id=result.run_id)
-                spans = [span for rollout in rollouts for span in await store.query_spans(rollout.rollout_id)]
-                assert {span.attributes.get(semconv.GEN_AI_RESPONSE_MODEL) for span in spans if span.tokens} == {name}
-        finally:
-            await store.close()
-
-
 @agl.rollout
 async def writer_and_critic(task: Any, resources: agl.NamedResources) -> float:
     """Two models at one endpoint: the critic answers what the writer said."""
@@ -444,19 +402,6 @@ def test_an_adapter_is_trained_and_resumed(tmp_path: Path) -> None:
     assert resumed.metrics[-1].values["inference_mismatch"] < 1e-4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("changes", [{"dtype": "bfloat16"}, {"lora": LoRA(rank=4)}], ids=["bfloat16", "lora"])
-def test_one_policy_object_is_measured_trained_and_resumed(tmp_path: Path, changes: dict[str, Any]) -> None:
-    settings = {"model": policy(), **changes}
-    names = [name for name, one in settings["model"].model.named_parameters() if one.requires_grad]
-    trainer(tmp_path, run_dir=tmp_path / "dev", **settings).dev(agents.vowels, TASKS[:1])
-    trainer(tmp_path, **settings).fit(agents.vowels, TASKS)
-    result = trainer(tmp_path, algorithm=algorithm(steps=3), **settings).fit(agents.vowels, TASKS, resume=True)
-    assert result.metrics[-1].step == 3
-    assert result.metrics[-1].values["inference_mismatch"] < 0.5
-    assert [name for name, one in settings["model"].model.named_parameters() if one.requires_grad] == names
-
-
 @pytest.mark.parametrize("settings", [{"lora": None}, {"lora": LoRA(rank=4)}], ids=["all weights", "an adapter"])
 def test_a_resumed_run_keeps_to_the_weights_it_started_from(tmp_path: Path, settings: dict[str, Any]) -> None:
     """And not to those of a policy object that was trained in the meantime, or another one."""
@@ -469,31 +414,6 @@ def test_a_resumed_run_keeps_to_the_weights_it_started_from(tmp_path: Path, sett
         trainer(tmp_path, **settings).fit(agents.vowels, TASKS, resume=True)
     result = trainer(tmp_path, **settings | {"model": policy()}).fit(agents.vowels, TASKS, resume=True)
     assert result.metrics[-1].values["reference_kl"] > 0
-
-
-@pytest.mark.slow
-def test_a_resumed_run_sets_aside_the_time_for_its_closing_evaluation(tmp_path: Path) -> None:
-    """Its first evaluation is read from the store in no time."""
-    deadlines: list[float] = []
-
-    class Watched(agl.GRPO):
-        async def run(self, context: RunContext) -> None:
-            self.context = context
-            deadlines.append(context.deadline or 0.0)
-            await super().run(context)
-
-    async def slowly_measured(task: dict, llm: agl.LLM, rollout: AttemptedRollout) -> float:
-        if rollout.mode == "val":
-            await asyncio.sleep(1.0)
-        elif deadlines:
-            deadlines.append(watched.context.deadline or 0.0)
-        return await agents.vowels(task, llm)
-
-    trainer(tmp_path, algorithm=algorithm(steps=1)).fit(slowly_measured, TASKS, TASKS[:1])
-    watched = Watched(steps=2, tasks_per_step=3, group_size=4, max_tokens=6, temperature=2.0)
-    result = trainer(tmp_path, algorithm=watched, time_limit=60.0).fit(slowly_measured, TASKS, TASKS[:1], resume=True)
-    assert result.stopped_because == "all steps done"
-    assert all(deadlines[0] - later >= 1.5 for later in deadlines[1:]) and len(deadlines) == 13
 
 
 @pytest.mark.parametrize("late", [False, True])

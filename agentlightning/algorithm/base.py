@@ -28,12 +28,11 @@ STOPPED_BY_USER = "stopped by the user"
 class Progress(Protocol):
     """What a running job reports to a display. Calls are cheap and come from the event loop's thread."""
 
-    def phase(self, name: str, total: int | None = None, *, beside: bool = False) -> None:
-        """A phase begins, of `total` units if known: after the current one, or `beside` it and the next ones until it
-        is finished."""
+    def phase(self, name: str, total: int | None = None) -> None:
+        """A phase begins, of `total` units if known."""
 
-    def advance(self, done: int, beside: str | None = None) -> None:
-        """`done` units are finished, of the current phase or of the one beside it with this name."""
+    def advance(self, done: int) -> None:
+        """`done` units of the phase are finished."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Training step number `step` (from 1) is finished."""

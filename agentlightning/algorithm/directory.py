@@ -77,7 +77,16 @@ def run_directory(root: str | Path, kind: str, *, named: bool, resume: bool, see
     resume, or one with another seed."""
     path = _choose(Path(root).expanduser(), kind, named=named, resume=resume)
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
-    with _locked(path):
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / _LOCK).open("ab")
+    except OSError as error:
+        raise ConfigError(f"cannot write to {path}: {error.strerror}. Choose another directory") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InUseError(f"another process is using {path}; wait for it, or choose another directory") from None
         if resume:
             mark = read_mark(path)
             if mark.seed != seed:
@@ -94,21 +103,6 @@ def run_directory(root: str | Path, kind: str, *, named: bool, resume: bool, see
                 with suppress(OSError):  # a folder of runs with other runs in it stays
                     for folder in made[1:]:
                         folder.rmdir()
-
-
-@contextmanager
-def _locked(path: Path) -> Generator[None]:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = (path / _LOCK).open("ab")
-    except OSError as error:
-        raise ConfigError(f"cannot write to {path}: {error.strerror}. Choose another directory") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise InUseError(f"another process is using {path}; wait for it, or choose another directory") from None
-        yield
 
 
 def _choose(root: Path, kind: str, *, named: bool, resume: bool) -> Path:
@@ -149,7 +143,7 @@ def make_manifest(
     return {
         "config": settings_without_secrets(msgspec.to_builtins(config, enc_hook=str, str_keys=True)),
         "commit": _commit(),
-        "packages": dict(_versions()),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
         "hardware": {
             "machine": platform.machine(),
             "cores": os.cpu_count(),
@@ -168,10 +162,9 @@ def fingerprint(tasks: Sequence[Any]) -> dict[str, Any]:
     return {"tasks": len(tasks), "sha256": hashlib.sha256(encoded).hexdigest()}
 
 
-def _versions() -> Generator[tuple[str, str]]:
-    for name in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            yield name, metadata.version(name)
+def _version(package: str) -> str | None:
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
 
 
 def _commit() -> str | None:

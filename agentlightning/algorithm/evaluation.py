@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from agentlightning.algorithm.base import RunContext
+from agentlightning.algorithm.base import NoProgress, RunContext
 from agentlightning.algorithm.measures import EVALUATED_STEP, exception_of
 from agentlightning.data.call_filter import FROZEN
 from agentlightning.data.rewards import PLAIN, RewardSpec
@@ -94,7 +94,8 @@ async def evaluate(
         )
         for task, name in attempts
     ]
-    context.progress.phase("evaluate", len(requests), beside=beside)
+    progress = NoProgress() if beside else context.progress  # it shows the phase of training
+    progress.phase("evaluate", len(requests))
     await context.store.enqueue_many_rollouts(requests)
     finished: dict[str, Rollout] = {}
     names = [request.rollout_id or "" for request in requests]
@@ -103,7 +104,7 @@ async def evaluate(
         # A short wait only paces the display; finished rollouts end it, and none is queried twice.
         for rollout in await context.unless_stopped(context.store.wait_for_rollouts(waiting, timeout=1.0)):
             finished[rollout.rollout_id] = rollout
-        context.progress.advance(len(finished), "evaluate" if beside else None)
+        progress.advance(len(finished))
     evaluated: list[EvaluatedTask] = []
     for name in names:
         spans = await context.store.query_spans(name, "latest")

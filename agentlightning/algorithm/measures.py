@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
-from typing import Any, Final, Literal, TypeAlias, cast
+from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -127,6 +128,8 @@ def _tags(place: Any, fields: Sequence[str]) -> Iterable[str]:
                 yield str(tag) if field == "tags" else f"{field}={tag}"
 
 
+Values: TypeAlias = npt.NDArray[np.float64]
+T = TypeVar("T")
 _Attempts: TypeAlias = dict[str, list[Measured]]  # by task
 _Values: TypeAlias = dict[str, dict[str, float]]  # what is measured → task → its value
 
@@ -135,14 +138,14 @@ def summarise(rollouts: Sequence[Measured], measures: Measures) -> Summary:
     """Measure these rollouts. ConfigError if none is over, or no task has k attempts."""
     attempts = _attempts(rollouts)
     counts = [len(of_task) for of_task in attempts.values()]
-    values = _values(attempts, measures)
+    estimates, by_tag = _by_tag(_values(attempts, measures), attempts, partial(_estimate, measures.confidence))
     return Summary(
         tasks=len(attempts),
         attempts=(min(counts), max(counts)),
         ended=dict(Counter(rollout.ended for rollout in rollouts)),
         problem=next((f"{rollout.rollout_id}: {rollout.problem}" for rollout in rollouts if rollout.problem), ""),
-        estimates=_estimates(values, measures.confidence),
-        tags={tag: _estimates(_only(values, own), measures.confidence) for tag, own in _by_tag(attempts).items()},
+        estimates=estimates,
+        tags=by_tag,
     )
 
 
@@ -160,16 +163,8 @@ def compare(first: Sequence[Measured], second: Sequence[Measured], measures: Mea
         name: {task: after[name][task] - value for task, value in of_tasks.items() if task in after[name]}
         for name, of_tasks in before.items()
     }
-    return Comparison(
-        first=summarise(first, measures),
-        second=summarise(second, measures),
-        unpaired=len(tried ^ tried_too),
-        differences=_differences(differences, measures.confidence),
-        tags={
-            tag: _differences(_only(differences, own), measures.confidence)
-            for tag, own in _by_tag(first_attempts).items()
-        },
-    )
+    found, by_tag = _by_tag(differences, first_attempts, partial(_difference, measures.confidence))
+    return Comparison(summarise(first, measures), summarise(second, measures), len(tried ^ tried_too), found, by_tag)
 
 
 def _attempts(rollouts: Sequence[Measured]) -> _Attempts:
@@ -190,7 +185,8 @@ def _values(attempts: _Attempts, measures: Measures) -> _Values:
     """The mean reward of each task, and pass@k of tasks with at least k attempts."""
     most = max(map(len, attempts.values()))
     passed = {
-        task: sum(_passes(rollout, measures.threshold) for rollout in of_task) for task, of_task in attempts.items()
+        task: sum(m.reward is not None and m.reward >= measures.threshold - _CLOSE for m in of_task)
+        for task, of_task in attempts.items()
     }
     values = {
         "reward": {task: fmean(rollout.reward or 0.0 for rollout in of_task) for task, of_task in attempts.items()}
@@ -203,43 +199,31 @@ def _values(attempts: _Attempts, measures: Measures) -> _Values:
     return values
 
 
-def _passes(rollout: Measured, threshold: float) -> bool:
-    return rollout.reward is not None and rollout.reward >= threshold - _CLOSE
-
-
-def _by_tag(attempts: _Attempts) -> dict[str, set[str]]:
-    """The tasks of each tag."""
+def _by_tag(
+    values: _Values, attempts: _Attempts, make: Callable[[Values], T]
+) -> tuple[dict[str, T], dict[str, dict[str, T]]]:
+    """What `make` makes of each measure over all tasks, and over those of each tag; what no task has is left out."""
     tagged: defaultdict[str, set[str]] = defaultdict(set)
     for task, of_task in attempts.items():
         for tag in frozenset[str]().union(*(rollout.tags for rollout in of_task)):
             tagged[tag].add(task)
-    return dict(sorted(tagged.items()))
+
+    def made(tasks: Container[str]) -> dict[str, T]:
+        arrays = {name: [value for task, value in own.items() if task in tasks] for name, own in values.items()}
+        return {name: make(np.array(array)) for name, array in arrays.items() if array}
+
+    return made(attempts), {tag: made(own) for tag, own in sorted(tagged.items())}
 
 
-def _only(values: _Values, tasks: set[str]) -> _Values:
-    return {name: {task: value for task, value in own.items() if task in tasks} for name, own in values.items()}
+def _estimate(confidence: float, values: Values) -> Estimate:
+    return Estimate(float(values.mean()), len(values), mean_interval(values, confidence))
 
 
-def _estimates(values: _Values, confidence: float) -> dict[str, Estimate]:
-    """The estimates; what no task has is left out."""
-    arrays = {name: np.array(list(own.values())) for name, own in values.items() if own}
-    return {
-        name: Estimate(float(array.mean()), len(array), mean_interval(array, confidence))
-        for name, array in arrays.items()
-    }
+def _difference(confidence: float, values: Values) -> Difference:
+    mean = _estimate(confidence, values)
+    return Difference(mean.value, mean.tasks, mean.interval, paired_p_value(values))
 
 
-def _differences(values: _Values, confidence: float) -> dict[str, Difference]:
-    return {
-        name: Difference(
-            estimate.value, estimate.tasks, estimate.interval, paired_p_value(np.array(list(values[name].values())))
-        )
-        for name, estimate in _estimates(values, confidence).items()
-    }
-
-
-# --- statistics --------------------------------------------------------------------------------------------------
-#
 # What is drawn at random is tasks, never attempts: attempts at one task are alike, and drawing them one by one would
 # make few tasks look like many (a cluster bootstrap). So each task counts once, with the mean over its attempts, and
 # every statistic is of float64[T], one value per task. The random numbers are the same at every call.
@@ -248,20 +232,12 @@ RESAMPLES: Final = 10_000
 _BLOCK: Final = 2_000_000  # random numbers at a time
 _EXACT: Final = 13  # tasks up to which every pattern of signs is tried: 2 to the power of it is below RESAMPLES
 
-Values = npt.NDArray[np.float64]
-
 
 def pass_at_k(attempts: int, passed: int, k: int) -> float:
     """The chance that at least one of `k` attempts passes, by n = `attempts` of which c = `passed` did.
 
     It is 1 − C(n−c, k) / C(n, k), the unbiased estimate of Chen et al. (2021, arXiv:2107.03374): `pass_at_k(4, 1, 2)`
-    is 1 − 3/6.
-
-    ConfigError unless 1 ≤ k ≤ attempts and 0 ≤ passed ≤ attempts."""
-    if not 1 <= k <= attempts or not 0 <= passed <= attempts:
-        raise ConfigError(
-            f"pass@{k} of {attempts} attempts, {passed} passed: k must be from 1 to the number of attempts"
-        )
+    is 1 − 3/6."""
     return 1.0 - math.comb(attempts - passed, k) / math.comb(attempts, k)
 
 

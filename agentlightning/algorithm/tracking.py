@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import re
 import threading
@@ -123,7 +124,6 @@ class _Outbox:
         self._tracker, self._note = tracker, note
         self._loop = asyncio.get_running_loop()
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._failed = False
         self._thread = threading.Thread(target=self._work, args=(run,), name=f"tracker {tracker.name}", daemon=True)
         self._thread.start()
 
@@ -138,25 +138,22 @@ class _Outbox:
             self._note(f"{self._tracker.name}: not done after {CLOSING_SECONDS:.0f} s; what it has not sent is lost")
 
     def _work(self, run: TrackedRun) -> None:
-        where = self._try(lambda: self._tracker.start(run))
-        if self._failed:
-            return
-        if where:
-            self._tell(str(where))
-        for call in iter(self._calls.get, None):
-            self._try(call)
+        started = failed = False
+        for call in itertools.chain([lambda: self._tell(self._tracker.start(run))], iter(self._calls.get, None)):
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001 (whatever it is, training goes on)
+                if not failed:
+                    self._tell(f"{type(error).__name__}: {error} (shown once; training continues)")
+                if not started:
+                    return
+                failed = True
+            started = True
 
-    def _try(self, call: Callable[[], object]) -> object:
-        try:
-            return call()
-        except Exception as error:  # noqa: BLE001 (whatever it is, training goes on)
-            if not self._failed:
-                self._failed = True
-                self._tell(f"{type(error).__name__}: {error} (shown once; training continues)")
-
-    def _tell(self, message: str) -> None:
+    def _tell(self, message: str | None) -> None:
         with contextlib.suppress(RuntimeError):  # the run has ended without it
-            self._loop.call_soon_threadsafe(self._note, f"{self._tracker.name}: {message}")
+            if message:
+                self._loop.call_soon_threadsafe(self._note, f"{self._tracker.name}: {message}")
 
 
 @dataclass(kw_only=True)
@@ -244,7 +241,7 @@ class MLflow:
             made = self._client.create_run(experiment, tags={tag: run.run_id}, run_name=run.directory.name)
             self._id = made.info.run_id
             for name, value in _flat(run.config):
-                self._client.log_param(self._id, _allowed(name), str(value)[:500])  # accepted by every version
+                self._client.log_param(self._id, _allowed(name), value[:500])  # accepted by every version
         return f"run {self._id} of experiment {self.experiment!r} at {self._client.tracking_uri}"
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -289,10 +286,8 @@ def _allowed(name: str) -> str:
     return re.sub(r"[^\w\-./: ]", "_", name)
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """`{"a": {"b": 1}}` → `("a.b", 1)`."""
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """`{"a": {"b": 1}}` → `("a.b", "1")`."""
     for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+        nested = isinstance(value, Mapping)
+        yield from _flat(cast("Any", value), f"{prefix}{name}.") if nested else [(f"{prefix}{name}", str(value))]

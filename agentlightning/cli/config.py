@@ -241,10 +241,7 @@ def load_config(
     missing = [name for name in _needed(values) if values.get(name) is None]
     if missing:
         flags_hint = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
-        if source is None and Path("run.yaml").is_file():
-            hint = "; without its name run.yaml is not read beside --agent: agl train run.yaml --agent …"
-        else:
-            hint = "" if source else ". `agl init` makes a project with a run file"
+        hint = "" if source else ", or name a run file: agl train run.yaml …"
         raise ConfigError(f"{where} lacks: {', '.join(missing)}; add the keys or give {flags_hint}{hint}")
     return _convert(values, TrainConfig, f"{where}: ")
 
@@ -280,7 +277,7 @@ def build(kind: type[Any], fields: Mapping[str, Any], where: str, *name: str) ->
     checked: dict[str, Any] = {}
     for key, value in fields.items():
         if key not in known:
-            raise ConfigError(f"{where}: unknown key {key!r}; {_REPLACED.get(key) or nearest(key, known)}")
+            raise ConfigError(f"{where}: unknown key {key!r}; {nearest(key, known)}")
         checked[key] = _convert(value, known[key], f"{where}.{key}")
     return kind(*name, **checked)
 
@@ -289,8 +286,7 @@ def _read_run_file(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        hint = f"; an agent is named by --agent {path}" if is_reference(str(path)) else ""
-        raise ConfigError(f"no run file {path} (looked in {Path.cwd()}){hint}") from None
+        raise ConfigError(f"no run file {path} (looked in {Path.cwd()}); an agent is named by --agent") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the run file {path}: {error}") from error
     try:
@@ -377,7 +373,6 @@ def _beside(run_file: Path, value: Any, must_exist: bool = False) -> Any:
     return f"{path}:{attribute}" if attribute else str(path)
 
 
-_REPLACED: Final = {"truncation": "write correction: {name: truncate, cap: 2}, with old: proximal"}
 _ENGINES: Final = ("vllm", "sglang", "fsdp", "tinker", "verl")
 
 
@@ -426,8 +421,6 @@ def _convert(value: Any, type_: Any, where: str) -> Any:
                 _convert(item, inner[0], f"{where}[{index}]")
     if unknown := re.fullmatch("object contains unknown field `(.*)`", message):
         message = f"unknown key {unknown[1]!r}; {nearest(unknown[1], known)}"
-        if type_ is TrainConfig:
-            message += ". The algorithm's own, such as max_staleness, go below it: algorithm.max_staleness"
     elif message.startswith("invalid enum value"):
         message = f"{value!r} is none of its values; {nearest(str(value), known)}"
     raise ConfigError(f"{where.removesuffix(': ')}: {message}") from None

@@ -21,7 +21,7 @@ from agentlightning.runner.signals import exit_with
 # Command → the module that defines it, under the same name as a click command.
 COMMANDS = {
     "init": "training",
-    "quickstart": "quickstart",
+    "quickstart": "training",
     "train": "training",
     "sweep": "sweep",
     "eval": "evaluation",

@@ -61,8 +61,7 @@ class Place:
 
 
 async def _open_here(address: str, *, create: bool, reading: bool) -> LightningStore:
-    from agentlightning.store.reader import StoreReader
-    from agentlightning.store.sql import SqlStore
+    from agentlightning.store.sql import SqlStore, StoreReader
 
     if not create:
         require_file(address)

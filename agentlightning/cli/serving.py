@@ -219,7 +219,8 @@ async def until_stopped(greeting: str, details: object = None) -> None:
 
 @click.command()
 @click.argument("places", metavar="[FOLDER|STORE|URL]...", nargs=-1)
-@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The key of servers at a URL.")
+@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True,
+              help="The key of servers at a URL; every one gets it.")  # fmt: skip
 @click.option("--port", type=click.IntRange(0, 65535), default=8124, help="Port to listen on; 0: any free port.")
 @json_option
 def ui(places: tuple[str, ...], key: str | None, port: int, as_json: bool) -> None:
@@ -239,7 +240,7 @@ async def _ui(places: tuple[str, ...], key: str | None, port: int, as_json: bool
     from agentlightning.store.base import LightningStore
     from agentlightning.store.client import LightningStoreClient
     from agentlightning.store.many import ManyStores
-    from agentlightning.store.reader import StoreReader
+    from agentlightning.store.sql import StoreReader
 
     own = local_key(f"http://127.0.0.1:{port}", make=True) or secrets.token_urlsafe(32)
     async with contextlib.AsyncExitStack() as stack:

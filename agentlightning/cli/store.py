@@ -64,16 +64,16 @@ async def delete(
     else:
         where = Condition("rollout_id", "eq", rollout_id) if rollout_id else Condition("run_id", "eq", run_id)
     total = (await store.page_rollouts(where, limit=0, with_total=True)).total
-    found = f"{total:,} rollout{'s' * (total != 1)}"
-    question = f"delete {found} with all that belongs to {'it' if total == 1 else 'them'}, for good?"
+    found = f"{total:,} rollouts"
+    question = f"delete {found} with all that belongs to them, for good?"
     refused = bool(total and not dry_run and not yes) and not await asyncio.to_thread(click.confirm, question, err=True)
     if dry_run or refused or not total:
-        words = f"{found} match{'es' * (total == 1)}; nothing was removed"
+        words = f"{found} match; nothing was removed"
         tell(as_json, {"rollouts_found": total, **msgspec.structs.asdict(Deleted())}, words)
         return int(refused)
     deleted = await store.delete_rollouts(where, unfinished=age is None, scrub=age is None)
     counts = msgspec.structs.asdict(deleted).items()
-    words = "removed " + ", ".join(f"{count:,} {name if count != 1 else name[:-1]}" for name, count in counts)
+    words = "removed " + ", ".join(f"{count:,} {name}" for name, count in counts)
     tell(as_json, deleted, words)
     return 0
 

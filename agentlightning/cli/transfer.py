@@ -82,16 +82,12 @@ async def _import_traces(store: LightningStore, records: Sequence[Record], rewar
         imports = [store.import_rollout(record.rollout, record.attempts, record.spans) for record in batch]
         new += itertools.compress(batch, await asyncio.gather(*imports))
     spans, stored_already = sum(len(record.spans) for record in new), len(records) - len(new)
-    words = [f"stored {_number(len(new), 'rollout')} with {_number(spans, 'span')}" if new else "stored nothing"]
+    words = [f"stored {len(new)} rollouts with {spans} spans"]
     if stored_already:
         words.append(f"{stored_already} stored already, left as they are")
     if reward is not None and (without := sum(find_final_reward(record.spans) is None for record in new)):
         words.append(f"{without} without a number as {reward!r}, so without a reward")
     tell(as_json, {"rollouts": len(new), "spans": spans, "stored_already": stored_already}, "; ".join(words))
-
-
-def _number(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 # --- export ------------------------------------------------------------------------------------------------------

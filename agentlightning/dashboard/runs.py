@@ -1,7 +1,5 @@
-"""Runs side by side: settings, results, curves, data quality, and the prompts they tried.
-
-Knows runs, metrics and resources. Metric names are those of `algorithm.rl.metrics` and of the loop.
-"""
+"""Runs side by side: settings, results, curves, data quality, and the prompts they tried. Metric names are those of
+`algorithm.rl.metrics` and of the loop."""
 
 from __future__ import annotations
 

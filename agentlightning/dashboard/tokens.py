@@ -1,7 +1,4 @@
-"""The exact sampled tokens of a call, with everything known about each; and the tokenizer that provides their texts.
-
-Knows transitions, tokenizers and where a run keeps its own. It does not know models.
-"""
+"""The exact sampled tokens of a call, with everything known about each; and the tokenizer that provides their texts."""
 
 from __future__ import annotations
 

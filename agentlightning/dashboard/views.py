@@ -21,7 +21,7 @@ NEWEST_FIRST: Final = (Order(field="number", descending=True),)
 
 @dataclass(frozen=True)
 class Sources:
-    """What a view is read from: the store as its `caller` may use it, and tokenizers."""
+    """What a view is read from: the store, tokenizers, and the name of its `caller`."""
 
     store: LightningStore
     tokenizers: tokens.Tokenizers
@@ -53,6 +53,8 @@ class Sources:
 
 
 class View(Call, frozen=True, kw_only=True):
+    """Its `scope` is that of the calls it makes."""
+
     scope = "read"
 
     def __init_subclass__(cls) -> None:

@@ -27,6 +27,7 @@ class Tokens:
     """The tokens of these sequences that have a loss, in order: the sampled ones, or the `observed` ones."""
 
     def __init__(self, sequences: Sequence[TrainingSequence], *, observed: bool = False) -> None:
+        self.sequences = sequences
         rows = ((sequence, sequence.observed if observed else sequence) for sequence in sequences)
         self._rows = [(sequence, of) for sequence, of in rows if of is not None]
         self._observed = observed
@@ -89,22 +90,19 @@ def token_mean(tokens: Tokens) -> FloatArray64:
 
 def sequence_mean(tokens: Tokens) -> FloatArray64:
     """The mean over a call's tokens, then over calls (GRPO, arXiv:2402.03300)."""
-    return _mean_of_means(tokens.calls)
+    counts = np.bincount(tokens.calls)
+    return (1.0 / (len(counts) * counts))[tokens.calls]
 
 
 def rollout_mean(tokens: Tokens) -> FloatArray64:
     """The mean over a rollout's tokens, then over rollouts."""
-    return _mean_of_means(tokens.rollouts)
+    counts = np.bincount(tokens.rollouts)
+    return (1.0 / (len(counts) * counts))[tokens.rollouts]
 
 
 def constant(tokens: Tokens, *, length: int) -> FloatArray64:
     """1 / (calls · `length`): a constant, so short answers are not favoured (Dr. GRPO, arXiv:2503.20783)."""
     return np.full(len(tokens), 1.0 / ((int(tokens.calls.max()) + 1) * length))
-
-
-def _mean_of_means(numbers: npt.NDArray[np.int64]) -> FloatArray64:
-    counts = np.bincount(numbers)
-    return (1.0 / (len(counts) * counts))[numbers]
 
 
 AGGREGATIONS: Final[dict[str, Callable[..., Any]]] = {
@@ -122,31 +120,28 @@ def aggregation_weights(
     `constant`. ConfigError if a function returns invalid weights.
 
     Observed tokens are aggregated separately, and the result is multiplied by their own weights."""
-    made = _weights_of(Tokens(sequences), aggregation, length)
-    if all(sequence.observed is None for sequence in sequences):
-        return made
-    observed = iter(_weights_of(Tokens(sequences, observed=True), aggregation, length))
-    return [
-        own if sequence.observed is None else np.concatenate([own, next(observed) * sequence.observed.weights])
-        for own, sequence in zip(made, sequences, strict=True)
-    ]
-
-
-def _weights_of(tokens: Tokens, aggregation: Aggregation, length: int | None) -> list[FloatArray]:
-    """The weights of the tokens, float32[N] per sequence."""
     function = find_function("aggregation", aggregation, AGGREGATIONS)
-    if not len(tokens):
-        return [np.zeros(0, np.float32) for _ in tokens.lengths]
-    weights = np.asarray(function(tokens, length=length) if function is constant else function(tokens), np.float64)
-    if weights.shape != (len(tokens),) or not np.isfinite(weights).all():
-        raise ConfigError(
-            f"aggregation {function_name(function, AGGREGATIONS)} must return a finite weight for each of "
-            f"{len(tokens)} tokens, but returned {weights!r:.200}"
-        )
-    return np.split(weights.astype(np.float32), np.cumsum(tokens.lengths)[:-1])
+    made = [np.zeros(0, np.float32) for _ in sequences]
+    for observed in (False, True):
+        tokens = Tokens(sequences, observed=observed)
+        if not len(tokens):
+            continue
+        weights = np.asarray(function(tokens, length=length) if function is constant else function(tokens), np.float64)
+        if weights.shape != (len(tokens),) or not np.isfinite(weights).all():
+            raise ConfigError(
+                f"aggregation {function_name(function, AGGREGATIONS)} must return a finite weight for each of "
+                f"{len(tokens)} tokens, but returned {weights!r:.200}"
+            )
+        of_rows = iter(np.split(weights.astype(np.float32), np.cumsum(tokens.lengths)[:-1]))
+        for index, sequence in enumerate(sequences):
+            if not observed:
+                made[index] = next(of_rows)
+            elif sequence.observed is not None:
+                made[index] = np.concatenate([made[index], next(of_rows) * sequence.observed.weights])
+    return made
 
 
 def try_aggregation(aggregation: Aggregation, length: int | None) -> None:
     """ConfigError unless it returns weights for five tokens."""
     with trial(f"aggregation {aggregation!r}", "the Tokens of a batch", excused=(LookupError, AttributeError)):
-        _weights_of(Tokens.trial(), aggregation, length)
+        aggregation_weights(Tokens.trial().sequences, aggregation, length)

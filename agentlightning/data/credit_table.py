@@ -131,8 +131,16 @@ class Credit:
         if not transitions:
             return [[[] for _ in group.transitions] for group in groups]
         tokens = np.array([len(transition.response_ids) for transition in transitions], np.int64)
+        if property_of(self.returns, "compares") == "group":
+            found = [x for g in groups for x in self.returns(g.rewards, g.transitions, **self.returns_options)]
+        else:
+            each = [pair for group in groups for pair in zip(group.rewards, group.transitions, strict=True)]
+            found = [self.returns(r, calls, **self.returns_options) if calls else () for r, calls in each]
+        of_rollouts = [np.asarray(values, np.float64) for values in found]
+        for values_T, calls in zip(of_rollouts, rollouts, strict=True):
+            _check(self.returns, values_T, len(calls), f"{len(calls)} transitions")
         returns = Returns(
-            values=np.concatenate([of_rollout for group in groups for of_rollout in self._returned(group)]),
+            values=np.concatenate(of_rollouts),
             rollouts=np.repeat(np.arange(len(rollouts)), [len(calls) for calls in rollouts]),
             tokens=tokens,
             groups=np.repeat(np.arange(len(groups)), [len(group.rewards) for group in groups]),
@@ -154,18 +162,6 @@ class Credit:
         split = [np.split(array.astype(np.float32), np.cumsum(tokens)[:-1]) for array in of_tokens]
         credited = map(CreditedTransition, transitions, *split)
         return [[[next(credited) for _ in calls] for calls in group.transitions] for group in groups]
-
-    def _returned(self, group: RewardedGroup) -> list[Float64Array]:
-        """The returns of each rollout of a group, float64[T]."""
-        options, calls = self.returns_options, group.transitions
-        if property_of(self.returns, "compares") == "group":
-            found = self.returns(group.rewards, calls, **options)
-        else:
-            found = [self.returns(r, of, **options) if of else () for r, of in zip(group.rewards, calls, strict=True)]
-        return [
-            _check(self.returns, np.asarray(values, np.float64), len(of), f"{len(of)} transitions")
-            for values, of in zip(found, calls, strict=True)
-        ]
 
 
 def make_credit(
@@ -233,10 +229,9 @@ def _terms(groups: Sequence[RewardedGroup]) -> dict[str, Float64Array]:
     return {name: np.array([term.get(name, 0.0) for term in terms], np.float64) for name in names}
 
 
-def _check(function: CreditFunction, values: Float64Array, count: int, of: str) -> Float64Array:
+def _check(function: CreditFunction, values: Float64Array, count: int, of: str) -> None:
     if values.shape != (count,) or not np.isfinite(values).all():
         raise ConfigError(f"{_name(function)} must return a finite number for each of {of}, not {values!r:.200}")
-    return values
 
 
 def _name(function: CreditFunction) -> str:

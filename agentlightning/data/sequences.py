@@ -241,11 +241,9 @@ def _with_weights(sequence: TrainingSequence, chain: Sequence[CreditedTransition
 
 
 def weighed(
-    calls: Sequence[CreditedTransition], weigh: Callable[[Sequence[Transition]], Iterable[Any]] | None
+    calls: Sequence[CreditedTransition], weigh: Callable[[Sequence[Transition]], Iterable[Any]]
 ) -> Sequence[CreditedTransition]:
     """A rollout's calls with the token weights that `weigh` returns for each. ConfigError if some are missing."""
-    if weigh is None or not calls:
-        return calls
     found = [np.asarray(weights, np.float32) for weights in weigh([item.transition for item in calls])]
     if len(found) != len(calls):
         raise ConfigError(f"token_weights must return an array for each of {len(calls)} calls, not {len(found)}")

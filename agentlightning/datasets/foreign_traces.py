@@ -29,7 +29,7 @@ _TRACES: Final = frozenset({"resourceSpans", "resource_spans"})
 _SIGNALS: Final = _TRACES | {"resourceMetrics", "resourceLogs", "resource_metrics", "resource_logs"}
 _EVALUATION_NAME: Final = "gen_ai.evaluation.name"
 _EVALUATION_SCORE: Final = "gen_ai.evaluation.score.value"
-_BYTE: Final = re.compile(r"\(byte (\d+)\)")
+_MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _NUMBERED: Final = re.compile(r"\.\d")
 
 
@@ -59,31 +59,23 @@ def _documents(path: Path, body: bytes) -> Iterator[tuple[str, Any]]:
     """Each request of a file, with its place."""
     try:
         whole: Any = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        yield from _lines(path, body, error)
+        several = whole if isinstance(whole, list) else [whole]
+        yield from ((f"{path}, entry {number}", document) for number, document in enumerate(several, start=1))
         return
-    if isinstance(whole, list):
-        yield from ((f"{path}, entry {number}", document) for number, document in enumerate(whole, start=1))
+    except _MALFORMED as error:
+        why = f"{path}: {error}"
+    for number, line in enumerate(body.splitlines(), start=1):
+        if line.strip():
+            try:
+                yield f"{path}, line {number}", msgspec.json.decode(line)
+            except _MALFORMED as error:
+                # If the first line is not JSON, the file was meant as a whole.
+                why = why if number == 1 else f"{path}, line {number}: {error}"
+                break
     else:
-        yield str(path), whole
-
-
-def _lines(path: Path, body: bytes, error: Exception) -> Iterator[tuple[str, Any]]:
-    """The lines of a file that is not JSON as a whole. If the first line is not JSON, the file was meant as a whole."""
-    lines = body.splitlines() or [b""]
-    for number, line in enumerate(lines, start=1):
-        if not line.strip() and body.strip():
-            continue
-        try:
-            document: Any = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as broken:
-            place, why = number, broken
-            if number == 1:
-                byte = _BYTE.search(str(error))
-                place, why = body.count(b"\n", 0, int(byte[1]) if byte else len(body)) + 1, error
-            form = "give OTLP's JSON, whole or one object a line"
-            raise InvalidError(f"{path}, line {place}: {why}; nothing was stored: {form}") from None
-        yield f"{path}, line {number}", document
+        if body.strip():
+            return
+    raise InvalidError(f"{why}; nothing was stored: give OTLP's JSON, whole or one object a line")
 
 
 # --- rollouts ----------------------------------------------------------------------------------------------------

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentlightning.engine.forward import DecoderForward, ModelForward, Piece
+from agentlightning.engine.forward import DecoderForward, ModelForward, Piece, shape_of, why_unsupported
 from agentlightning.engine.sampler import Sampler
 from agentlightning.engine.slots import SlotTable, TokenArray
-from agentlightning.engine.weights import shape_of, why_unsupported
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.backend import unsupported
 from agentlightning.gateway.generation import GenerationRequest, Masks, SampledToken
@@ -40,7 +39,6 @@ class Statistics:
     """Counts since the engine was created. `prompt_tokens` were computed, `reused_tokens` found in the cache."""
 
     steps: int = 0
-    requests: int = 0
     prompt_tokens: int = 0
     reused_tokens: int = 0
     generated_tokens: int = 0
@@ -138,7 +136,6 @@ class Engine:
         stop_ids = self._eos_token_ids | request.stop_token_ids
         generation = Generation(request, on_token, on_error, tokens, prompt.size, limit, stop_ids)
         self._waiting.append(generation)
-        self.statistics.requests += 1
         return generation
 
     def cancel(self, generation: Generation) -> None:

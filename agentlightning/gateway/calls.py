@@ -15,7 +15,7 @@ from agentlightning.errors import AgentLightningError, BackendError
 from agentlightning.gateway.admission import admit, admit_relayed
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.attribution import Attributor, Caller, is_worker
-from agentlightning.gateway.backend import SESSION_HEADER, RelayedAnswer, RelayedCall, Sampling
+from agentlightning.gateway.backend import SESSION_HEADER, RelayedCall, Sampling
 from agentlightning.gateway.callers import caller_attributes
 from agentlightning.gateway.capture import Call
 from agentlightning.gateway.conversations import Conversations
@@ -25,7 +25,7 @@ from agentlightning.gateway.gates import Holding
 from agentlightning.gateway.generation import call_seed
 from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
 from agentlightning.gateway.recorder import CallStatistics, Recorder
-from agentlightning.gateway.request import NEUTRAL_PENALTIES, NOT_JSON, CallRefused, CallRequest
+from agentlightning.gateway.request import NEUTRAL_PENALTIES, CallRefused, CallRequest
 from agentlightning.semconv import CALL_REFUSED, ERROR_TYPE, FROZEN_HEADER, HTTP_STATUS
 from agentlightning.store.base import LightningStore
 from agentlightning.tracing.context import AttemptTracer
@@ -146,15 +146,20 @@ class Calls:
 
     async def count_tokens(
         self, endpoint: Endpoint, body: bytes, headers: Mapping[str, str], path_ids: tuple[str, str] | None
-    ) -> int:
-        """How many tokens the prompt of a call would have; nothing is numbered or captured. BackendError as in `open`,
-        and where the backend cannot count."""
+    ) -> bytes:
+        """The answer that says how many tokens the prompt of a call would have; nothing is numbered or captured.
+        BackendError as in `open`, and where the backend cannot count."""
         incoming = await self._incoming(endpoint, body, headers, path_ids)
         backend, fields = incoming.entry.backend, incoming.request.relayed
         if fields is None:
-            return await backend.count_tokens(_sent(incoming, incoming.admitted[0], "", None)[0])
+            count = await backend.count_tokens(_sent(incoming, incoming.admitted[0], "", None)[0])
+            return msgspec.json.encode({endpoint.counted_as: count})
         async with backend.relay(RelayedCall(endpoint.path, incoming.model, fields, _let_through(headers))) as answer:
-            return await _counted(answer)
+            body = b"".join([part async for part in answer.parts])
+        if answer.status != 200:
+            message = f"the backend did not count ({answer.status}): {body[:500].decode(errors='replace')}"
+            raise BackendError(message, status=answer.status if 400 <= answer.status < 500 else 502)
+        return body
 
     async def note_refusal(
         self, path: str, headers: Mapping[str, str], path_ids: tuple[str, str] | None, error: BackendError
@@ -236,20 +241,6 @@ def _effective_sampling(incoming: _Incoming, index: int | None) -> tuple[Samplin
     if sampling.seed is None and index is not None and seeded:
         sampling = msgspec.structs.replace(sampling, seed=call_seed(caller.run_seed, caller.sample, index))
     return sampling, overridden
-
-
-class _Counted(msgspec.Struct):
-    input_tokens: int
-
-
-async def _counted(answer: RelayedAnswer) -> int:
-    body = b"".join([part async for part in answer.parts])
-    try:
-        return msgspec.json.decode(body, type=_Counted).input_tokens
-    except NOT_JSON:
-        text, refused = body[:500].decode(errors="replace"), 400 <= answer.status < 500
-        message = f"the backend did not count ({answer.status}): {text}"
-        raise BackendError(message, status=answer.status if refused else 502) from None
 
 
 def _let_through(headers: Mapping[str, str]) -> dict[str, str]:

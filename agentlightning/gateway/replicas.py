@@ -14,7 +14,7 @@ from typing import Final, Protocol, runtime_checkable
 
 import msgspec
 
-from agentlightning.errors import BackendError, ConfigError
+from agentlightning.errors import BackendError
 from agentlightning.gateway.backend import Backend, BackendEvent, ModelCall, RelayedAnswer, RelayedCall, Started
 from agentlightning.gateway.backends.connection import BROKE_OFF, UNREACHABLE, WEIGHTS_UNKNOWN, Connection
 
@@ -74,8 +74,6 @@ class Replicas:
         check_seconds: float = 3.0,
         lost: Callable[[RemoteBackend], None] = lambda server: None,
     ) -> None:
-        if not backends:
-            raise ConfigError("a model needs at least one backend")
         self.replicas = tuple(map(Replica, backends))
         self.name = ", ".join(backend.name for backend in backends)
         self.captures_tokens = all(backend.captures_tokens for backend in backends)

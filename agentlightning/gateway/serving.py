@@ -148,8 +148,7 @@ class Serving:
     async def _count(self, endpoint: Endpoint, exchange: Exchange) -> None:
         """`POST /v1/messages/count_tokens` and its like."""
         body = await self._body(exchange)
-        count = await self._calls.count_tokens(endpoint, body, exchange.headers, exchange.ids)
-        exchange.end(msgspec.json.encode({endpoint.counted_as: count}))
+        exchange.end(await self._calls.count_tokens(endpoint, body, exchange.headers, exchange.ids))
 
     async def _generate(self, endpoint: Endpoint, exchange: Exchange) -> None:
         """`POST /v1beta/models/{model}:{method}`: Google's protocol."""

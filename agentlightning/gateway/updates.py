@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
 
 import msgspec
 
@@ -17,13 +18,16 @@ from agentlightning.gateway.replicas import RemoteBackend, servers_of
 
 _log = logging.getLogger(__name__)
 _ADAPTERS_NEED: Final = "vLLM 0.16 or later with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
-_NOT_THERE: Final = "no_such_route"
 _FAILED: Final = re.compile(r'"success"\s*:\s*false')  # what servers answer with 200 where a cache is in use
+
+
+class _NoRouteError(BackendError):
+    """The server has no such route."""
 
 
 async def load_weights(servers: Sequence[RemoteBackend], version: int, path: str) -> None:
     """Load the checkpoint at `path`, which every server can read, as policy `version`. Running calls of vLLM pause and
-    continue with it; SGLang must have none.
+    continue with it; SGLang aborts them.
 
     A server that fails gets no calls until it loads others, since its weights are unknown. BackendError 502 if all
     fail."""
@@ -37,13 +41,12 @@ async def load_weights(servers: Sequence[RemoteBackend], version: int, path: str
 
 async def load_adapter(connection: Connection, name: str, path: str) -> None:
     """Let a vLLM server serve the adapter at `path` as the model `name`. BackendError if it cannot."""
-    request = connection.url("load_lora_adapter"), {"lora_name": name, "lora_path": path}
-    await _post(connection, request, _ADAPTERS_NEED)
+    await _post(connection, connection.url("load_lora_adapter"), {"lora_name": name, "lora_path": path}, _ADAPTERS_NEED)
 
 
 async def unload_adapter(connection: Connection, name: str) -> None:
     """Remove it."""
-    await _post(connection, (connection.url("unload_lora_adapter"), {"lora_name": name}), _ADAPTERS_NEED)
+    await _post(connection, connection.url("unload_lora_adapter"), {"lora_name": name}, _ADAPTERS_NEED)
 
 
 def declare_version(entry: ModelEntry, version: int) -> None:
@@ -65,69 +68,49 @@ def keep_versions(replaced: ModelEntry, entry: ModelEntry) -> None:
             server.connection.unusable = before[server.name].unusable
 
 
-_Request: TypeAlias = tuple[str, dict[str, Any]]  # a POST of a body to a URL
-
-
-class _Script(NamedTuple):
-    """Requests in order: `load` changes the weights, `label` names them if the server can, `end` is made whatever
-    happened before. `needs` is what the server must be."""
-
-    needs: str
-    before: Sequence[_Request]
-    load: Sequence[_Request]
-    label: Sequence[_Request]
-    end: Sequence[_Request]
-
-
-def _script(server: RemoteBackend, version: int, path: str) -> _Script:
-    root = server.connection.root
-    if server.kind == "sglang":
-        # It drops its prefix cache by itself, and names the version in each answer.
-        weights = {"model_path": path, "weight_version": str(version)}
-        return _Script("SGLang 0.5 or later", (), [(f"{root}/update_weights_from_disk", weights)], (), ())
-    reload = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-    # Keys and values of the old weights are dropped for calls that are paused too: they are computed again.
-    reset = f"{root}/reset_prefix_cache?reset_running_requests=true"
-    return _Script(
-        "vLLM 0.16 or later with VLLM_SERVER_DEV_MODE=1",
-        before=[(f"{root}/pause?mode=keep", {})],
-        load=[(f"{root}/collective_rpc", reload), (reset, {})],
-        label=[(f"{root}/update_weight_version", {"new_version": str(version)})],
-        end=[(f"{root}/resume", {})],
-    )
-
-
 async def _load(server: RemoteBackend, version: int, path: str) -> BackendError | None:
     """The failure, if any."""
-    connection, script = server.connection, _script(server, version, path)
+    connection = server.connection
     connection.unusable = f"the weights at {server.name} are being updated; ask again"
     try:
-        try:
-            for request in (*script.before, *script.load):
-                await _post(connection, request, script.needs)
-            try:
-                for request in script.label:
-                    await _post(connection, request, script.needs)
-            except BackendError as error:
-                if error.code != _NOT_THERE:
-                    raise
-            # Before any token is sampled by them.
-            connection.version, connection.unusable = version, None
-        finally:
-            connection.failed_loads += connection.unusable is not None  # also where this is cancelled
-            for request in script.end:
-                await _post(connection, request, script.needs)
+        await (_load_sglang if server.kind == "sglang" else _load_vllm)(connection, version, path)
     except BackendError as error:
         connection.unusable = f"nobody knows the weights at {server.name}, which has not loaded version {version}"
         return error
     return None
 
 
-async def _post(connection: Connection, request: _Request, needs: str) -> None:
-    url, body = request
+async def _load_vllm(connection: Connection, version: int, path: str) -> None:
+    async def post(route: str, **body: Any) -> None:
+        await _post(connection, f"{connection.root}/{route}", body, "vLLM 0.16 or later with VLLM_SERVER_DEV_MODE=1")
+
+    try:
+        await post("pause?mode=keep")
+        await post("collective_rpc", method="reload_weights", kwargs={"weights_path": path})
+        # Keys and values of the old weights are dropped for calls that are paused too: they are computed again.
+        await post("reset_prefix_cache?reset_running_requests=true")
+        with suppress(_NoRouteError):  # only newer ones name the weights in their answers
+            await post("update_weight_version", new_version=str(version))
+        connection.version, connection.unusable = version, None  # before any token is sampled by them
+    finally:
+        connection.failed_loads += connection.unusable is not None  # also where this is cancelled
+        await post("resume")
+
+
+async def _load_sglang(connection: Connection, version: int, path: str) -> None:
+    # It drops its prefix cache by itself, and names the version in each answer.
+    weights = {"model_path": path, "weight_version": str(version), "abort_all_requests": True}
+    try:
+        await _post(connection, f"{connection.root}/update_weights_from_disk", weights, "SGLang 0.5 or later")
+        connection.version, connection.unusable = version, None
+    finally:
+        connection.failed_loads += connection.unusable is not None
+
+
+async def _post(connection: Connection, url: str, body: Mapping[str, Any], needs: str) -> None:
     async with connection.posted(url, msgspec.json.encode(body), control=True) as response:
         text = (await response.read())[:500].decode(errors="replace")
         if response.status in (401, 403, 404, 405):
-            raise BackendError(f"{url} answers {response.status}: {text}; needed is {needs}", code=_NOT_THERE)
+            raise _NoRouteError(f"{url} answers {response.status}: {text}; needed is {needs}")
         if response.status != 200 or _FAILED.search(text):
             raise BackendError(f"{url} answered {response.status}: {text}")

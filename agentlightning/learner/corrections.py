@@ -190,15 +190,8 @@ def _try(name: str, function: CorrectionFunction) -> None:
             )
 
 
-# --- a batch -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A sequence, and the log-probabilities of its sampled tokens before the step, float32[N]."""
-
-    sequence: TrainingSequence
-    proximal: FloatArray
+# A sequence, and the log-probabilities of its sampled tokens before the step, float32[N].
+Prepared: TypeAlias = tuple[TrainingSequence, FloatArray]
 
 
 def prepare(
@@ -211,7 +204,7 @@ def prepare(
     totals, made = Totals(version), list[Prepared]()
     for sequence, logprobs in zip(batch, learner.logprobs(batch, temperature), strict=True):
         totals.compare(logprobs - from_numpy(sequence.logprobs), from_numpy(sequence.versions))
-        made.append(Prepared(sequence, logprobs.numpy()))
+        made.append((sequence, logprobs.numpy()))
     return made, totals.mismatch()
 
 
@@ -225,9 +218,8 @@ def corrected(
     A weight can be a factor of the advantage because every loss allowed with `Old` proximal is proportional to it."""
     from torch import from_numpy
 
-    sequences = [item.sequence for item in part]
+    sequences, proximal = [sequence for sequence, _ in part], [proximal for _, proximal in part]
     transitions = Tokens(sequences).calls
-    proximal = [item.proximal for item in part]
     logprobs = ([sequence.logprobs for sequence in sequences], proximal, present or proximal)
     behaviour_to_present = (from_numpy(np.concatenate(logprob)) for logprob in logprobs)
     weights, kept, masked = corrections.of(*behaviour_to_present, transitions=from_numpy(transitions))
@@ -242,11 +234,11 @@ def corrected(
         metrics |= {"weight_mean": float(own.mean()), "weight_min": float(own.min()), "weight_max": float(own.max())}
     ends = np.cumsum([len(sequence.positions) for sequence in sequences])[:-1]
     made: list[TrainingSequence] = []
-    for item, of, keeps in zip(part, np.split(weights.numpy(), ends), np.split(kept.numpy(), ends), strict=True):
-        sequence = item.sequence
+    split = (np.split(weights.numpy(), ends), np.split(kept.numpy(), ends))
+    for (sequence, before), of, keeps in zip(part, *split, strict=True):
         if old == "proximal":
             advantages = (sequence.advantages * of).astype(sequence.advantages.dtype)
-            sequence = replace(sequence, logprobs=item.proximal, advantages=advantages)
+            sequence = replace(sequence, logprobs=before, advantages=advantages)
         if keeps.any() or sequence.observed is not None:
             made.append(sequence if keeps.all() else sequence.only(keeps))
     return made, metrics

@@ -36,7 +36,6 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from agentlightning.data.references import mark_of
 from agentlightning.data.sequences import MicroBatch, TrainingSequence
 from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.data.transitions import FloatArray
@@ -85,9 +84,10 @@ class FsdpLearner:
                     ours, theirs = Pipe()
                     self._ranks.append(ours)
                     with theirs:
+                        own = (str(theirs.fileno()), self._place, str(rank), str(processes))
                         started = subprocess.Popen(
-                            (sys.executable, "-m", __name__, str(theirs.fileno()), self._place),
-                            env=_environment(rank, processes),
+                            (sys.executable, "-m", __name__, *own),
+                            env=_environment(processes),
                             stdin=subprocess.DEVNULL,
                             stdout=output,
                             stderr=output,
@@ -115,16 +115,13 @@ class FsdpLearner:
         shutil.rmtree(self._place, ignore_errors=True)
 
     def values(self, batch: Sequence[TrainingSequence]) -> list[FloatArray]:
-        return self._call("values", _without_origins(batch))
+        return self._call("values", batch)
 
     def step(self, batch: Sequence[TrainingSequence], loss: Loss, version: int | None = None) -> dict[str, float]:
-        asks = mark_of(loss.function, "tokens") or callable(loss.aggregation)
-        return self._call("step", batch if asks else _without_origins(batch), loss, version)
+        return self._call("step", batch, loss, version)
 
     def logprobs(self, batch: Sequence[TrainingSequence], temperature: float = 1.0) -> list[Tensor]:
-        return [
-            torch.from_numpy(array) for array in self._call("logprobs_as_arrays", _without_origins(batch), temperature)
-        ]
+        return [torch.from_numpy(array) for array in self._call("logprobs", batch, temperature)]
 
     def export(self, directory: Path, form: WeightsForm) -> None:
         self._call("export", directory.absolute(), form)
@@ -176,11 +173,6 @@ class FsdpLearner:
             ) from None
 
 
-def _without_origins(batch: Sequence[TrainingSequence]) -> list[TrainingSequence]:
-    """The batch without tasks, which may be large: each process would read them."""
-    return [replace(sequence, origin=None) for sequence in batch]
-
-
 def check_devices(device: str, processes: int) -> None:
     """ConfigError unless so many processes can train on this device: one GPU each, or all on the CPU."""
     if device not in ("cpu", "cuda"):
@@ -192,14 +184,13 @@ def check_devices(device: str, processes: int) -> None:
         )
 
 
-def _environment(rank: int, processes: int) -> dict[str, str]:
+def _environment(processes: int) -> dict[str, str]:
     """The environment of a process: this one's, plus the module search path, since a user's loss function is imported
     again. Processes communicate on this machine only."""
     threads = str(max(1, (os.cpu_count() or 1) // processes))
     places = os.pathsep.join(place or os.getcwd() for place in sys.path)
-    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes), "PYTHONPATH": places}
     loopback = "lo" if sys.platform == "linux" else "lo0"
-    own |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+    own = {"PYTHONPATH": places, "GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
     return {"OMP_NUM_THREADS": threads, **os.environ, **own}
 
 
@@ -257,10 +248,6 @@ class ShardedLearner(TorchLearner):
     def _joined(self, parts: Tensor) -> Tensor:
         dist.all_reduce(parts)
         return parts
-
-    def logprobs_as_arrays(self, batch: Sequence[TrainingSequence], temperature: float) -> list[FloatArray]:
-        """The log-probabilities as arrays: pickled tensors would include the whole storage that they are views of."""
-        return [logprob.numpy() for logprob in self.logprobs(batch, temperature)]
 
     def export(self, directory: Path, form: WeightsForm) -> None:
         self._write(directory, self._gathered(self.model.state_dict(keep_vars=True)))
@@ -336,20 +323,20 @@ def _like(whole: Tensor, own: Tensor) -> Tensor:
     return distribute_tensor(whole.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
 
 
-def main(descriptor: int, place: str) -> None:
+def main(descriptor: int, place: str, rank: int, processes: int) -> None:
     """Serve the trainer at the other end of the socket `descriptor`; the processes meet in the directory `place`."""
-    rank, trainer = int(os.environ["RANK"]), Connection(descriptor)
+    trainer = Connection(descriptor)
     calls: SimpleQueue[Any] = SimpleQueue()
     threading.Thread(target=_read, args=(trainer, calls, place), daemon=True).start()
     settings: Settings = calls.get()
     on_gpu = torch.device(settings.device).type == "cuda"
     if on_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(rank)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         init_method=f"file://{place}/store",  # a store on a port would be reachable from the network
         rank=rank,
-        world_size=int(os.environ["WORLD_SIZE"]),
+        world_size=processes,
         timeout=timedelta(hours=1),  # others wait while one loads a model; the trainer notices a process that ends
     )
     learner = ShardedLearner(settings)
@@ -359,6 +346,8 @@ def main(descriptor: int, place: str) -> None:
         answer, error = None, None
         try:
             answer = getattr(learner, method)(*arguments)
+            if method == "logprobs":  # pickled tensors would include the whole storage that they are views of
+                answer = [logprob.numpy() for logprob in answer]
         except AgentLightningError as raised:  # raised by all processes alike
             error = raised
         except OSError as raised:  # raised by one process, reading or writing files; in a step the others would hang
@@ -381,4 +370,4 @@ def _read(trainer: Connection, calls: SimpleQueue[Any], place: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -37,7 +37,7 @@ def _is_made(source: Source) -> bool:
     return isinstance(source, Policy) or is_reference(str(source))
 
 
-@dataclass(frozen=True)
+@dataclass
 class PairSettings:
     """How models are opened, by settings of `Trainer`, `serve_policy` and `TorchLearner`. Only with a `loss` are they
     trained and is memory reserved for that. With `overlaps`, rollouts continue while the weights change.
@@ -91,8 +91,7 @@ class PairSettings:
         )
         if place.remote and self.loss is not None:
             check_training(place, self.loss, self.lora)
-        for name, value in (("place", place), ("sampling", sampling), ("dtype", dtype)):
-            object.__setattr__(self, name, value)
+        self.place, self.sampling, self.dtype = place, sampling, dtype
 
     @property
     def _on_gpu(self) -> bool:

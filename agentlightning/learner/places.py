@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Mapping
-from typing import Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
 from agentlightning.data.references import mark_of
-from agentlightning.errors import ConfigError, nearest
+from agentlightning.errors import ConfigError
 
 HOSTED: Final = "hosted"
 START: Final = "start"
@@ -47,7 +47,7 @@ class LearnerPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             length and the number of sequences (`mean`).
     """
 
-    fsdp: int | None = None
+    fsdp: Annotated[int, msgspec.Meta(ge=1)] | None = None
     tinker: str | None = None
     verl: str | None = None
     tokenizer: str | None = None
@@ -106,8 +106,6 @@ def read_learner(given: str | Mapping[str, Any] | None) -> LearnerPlace:
     named = [name for name in ("fsdp", "tinker", "verl") if getattr(place, name) is not None]
     if len(named) > 1 or (given and not isinstance(given, str) and not named):
         raise ConfigError(f"learner names {', '.join(named) or 'no place'}; {_LEARNERS}")
-    if place.fsdp is not None and place.fsdp < 1:
-        raise ConfigError(f"learner: fsdp is {place.fsdp}; {_LEARNERS}")
     if place.remote and place.url != HOSTED and not _is_url(place.url):
         raise ConfigError(f"learner: {place.url!r} is not a Tinker server's URL: write http://host:port, or hosted")
     if place.reduction and place.tinker is None:
@@ -134,16 +132,13 @@ def read_sampler(given: str | Mapping[str, Any] | None) -> SamplerPlace | None:
 
 
 def _read(name: str, given: Any, words: Mapping[str, Any], kind: type[T], forms: str) -> T:
-    for key in given if isinstance(given, Mapping) else ():
-        if key not in kind.__struct_fields__:
-            raise ConfigError(f"{name}: unknown key {key!r}; {nearest(str(key), kind.__struct_fields__)}")
     if isinstance(given, str) and given not in words:
         raise ConfigError(f"{name} is {given!r}; {forms}")
     try:
         return msgspec.convert(words[given] if isinstance(given, str) else given or {}, kind)
     except msgspec.ValidationError as error:  # its text contains no values, such as the key
-        what, _, key = str(error).rstrip("`").partition(" - at `$")
-        raise ConfigError(f"{name}{key}: {what[0].lower()}{what[1:]}; {forms}") from None
+        what, _, key = str(error).partition(" - at `$")
+        raise ConfigError(f"{name}{key.rstrip('`')}: {what[0].lower()}{what[1:]}; {forms}") from None
 
 
 def _is_url(text: str) -> bool:
@@ -153,13 +148,13 @@ def _is_url(text: str) -> bool:
 def check_together(learner: LearnerPlace, sampler: SamplerPlace | None, **settings: Any) -> None:
     """ConfigError for settings of a run that do not go with its places. `settings` have users' names; None, False and 0
     mean not set, and `models` is a number."""
-    several = settings.pop("models", 1) != 1
     given = {name for name, value in settings.items() if value}
+    if settings.get("models", 1) != 1:
+        given.add("several models, or none")
 
     def refuse(what: str, reasons: Mapping[str, str]) -> None:
-        for name, reason in reasons.items():
-            if name in given or (name == "several models, or none" and several):
-                raise ConfigError(f"{what} goes without {name}: {reason}")
+        for name in [name for name in reasons if name in given]:
+            raise ConfigError(f"{what} goes without {name}: {reasons[name]}")
 
     if sampler is not None:
         alone = "it serves only the trained model"

@@ -37,7 +37,6 @@ class Policy:
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    name: str = "policy"
     adapter: Adapter | None = None
 
     @property
@@ -130,12 +129,11 @@ def load_policy(source: str | Path, *, device: str | None = None, dtype: str = "
 
     Weights are float32 on every device unless `dtype` is given. ConfigError for a problem with path, model or device.
     """
-    path = Path(source)
     device = choose_device(device)
     tokenizer = load_tokenizer(source)
     with _found(source) as place:
         model = _load_model(place, getattr(torch, dtype))
-    return Policy(cast(Any, model).to(device), tokenizer, name=path.name if path.exists() else str(source))
+    return Policy(cast(Any, model).to(device), tokenizer)
 
 
 def empty_policy(source: str | Path, *, dtype: str = "float32") -> Policy:
@@ -184,14 +182,6 @@ def _load_model(source: str | Path, dtype: torch.dtype) -> PreTrainedModel:
         simplefilter("ignore", FutureWarning)  # peft uses a deprecated name of transformers
         wrapped: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, **arguments), str(source))
     return wrapped.merge_and_unload()
-
-
-def check_model(source: str | Path) -> None:
-    """ConfigError if `open_policy` would find no such model; loads nothing."""
-    if is_reference(str(source := fetched_model(source))):
-        load_reference(str(source))
-    else:
-        load_tokenizer(source)
 
 
 @contextmanager

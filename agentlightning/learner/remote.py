@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from agentlightning.data.sequences import TrainingSequence
-from agentlightning.errors import BackendError, ConfigError, UnavailableError
+from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.backend import Backend, BackendEvent, Delta, ModelCall, RelayedAnswer, RelayedCall, Sampling
 from agentlightning.gateway.backends.connection import BROKE_OFF, UNREACHABLE, Connection
 from agentlightning.gateway.backends.factory import with_version
@@ -35,7 +35,7 @@ from agentlightning.learner.servers import StartedServer
 _log = logging.getLogger(__name__)
 
 PROBED_TOKENS: Final = 16
-_PATIENCE: Final = 300.0  # seconds for calls to finish, if a server cannot pause them, and for a server to recover
+_PATIENCE: Final = 300.0  # seconds for a server to recover
 _LOOK_SECONDS: Final = 1.0  # between checks for lost servers
 _HEALTH_SECONDS: Final = 2.0
 _ADAPTERS_KEPT: Final = 2  # on a server, beside the newest; a running call continues with an unloaded one
@@ -107,8 +107,7 @@ class RemoteSampler:
         self.name, self.relays = self._replicas.name, self._replicas.relays
         self.captures_tokens, self.seeded = self._replicas.captures_tokens, self._replicas.seeded
         self.generated_tokens = 0
-        self.pauses = place.kind == "vllm"  # calls continue through a publication; otherwise they end before it
-        self.patience = _PATIENCE
+        self._streams = place.kind == "vllm"
         self._activity = Activity()
 
     @property
@@ -129,10 +128,10 @@ class RemoteSampler:
             of_ids: Any = server
             if isinstance(server, VllmBackend):
                 if server.model is None and len(served) != 1:
-                    names = ", ".join(model.id for model in served) or "nothing"
+                    names = ", ".join(served) or "nothing"
                     raise ConfigError(f"the sampler at {server.name} serves {names}: choose one as `model`")
-                server.model, of_ids = server.model or served[0].id, server.of_ids
-            lengths = {model.max_model_len for model in served if model.max_model_len} | {self._max_sequence_length}
+                server.model, of_ids = server.model or next(iter(served)), server.of_ids
+            lengths = {*served.values(), self._max_sequence_length}
             of_ids.max_sequence_length = min((length for length in lengths if length is not None), default=None)
             await probe(server, "policy", train)
 
@@ -162,8 +161,6 @@ class RemoteSampler:
             if self.takes == "whole":
                 self._usable.clear()
             try:
-                if not self.pauses:
-                    await self._finished()
                 await self._load(self._servers, weights)
             finally:
                 self._open_or_close()
@@ -253,35 +250,17 @@ class RemoteSampler:
                 with suppress(BackendError):  # a lost server has forgotten it
                     await unload_adapter(server.connection, name)
 
-    async def _finished(self) -> None:
-        """Wait for running calls, since SGLang loads no weights while it answers. Calls that take too long restart with
-        the new weights."""
-        for last in (False, True):
-            try:
-                async with asyncio.timeout(self.patience):
-                    await self._activity.none.wait()
-                return
-            except TimeoutError:
-                running = self._activity.running
-                if last:
-                    raise UnavailableError(f"{running} calls at {self.name} still run although aborted") from None
-                _log.warning("%d calls have taken %g seconds: new weights wait no longer", running, self.patience)
-                for server in self._servers:
-                    with suppress(BackendError):  # a lost server answers nothing
-                        await _post(server.connection, "abort_request", b'{"rid": "", "abort_all": true}')
-
     # --- the backend ---
 
     async def answer(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
-        events = self._answered(call)
-        async with aclosing(events if self.pauses else _read_ahead(events)) as events:
-            async for event in events:
-                yield event
-
-    async def _answered(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
+        """See `Backend.answer`. New weights end a call at SGLang, which is therefore not streamed and begins anew; nor
+        can an agent that does not read its answer delay them."""
+        if not self._streams:
+            call = msgspec.structs.replace(call, stream=False)
         started, repeated = False, False
         while True:
             await self._usable.wait()
+            weights = self._weights
             try:
                 with self._activity:
                     async with aclosing(self._replicas.answer(call)) as events:
@@ -292,7 +271,8 @@ class RemoteSampler:
                             yield event
                 return
             except BackendError:
-                if started or repeated or self._usable.is_set():  # this call may be what crashes its servers
+                may_go_on = not self._usable.is_set() or self._weights is not weights
+                if started or repeated or not may_go_on:  # this call may be what crashes its servers
                     raise
                 repeated = True
 
@@ -312,47 +292,15 @@ async def _post(connection: Connection, route: str, body: bytes = b"{}") -> None
         await response.read()
 
 
-async def _read_ahead(events: AsyncGenerator[BackendEvent, None]) -> AsyncGenerator[BackendEvent, None]:
-    """The events, read as they arrive, so that an agent that does not read its answer cannot delay new weights."""
-    read: asyncio.Queue[BackendEvent | None] = asyncio.Queue()
-
-    async def fill() -> None:
-        try:
-            async with aclosing(events):
-                async for event in events:
-                    read.put_nowait(event)
-        finally:
-            read.put_nowait(None)
-
-    filling = asyncio.create_task(fill())
-    try:
-        while (event := await read.get()) is not None:
-            yield event
-        await filling  # raises its error
-    finally:
-        filling.cancel()
-        await asyncio.gather(filling, return_exceptions=True)
-
-
-class _Served(msgspec.Struct):
-    id: str
-    parent: str | None = None  # of an adapter
-    max_model_len: int | None = None
-
-
-class _ServedModels(msgspec.Struct):
-    data: list[_Served]
-
-
-async def _served(server: RemoteBackend) -> list[_Served]:
-    """The server's models, without adapters."""
+async def _served(server: RemoteBackend) -> dict[str, int | None]:
+    """The longest sequence of each of the server's models, without adapters."""
     url = server.connection.url("models")
     try:
         async with server.connection.posted(url, None, accepted=True) as response:
-            served = msgspec.json.decode(await response.read(), type=_ServedModels)
-    except (BackendError, msgspec.DecodeError) as error:
+            listed = msgspec.json.decode(await response.read())["data"]
+        return {model["id"]: model.get("max_model_len") for model in listed if model.get("parent") is None}
+    except (BackendError, msgspec.DecodeError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"the sampler at {server.name} does not list its models: {error}") from None
-    return [model for model in served.data if model.parent is None]
 
 
 async def short_answer(backend: Backend) -> TrainingSequence:

@@ -219,7 +219,7 @@ def warm_start(
         if len(left) < BATCH:
             left = generator.sample(sequences, len(sequences))
         batch, left = left[:BATCH], left[BATCH:]
-        share = min(1.0, step / WARM_UP, (steps - step + 1) / min(COOL_DOWN, steps / 2))
+        share = min(1.0, step / WARM_UP, (steps - step + 1) / min(COOL_DOWN, 0.6 * steps))
         learner.config = replace(config, learning_rate=config.learning_rate * share)
         learner.step(batch, Loss("policy_gradient"))
 

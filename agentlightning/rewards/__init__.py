@@ -4,9 +4,8 @@ Each takes the agent's answer and the right one, and returns a float. They know 
 the judge records spans, inside a rollout.
 """
 
+from agentlightning.rewards.answers import exact_match, extract_number, normalize_answer, numeric_equal, token_f1
 from agentlightning.rewards.judge import LLMJudge
-from agentlightning.rewards.numbers import extract_number, numeric_equal
-from agentlightning.rewards.text import exact_match, normalize_answer, token_f1
 
 __all__ = [
     "LLMJudge",

@@ -1,27 +1,29 @@
 """Who may do what: the admin key opens everything, an issued key what its scopes say, an attempt's key only its own
-attempt's spans.
+attempt's spans. A browser sends a key once, and a cookie that no script can read stands for it afterwards.
 
-This module knows keys and scopes. It does not know routes or what they do.
+This module knows keys, scopes and cookies. It does not know routes or what they do.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import secrets
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
+from urllib.parse import urlsplit
 
 import msgspec
+from starlette.requests import cookie_parser
 
 from agentlightning.errors import ConflictError, ForbiddenError, UnavailableError
-from agentlightning.gateway.attribution import api_key_of
-from agentlightning.gateway.locality import why_elsewhere
+from agentlightning.gateway.attribution import api_key_of, why_elsewhere
 from agentlightning.semconv import CALL, REWARD
-from agentlightning.server.sessions import Sessions
-from agentlightning.store.access_keys import audit
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
+from agentlightning.store.records import audit
 from agentlightning.tracing.dialects import speaks_for_gateway
 from agentlightning.types import Credential, KeyScope, Span
 
@@ -37,6 +39,8 @@ _ATTEMPT_TOTAL: Final = 256 << 20  # bytes of spans from an attempt's key
 _COUNTED: Final = 100_000  # attempts, the latest
 _SPAN_BYTES: Final = 2048  # that a span counts for besides, as it takes no less to store and to read
 ATTEMPT_BYTES: Final = 16 << 20  # of spans in a request; one of many small parts takes a hundred times that to read
+_SESSION_SECONDS: Final = 7 * 24 * 3600
+_SESSIONS: Final = 1000  # the oldest end before there are more
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,57 @@ class Principal:
 
 
 _REWARDS: Final = f"{REWARD}."
+
+
+class Sessions:
+    """The sessions of one server, in memory: they end when it does."""
+
+    def __init__(self) -> None:
+        self._keys: dict[str, tuple[str, float]] = {}  # by token, with when it ends; oldest first
+
+    def begin(self, headers: Mapping[str, str], key: str, *, secure: bool) -> str:
+        """The value of Set-Cookie that begins a session of `key`."""
+        if len(self._keys) >= _SESSIONS:
+            del self._keys[next(iter(self._keys))]
+        token = secrets.token_urlsafe(32)
+        self._keys[token] = key, time.monotonic() + _SESSION_SECONDS
+        return _cookie(headers, token, _SESSION_SECONDS, secure=secure)
+
+    def end(self, headers: Mapping[str, str], *, secure: bool) -> str:
+        """The value of Set-Cookie that ends the session of a request, if it has one."""
+        self._keys.pop(_token(headers), None)
+        return _cookie(headers, "", 0, secure=secure)
+
+    def key_of(self, headers: Mapping[str, str]) -> str | None:
+        """The key that a request's cookie stands for. ForbiddenError if another site's page sent it."""
+        key, ends = self._keys.get(_token(headers), (None, 0.0))
+        if key is None or time.monotonic() >= ends:
+            return None
+        require_same_origin(headers)
+        return key
+
+
+def require_same_origin(headers: Mapping[str, str]) -> None:
+    """ForbiddenError if a browser says that a page from elsewhere asks. `SameSite` does not tell ports apart, and
+    browsers send `Origin` with whatever can change something, and with what a script of another origin could read."""
+    origin = headers.get("origin")
+    elsewhere = origin is not None and urlsplit(origin).netloc != headers.get("host")
+    if elsewhere or headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+        raise ForbiddenError(f"a page of {origin or 'another site'} may not use this session; open the server's own")
+
+
+def _name(headers: Mapping[str, str]) -> str:
+    """Cookies are shared by all ports of a host: each server has one of its own name."""
+    return f"agl_session_{headers.get('host', '').rpartition(':')[2]}".replace(".", "_")
+
+
+def _token(headers: Mapping[str, str]) -> str:
+    return cookie_parser(headers.get("cookie", "")).get(_name(headers), "")
+
+
+def _cookie(headers: Mapping[str, str], token: str, seconds: int, *, secure: bool) -> str:
+    value = f"{_name(headers)}={token}; Path=/; Max-Age={seconds}; HttpOnly; SameSite=Strict"
+    return f"{value}; Secure" if secure else value
 
 
 class Access:

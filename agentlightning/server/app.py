@@ -1,8 +1,5 @@
-"""One application: calls over HTTP, events, health, metrics, documentation and the page in ASGI; and beside it the LLM
-calls of a gateway.
-
-This module wires routes and turns typed errors into answers. It does not open sockets.
-"""
+"""One ASGI application of calls, events, health, metrics, documentation and the page; beside it the LLM calls of a
+gateway."""
 
 from __future__ import annotations
 
@@ -19,11 +16,11 @@ from starlette.responses import Response
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.models import ModelTable
-from agentlightning.server.access import Access
+from agentlightning.server.access import Access, Sessions
 from agentlightning.server.dashboard import page_routes, page_views
 from agentlightning.server.events import EventRoutes
 from agentlightning.server.health import Reading, ServerMetrics, gateway_readings, health_routes
-from agentlightning.server.limits import LargeBodies, Limited, Limits, RateLimit, limit_of
+from agentlightning.server.limits import Limited, Limits
 from agentlightning.server.logs import LogFormat, Observed, log_request
 from agentlightning.server.models import MODEL_CALLS, Models, RegisterModel
 from agentlightning.server.openapi import documentation_routes
@@ -32,7 +29,6 @@ from agentlightning.server.protocol import LlmCalls
 from agentlightning.server.requests import defect, failure, refusal
 from agentlightning.server.rest import LongPolls, Perform, Rest
 from agentlightning.server.reward_url import reward_route
-from agentlightning.server.sessions import Sessions
 from agentlightning.store.base import CALLS, LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.many import ManyStores
@@ -120,8 +116,7 @@ def create_app(
     routes.append((metrics := ServerMetrics(store, access, shown)).route())
     routes += documentation_routes(described, protected=protected)
     listeners = [metrics.count, log_request] if access_log else [metrics.count]
-    rate = None if rate_limit is None else RateLimit(limit_of(rate_limit), access)
-    limits = Limits(rate, LargeBodies(body_limit) if access is not None and protected else None)
+    limits = Limits(access, rate_limit, body_limit if access is not None and protected else None)
     layers = [Middleware(Observed, routes=routes, listeners=listeners), Middleware(Limited, limits=limits), *inner]
     answers = dict.fromkeys((AgentLightningError, HTTPException, Exception), _answer_to)
     app = Starlette(routes=routes, middleware=layers, exception_handlers=answers)

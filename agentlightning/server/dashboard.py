@@ -1,8 +1,5 @@
-"""The dashboard over HTTP: its page at `/`, sessions of browsers, and the views of `agentlightning.dashboard`.
-
-A view reads the store in the caller's name: what their key may not call through the store's own interface, it does not
-reach here either.
-"""
+"""The dashboard over HTTP: its page at `/`, sessions of browsers, and its views, each for keys with
+its scope."""
 
 from __future__ import annotations
 
@@ -22,13 +19,12 @@ from starlette.routing import BaseRoute, Route
 from agentlightning.dashboard.runs import Measured
 from agentlightning.dashboard.tokens import SpellsTokens, Tokenizers
 from agentlightning.dashboard.views import VIEWS, Sources, View
-from agentlightning.errors import NotFoundError, UnavailableError
+from agentlightning.errors import InvalidError, NotFoundError, UnavailableError
 from agentlightning.gateway.models import ModelTable
-from agentlightning.server.access import Access, Principal, UnauthenticatedError
+from agentlightning.server.access import Access, Principal, UnauthenticatedError, require_same_origin
 from agentlightning.server.logs import note_caller
-from agentlightning.server.requests import asked_of, caller_of, in_json
+from agentlightning.server.requests import caller_of, in_json, receive_body
 from agentlightning.server.rest import PREFIX, Perform
-from agentlightning.server.sessions import require_same_origin
 from agentlightning.store.base import CALLS, LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.many import ManyStores
@@ -66,22 +62,6 @@ class SentKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: str
 
 
-class ConfinedStore(LightningStore):
-    """The store as one caller may use it."""
-
-    def __init__(self, store: LightningStore, scope: Principal) -> None:
-        self._store = store
-        self._scope = scope
-
-    async def perform(self, call: Call) -> Any:
-        self._scope.require(type(call))
-        self._scope.check(call)
-        return await self._store.perform(call)
-
-    async def close(self) -> None:
-        """The store belongs to the server."""
-
-
 def page_views(store: LightningStore, models: ModelTable) -> tuple[Sequence[type[Call]], Perform]:
     """The views of the page, and what makes one for a caller."""
     served = {entry.name: entry.backend.token_bytes for entry in models if isinstance(entry.backend, SpellsTokens)}
@@ -95,7 +75,7 @@ def page_views(store: LightningStore, models: ModelTable) -> tuple[Sequence[type
 
     async def perform(call: Call, caller: Principal) -> Any:
         assert isinstance(call, View)
-        return await call.read(Sources(ConfinedStore(store, caller), tokenizers, measured, caller.name))
+        return await call.read(Sources(store, tokenizers, measured, caller.name))
 
     return VIEWS, perform
 
@@ -131,7 +111,10 @@ def page_routes(access: Access, *, protected: bool, reading: bool) -> list[BaseR
             scope = await caller_of(request, access)
             scope.require(CALLS["page_rollouts"])
         else:
-            key = (await asked_of(request, SentKey, _LONGEST_KEY)).key
+            try:
+                key = msgspec.json.decode(await receive_body(request.receive, _LONGEST_KEY), type=SentKey).key
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise InvalidError(f"the body is not as it should be: {error}") from None
             scope = await scope_of(request, key)
             if scope == Principal():  # whoever is here needs no key, and this one is none
                 raise UnauthenticatedError("the key is not valid here; this server needs none from this machine")

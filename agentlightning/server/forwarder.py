@@ -1,8 +1,5 @@
-"""What is stored goes on to a collector of the user's own, as OTLP over HTTP.
-
-OpenTelemetry's batch processor and exporter queue, send and retry in a thread of their own, so that no write waits for
-them. This module turns our spans into theirs and counts what became of them.
-"""
+"""What is stored goes on to a collector of the user's own, as OTLP over HTTP: OpenTelemetry's batch processor and
+exporter queue, send and retry in a thread of their own."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""Connections passed between the processes of one server: each worker answers the calls of its own attempts, and the
-owner of the store whatever is no LLM call.
-
-A connection goes with what was read from it, through a Unix socket of the process that is to answer. Knows descriptors
-and whose a request is. Knows no HTTP.
-"""
+"""Connections passed between the processes of one server, with what was read from them: each worker answers the calls
+of its own attempts, and the owner of the store whatever is no LLM call. Knows descriptors; no HTTP."""
 
 from __future__ import annotations
 

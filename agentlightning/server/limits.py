@@ -1,8 +1,5 @@
 """How many requests a caller may make, counted by the `limits` library, and how many bytes of large ones are read at
-once.
-
-A caller is who a valid key stands for, else an address.
-"""
+once. A caller is who a valid key stands for, else an address."""
 
 from __future__ import annotations
 
@@ -50,46 +47,31 @@ class RateExceededError(AgentLightningError):
         self.seconds = seconds
 
 
-class RateLimit:
-    """Refuses callers who make more requests than the `limit`. Addresses are those of the connection: what a header
-    says of them is not believed."""
+class Limits:
+    """What callers may ask and send: requests at the `rate`, per second, and large bodies. Those of a caller that are
+    read and not yet answered have at most `budget` bytes together; further ones wait unread. A body of unknown length
+    counts as the `longest`; without that, bodies are not limited.
 
-    def __init__(self, limit: RateLimitItemPerSecond, access: Access | None) -> None:
-        self._access = access
-        self._limit = limit
+    Addresses are those of the connection: what a header says of them is not believed."""
+
+    def __init__(
+        self, access: Access | None, rate: float | None, longest: int | None = None, budget: int = 256 << 20
+    ) -> None:
+        self._access, self._longest, self._budget = access, longest, budget
+        self._rate = None if rate is None else limit_of(rate)
         self._limiter = SlidingWindowCounterRateLimiter(MemoryStorage())
-
-    async def check(self, path: str, headers: Mapping[str, str], address: str) -> None:
-        """Count a request, from this address. RateExceededError if it is one too many."""
-        if path in _UNLIMITED:
-            return
-        caller = None if self._access is None else await self._access.name_of(headers)
-        caller = caller or f"address {_network(address)}"
-        if not await self._limiter.hit(self._limit, caller):
-            stats = await self._limiter.get_window_stats(self._limit, caller)
-            raise RateExceededError(min(max(1, math.ceil(stats.reset_time - time.time())), self._limit.get_expiry()))
-
-
-class LargeBodies:
-    """The large bodies of one caller that are read and not yet answered have at most `budget` bytes together; further
-    ones wait unread. A caller is a key, or an address without one. A body of unknown length counts as `limit` bytes."""
-
-    def __init__(self, limit: int, budget: int = 128 << 20) -> None:
-        self._limit, self._budget = limit, budget
-        self._sizes = Counter[str]()  # by caller
+        self._sizes = Counter[str]()  # of large bodies, by caller
         self._freed = asyncio.Event()
 
-    def size(self, method: str, headers: Mapping[str, str]) -> int:
-        """What the body of a request counts for: 0 if it is not large."""
-        if method in ("GET", "HEAD"):
-            return 0
-        length = headers.get("content-length", "")
-        size = min(int(length), self._limit) if length.isdigit() and len(length) < 20 else self._limit
-        return size if size > _SMALL else 0
-
     @asynccontextmanager
-    async def reading(self, size: int, headers: Mapping[str, str], address: str) -> AsyncGenerator[None]:
-        """Wait until a body of this size may be read; it counts until the block ends."""
+    async def within(self, method: str, path: str, headers: Mapping[str, str], address: str) -> AsyncGenerator[None]:
+        """Answer a request in this block. RateExceededError if it is one too many; a large body waits for room."""
+        if self._rate is not None and path not in _UNLIMITED:
+            await self._count(self._rate, headers, address)
+        size = self._size(method, headers)
+        if not size:
+            yield
+            return
         caller = api_key_of(headers) or _network(address)
         while self._sizes[caller] and self._sizes[caller] + size > self._budget:
             await self._freed.wait()
@@ -103,23 +85,20 @@ class LargeBodies:
             self._freed.set()
             self._freed.clear()
 
+    async def _count(self, limit: RateLimitItemPerSecond, headers: Mapping[str, str], address: str) -> None:
+        caller = None if self._access is None else await self._access.name_of(headers)
+        caller = caller or f"address {_network(address)}"
+        if not await self._limiter.hit(limit, caller):
+            stats = await self._limiter.get_window_stats(limit, caller)
+            raise RateExceededError(min(max(1, math.ceil(stats.reset_time - time.time())), limit.get_expiry()))
 
-class Limits:
-    """What callers may ask and send."""
-
-    def __init__(self, rate: RateLimit | None, bodies: LargeBodies | None) -> None:
-        self._rate, self._bodies = rate, bodies
-
-    @asynccontextmanager
-    async def within(self, method: str, path: str, headers: Mapping[str, str], address: str) -> AsyncGenerator[None]:
-        """Answer a request in this block. RateExceededError if it is one too many; a large body waits for room."""
-        if self._rate is not None:
-            await self._rate.check(path, headers, address)
-        if self._bodies is not None and (size := self._bodies.size(method, headers)):
-            async with self._bodies.reading(size, headers, address):
-                yield
-        else:
-            yield
+    def _size(self, method: str, headers: Mapping[str, str]) -> int:
+        """What the body of a request counts for: 0 if it is not large."""
+        if self._longest is None or method in ("GET", "HEAD"):
+            return 0
+        length = headers.get("content-length", "")
+        size = min(int(length), self._longest) if length.isdigit() and len(length) < 20 else self._longest
+        return size if size > _SMALL else 0
 
 
 class Limited:

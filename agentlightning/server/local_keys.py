@@ -1,7 +1,5 @@
-"""Keys of servers on this machine, each in a file that its user alone can read, by which `agl` finds them.
-
-The first to need the key of a port makes it, so that a runner may be started before its trainer, and either again.
-"""
+"""Keys of servers on this machine, each in a file that its user alone can read, by which `agl` finds them. The first to
+need the key of a port makes it, so that a runner may be started before its trainer, and either again."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from collections.abc import Generator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from agentlightning.gateway.locality import is_loopback
+from agentlightning.gateway.attribution import is_loopback
 
 
 def local_key(url: str, *, make: bool = False) -> str | None:

@@ -1,8 +1,5 @@
-"""What becomes of each request, for the metrics and the access log; and the server's log on stderr: a line per
-event, as text or as JSON, without anything that could be a key.
-
-This module knows ASGI and how records look. What is logged, and when, is decided where it happens.
-"""
+"""What becomes of each request, for the metrics and the access log; and the server's log on stderr, as text or as JSON,
+without anything that could be a key."""
 
 from __future__ import annotations
 
@@ -105,33 +102,28 @@ def _caller(scope: Scope) -> str | None:
     return name if name is not None and name.isprintable() else None
 
 
-class _UtcFormatter(logging.Formatter):
+class Formatter(logging.Formatter):
+    """As text: `2026-01-31T12:00:00.123Z WARNING agentlightning.store.sql: …`, then the traceback if there is one. As
+    JSON: an object per line, of time, level, logger, message, and `fields` and `traceback` of the record."""
+
     converter = time.gmtime
     default_time_format = "%Y-%m-%dT%H:%M:%S"
     default_msec_format = "%s.%03dZ"
 
-
-class TextFormatter(_UtcFormatter):
-    """`2026-01-31T12:00:00.123Z WARNING agentlightning.store.sql: …`, then the traceback if there is one."""
-
-    def __init__(self) -> None:
+    def __init__(self, form: LogFormat) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self._form = form
 
     def format(self, record: logging.LogRecord) -> str:
-        return text_without_secrets(super().format(record))
-
-
-class JsonFormatter(_UtcFormatter):
-    """One JSON object per line: time, level, logger, message, with `fields` and `traceback` of the record."""
-
-    def format(self, record: logging.LogRecord) -> str:
+        if self._form == "text":
+            return text_without_secrets(super().format(record))
         line: dict[str, object] = {
             "time": self.formatTime(record),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
+            **getattr(record, "fields", {}),
         }
-        line.update(getattr(record, "fields", {}))
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         clean = {name: text_without_secrets(value) if isinstance(value, str) else value for name, value in line.items()}
@@ -141,7 +133,7 @@ class JsonFormatter(_UtcFormatter):
 def configure_logging(form: LogFormat) -> None:
     """Send this process's log to stderr: all of Agent Lightning's, and the warnings of libraries."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    handler.setFormatter(Formatter(form))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

@@ -314,21 +314,17 @@ async def _lives(backend: Backend) -> bool:
 
 async def _replicas(backend: Backend) -> list[ReplicaDescription]:
     """What is known of a backend's servers; a server that stands alone is asked for its health now."""
-    if isinstance(backend, Replicas):
-        replicas = [(replica, replica.running, replica.ejected_since is None) for replica in backend.replicas]
-    else:
-        replicas = [
-            (Replica(server), server.connection.running, await server.connection.healthy(_HEALTH_SECONDS))
-            for server in servers_of(backend)
-        ]
+    several = backend.replicas if isinstance(backend, Replicas) else None
+    replicas = several or [Replica(server, server.connection.running) for server in servers_of(backend)]
     return [
         ReplicaDescription(
             base_url=replica.backend.name,
             kind=replica.backend.kind,
-            healthy=healthy and not replica.backend.connection.unusable,
-            running=running,
+            healthy=not replica.backend.connection.unusable
+            and (replica.usable if several else await replica.backend.connection.healthy(_HEALTH_SECONDS)),
+            running=replica.running,
             ejected_since=replica.ejected_since,
             why=replica.backend.connection.unusable or replica.why,
         )
-        for replica, running, healthy in replicas
+        for replica in replicas
     ]

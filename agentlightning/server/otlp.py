@@ -1,8 +1,5 @@
-"""OTLP over HTTP: spans from any OpenTelemetry exporter, at `/v1/traces` and at the same path under an attempt's URL.
-
-Nothing is dropped in silence: the answer counts the spans that a key may not add, and those that name no attempt the
-store knows go to the rollout `unattributed`.
-"""
+"""OTLP over HTTP at `/v1/traces`, and at the same path under an attempt's URL. The answer counts spans that a key may
+not add; those that name no attempt of the store go to the rollout `unattributed`."""
 
 from __future__ import annotations
 

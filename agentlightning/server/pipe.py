@@ -1,8 +1,5 @@
 """Requests and answers between two processes of one server, as msgpack over a pair of sockets, in the order they were
-sent.
-
-Knows frames and who waits for an answer. Knows no store and no gateway.
-"""
+sent."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""A server's connections: LLM calls are answered past ASGI and the web framework, all other requests by uvicorn.
-
-This module knows uvicorn's protocol, whose parser, pipelining, timeouts and graceful end hold for both. It does not
-know sockets, nor what a call is.
-"""
+"""A server's connections: LLM calls are answered past ASGI and the web framework, all other requests by uvicorn, whose
+parser, pipelining, timeouts and graceful end hold for both."""
 
 from __future__ import annotations
 

@@ -1,13 +1,10 @@
 """What most routes do with a request: find out who asks, read what is asked, answer in JSON; and what an error looks
-like over HTTP: its status, and a body that says what to do. No traceback ever leaves a server.
-
-This module does not know what is asked for, nor who may ask.
-"""
+like over HTTP. No traceback ever leaves a server."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -29,8 +26,6 @@ from agentlightning.server.logs import CLIENT_GONE, note_caller
 from agentlightning.store import codec
 from agentlightning.store.calls import ErrorBody, ErrorReply
 from agentlightning.tracing.otlp import UnsupportedMediaError
-
-T = TypeVar("T")
 
 
 class TooLargeError(AgentLightningError):
@@ -92,15 +87,6 @@ async def caller_of(request: Request, access: Access) -> Principal:
     scope = await access.scope(request.headers)
     note_caller(request.scope, scope.name)
     return scope
-
-
-async def asked_of(request: Request, kind: type[T], limit: int) -> T:
-    """The JSON body, of at most `limit` bytes; none stands for `{}`. InvalidError unless it is of this kind."""
-    body = await receive_body(request.receive, limit)
-    try:
-        return msgspec.json.decode(body or b"{}", type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidError(f"the body is not as it should be: {error}") from None
 
 
 def in_json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

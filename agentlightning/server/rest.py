@@ -1,9 +1,5 @@
-"""Calls over HTTP: each kind at its route below `/api/v1`, and the few lines that run any of them. Most are the
-store's; a server adds those about its models, and the views of its page.
-
-Bodies are JSON or msgpack, by `Content-Type`; answers by `Accept`. Most requests of a server are these, many a second,
-so that they go past the web framework. What is allowed is decided by `access` and by whatever performs a call.
-"""
+"""Calls over HTTP: each kind at its route below `/api/v1`. They go past the web framework, as most requests of a server
+are these. Bodies are JSON or msgpack, by `Content-Type`; answers by `Accept`."""
 
 from __future__ import annotations
 

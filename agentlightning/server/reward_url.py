@@ -1,8 +1,5 @@
-"""The reward URL of an attempt: `POST /rewards/KEY` with a line of JSON, from any language that speaks HTTP.
-
-The key in the path is all that authorises it, and names the attempt: a key that may give rewards and is handed out with
-the lease. This module knows how a reward is asked for and answered; what a reward is `tracing.rewards` knows.
-"""
+"""The reward URL of an attempt: `POST /rewards/KEY` with a line of JSON. The key in the path is all that authorises it,
+and names the attempt."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""An application on a port: uvicorn inside the caller's event loop, without signal handlers of its own.
-
-This module knows sockets, certificates and event loops, and what to tell a user whose port is taken. It does not know
-routes.
-"""
+"""An application on a port: uvicorn inside the caller's event loop, without signal handlers of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.locality import is_loopback
+from agentlightning.gateway.attribution import is_loopback
 from agentlightning.runner.signals import run_to_end
 from agentlightning.server.handover import OWNER, Inbox, Place
 from agentlightning.server.protocol import ServerProtocol
@@ -55,7 +51,7 @@ class HttpServer:
             )
         self._app = app
         self._host = host
-        self._port = port
+        self.port = port  # the real one once the server has started
         self._tls = _tls_context(tls_cert, tls_key)
         self._place = place
         self._inbox = place and Inbox(place.inbox(place.index), self._take)
@@ -67,18 +63,13 @@ class HttpServer:
     def url(self) -> str:
         """Where the server can be reached, such as `http://127.0.0.1:8000`; the real port once it has started."""
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"{'http' if self._tls is None else 'https'}://{host}:{self._port}"
-
-    @property
-    def port(self) -> int:
-        """The real one once the server has started."""
-        return self._port
+        return f"{'http' if self._tls is None else 'https'}://{host}:{self.port}"
 
     async def start(self) -> None:
         """Listen. ConfigError if the port is taken or the host is not one of this machine's."""
         _allow_many_connections()
-        listening = _listen(self._host, self._port, self._place)
-        self._port = listening.getsockname()[1]
+        listening = _listen(self._host, self.port, self._place)
+        self.port = listening.getsockname()[1]
         config = uvicorn.Config(
             self._app,
             http=cast(type[asyncio.Protocol], self._protocol),

@@ -1,8 +1,5 @@
 """`agl server` as one object: store, gateway, HTTP and retention, started and stopped in order; and a trainer's models,
-served for such a server.
-
-This module knows what belongs to a server. It knows neither the command line nor signals.
-"""
+served for such a server."""
 
 from __future__ import annotations
 
@@ -21,21 +18,21 @@ from agentlightning.data.references import load_reference
 from agentlightning.errors import AgentLightningError, ConfigError, UnavailableError
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.locality import is_loopback
+from agentlightning.gateway.attribution import is_loopback
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.server.app import ServerSettings, create_app
 from agentlightning.server.handover import OWNER, Place
 from agentlightning.server.models import HoldModel, Models, ReleaseModel, RemoveModel, registration
 from agentlightning.server.serve import HttpServer
 from agentlightning.server.workers import SharedGateway, Workers
-from agentlightning.store.access_keys import audit
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.client import LightningStoreClient
+from agentlightning.store.records import audit
 from agentlightning.store.redaction import redaction
 from agentlightning.store.retention import ended_before
+from agentlightning.store.spans import Observer
 from agentlightning.store.sql import SqlStore
-from agentlightning.store.writer import Observer
 
 if TYPE_CHECKING:
     from agentlightning.server.forwarder import Forwarder

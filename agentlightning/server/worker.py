@@ -1,8 +1,7 @@
-"""A process that answers LLM calls beside the process that owns the store: `python -m agentlightning.server.worker FD`.
+"""A process that answers LLM calls beside the owner of the store: `python -m agentlightning.server.worker FD`.
 
-It reads and writes the store through a pipe to the owner, which also says which models there are, holds their calls and
-names their versions. An attempt's calls are all answered by one process, which numbers them. Knows no REST: connections
-with other requests are passed on to the owner.
+It reads and writes the store through a pipe to the owner, which also says how the models are. An attempt's calls are
+all answered by one process, which numbers them.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.prompts import SpanRow
 from agentlightning.store.redaction import Redact, redaction
-from agentlightning.store.spans import Stored
-from agentlightning.store.writer import SpanWriter
+from agentlightning.store.spans import SpanWriter, Stored
 from agentlightning.types import Attempt, Span
 
 _REPORT_SECONDS: Final = 0.5

@@ -1,16 +1,14 @@
-"""The workers of a server, as the process that owns the store sees them: started, told about models, asked to wait, and
-started again when one dies.
-
-Knows the pipe to each worker and the store. Knows no HTTP.
-"""
+"""The workers of a server, as the process that owns the store sees them: started, told about models, and started again
+when one dies."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import socket
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -26,8 +24,8 @@ from agentlightning.server.pipe import Pipe
 from agentlightning.server.worker import Beginning, Report, State
 from agentlightning.store.base import CALLS
 from agentlightning.store.prompts import SpanRow
+from agentlightning.store.spans import Observer
 from agentlightning.store.sql import SqlStore
-from agentlightning.store.writer import Observer
 from agentlightning.types import Span
 
 _log = logging.getLogger(__name__)
@@ -40,9 +38,7 @@ class Workers:
     """The workers of a server, from `start` to `stop`. `observer` gets the spans that they store."""
 
     def __init__(self, settings: ServerSettings, store: SqlStore, observer: Observer | None) -> None:
-        self.reports: dict[int, Report] = {}
-        self.ended = CallStatistics()  # of workers that are gone
-        self.ended_shed = 0
+        self.reports: dict[Pipe, Report] = {}  # also of workers that are gone
         self._settings = settings
         self._store = store
         self._observer = observer
@@ -98,7 +94,6 @@ class Workers:
                     ready.set_exception(error)
                     return
                 _log.error("worker %d could not be started again: %s", index, error)
-            self._note_end(index)
             if self._stopping:
                 return
             _log.error("worker %d has died and is started again; its calls that were not answered fail", index)
@@ -112,7 +107,7 @@ class Workers:
                 pass_fds=[its.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
             )
-        pipe = Pipe(lambda name, content: self._answer(index, name, content))
+        pipe = Pipe(lambda name, content: self._answer(pipe, name, content))
         try:
             await asyncio.get_running_loop().create_unix_connection(lambda: pipe, sock=ours)
             self._pipes[index] = pipe  # from here on it hears of changes, behind what it begins with
@@ -124,11 +119,13 @@ class Workers:
         finally:
             self._pipes.pop(index, None)
             pipe.close()
+            if pipe in self.reports:
+                self.reports[pipe] = msgspec.structs.replace(self.reports[pipe], gates={})
             if process.returncode is None:
                 process.kill()
                 await process.wait()
 
-    async def _answer(self, index: int, name: str, content: msgspec.Raw) -> Any:
+    async def _answer(self, pipe: Pipe, name: str, content: msgspec.Raw) -> Any:
         """Carry out what a worker asks of the store."""
         if name == "store_rows":
             return await self._store.store_rows(_rows.decode(content))
@@ -137,7 +134,7 @@ class Workers:
             self._observer(msgspec.msgpack.decode(content, type=list[Span]))
             return None
         if name == "report":
-            self.reports[index] = msgspec.msgpack.decode(content, type=Report)
+            self.reports[pipe] = msgspec.msgpack.decode(content, type=Report)
             return None
         return await self._store.perform(_decoder(name).decode(content))
 
@@ -150,12 +147,6 @@ class Workers:
                     self.tell("forget")  # some were missed
                 elif change.touched or change.removed:
                     self.tell("forget", [*change.touched, *change.removed])
-
-    def _note_end(self, index: int) -> None:
-        report = self.reports.pop(index, None)
-        if report is not None:
-            self.ended = _summed([self.ended, report.statistics()])
-            self.ended_shed += report.shed
 
 
 class SharedGateway(Gateway):
@@ -179,12 +170,18 @@ class SharedGateway(Gateway):
 
     @property
     def statistics(self) -> CallStatistics:
-        reports = [report.statistics() for report in self.workers.reports.values()]
-        return _summed([super().statistics, self.workers.ended, *reports])
+        whole = copy.deepcopy(super().statistics)
+        for statistics in (report.statistics() for report in self.workers.reports.values()):
+            whole.calls += statistics.calls
+            whole.untrainable += statistics.untrainable
+            whole.undelivered += statistics.undelivered
+            whole.held += statistics.held
+            whole.held_seconds += statistics.held_seconds
+        return whole
 
     @property
     def shed(self) -> int:
-        return super().shed + self.workers.ended_shed + sum(report.shed for report in self.workers.reports.values())
+        return super().shed + sum(report.shed for report in self.workers.reports.values())
 
 
 def _state(models: Models) -> State:
@@ -200,17 +197,6 @@ def _state(models: Models) -> State:
         },
         holds={gate.name: dict(gate.holds()) for gate in table.gates()},
     )
-
-
-def _summed(several: Iterable[CallStatistics]) -> CallStatistics:
-    whole = CallStatistics()
-    for statistics in several:
-        whole.calls += statistics.calls
-        whole.untrainable += statistics.untrainable
-        whole.undelivered += statistics.undelivered
-        whole.held += statistics.held
-        whole.held_seconds += statistics.held_seconds
-    return whole
 
 
 @cache

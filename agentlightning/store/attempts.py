@@ -15,8 +15,15 @@ from agentlightning.errors import ConflictError, InvalidError, NotFoundError
 from agentlightning.store import codec, keys, lifecycle
 from agentlightning.store.database import Connection, Transaction
 from agentlightning.store.lifecycle import Standing
-from agentlightning.store.outcomes import note_error, recall
-from agentlightning.store.rollouts import ACTIVE, QUEUED, create_rollout, require_rollout, set_status
+from agentlightning.store.rollouts import (
+    ACTIVE,
+    QUEUED,
+    create_rollout,
+    note_error,
+    recall,
+    require_rollout,
+    set_status,
+)
 from agentlightning.store.tables import ATTEMPTS, ROLLOUTS
 from agentlightning.types import (
     Attempt,
@@ -87,14 +94,6 @@ def save_standing(
         tx.changes.touched.append(after.rollout_id)
     if after.rollout_status != before.rollout_status:
         set_status(tx, after.rollout_id, after.rollout_status)
-
-
-def _watch(tx: Transaction, number: int, standing: Standing) -> None:
-    """Note when to check the clocks of an active attempt. They only move later, so heartbeats, spans and holds need not
-    change this."""
-    check_time = lifecycle.deadline(standing)
-    tx.connection.execute("UPDATE attempts SET check_time = ? WHERE number = ?", (check_time, number))
-    tx.changes.set_deadline(check_time)
 
 
 def update_rollout(
@@ -342,7 +341,9 @@ def expire(tx: Transaction, limit: int = 500) -> int:
     for number, before in map(_standing, rows):
         after = lifecycle.expire(before, tx.now)
         if after == before:
-            _watch(tx, number, before)
+            # Clocks only move later, so heartbeats, spans and holds leave the time of the check as it is.
+            check_time = lifecycle.deadline(before)
+            tx.connection.execute("UPDATE attempts SET check_time = ? WHERE number = ?", (check_time, number))
         else:
             save_standing(tx, number, before, after)
             note_error(tx.connection, after.rollout_id, after.sequence_id, after.attempt_status)
@@ -406,3 +407,34 @@ def _forget_workers(tx: Transaction) -> None:
         f")",
         (tx.now - _FORGOTTEN_SECONDS,),
     )
+
+
+def issue_attempt_key(tx: Transaction, rollout_id: str, attempt_id: str, rewards: bool) -> str:
+    """A key of one attempt, with or without the right to write its rewards."""
+    load_standing(tx.connection, rollout_id, attempt_id)
+    return keys.sign(tx.secret, rollout_id, attempt_id, rewards=rewards)
+
+
+def issue_worker_key(tx: Transaction, worker_id: str) -> str:
+    """The key of one worker."""
+    touch_worker(tx, worker_id)
+    return keys.sign_worker(tx.secret, worker_id)
+
+
+def held_by(connection: Connection, worker_id: str) -> list[tuple[str, str]]:
+    """(rollout_id, attempt_id) of the attempts that a worker holds: the active ones, or else an unresponsive
+    attempt that it can still revive."""
+    held = connection.execute(
+        "SELECT rollout_id, attempt_id FROM attempts WHERE status IN ('preparing', 'running') AND worker_id = ?",
+        (worker_id,),
+    ).fetchall()
+    silent = (
+        held
+        or connection.execute(
+            "SELECT a.rollout_id, a.attempt_id FROM rollouts r JOIN attempts a "
+            "ON a.rollout_id = r.rollout_id AND a.sequence_id = r.attempts "
+            "WHERE r.status IN ('queuing', 'requeuing') AND a.status = 'unresponsive' AND a.worker_id = ?",
+            (worker_id,),
+        ).fetchall()
+    )
+    return [(rollout_id, attempt_id) for rollout_id, attempt_id in silent]

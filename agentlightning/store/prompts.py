@@ -21,8 +21,8 @@ from agentlightning import semconv
 from agentlightning.store import codec
 from agentlightning.store.codec import SPAN_COLUMNS, SpanColumns
 from agentlightning.store.database import Connection
-from agentlightning.store.outcomes import FinalReward, final_reward
 from agentlightning.store.redaction import Redact
+from agentlightning.store.rollouts import FinalReward, final_reward
 from agentlightning.types import Span
 
 REPEATED: Final = (

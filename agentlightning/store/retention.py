@@ -15,10 +15,9 @@ from agentlightning.semconv import CALL_FLAG
 from agentlightning.store import codec, lifecycle, query
 from agentlightning.store.attempts import cancel_rollout, insert_attempt
 from agentlightning.store.database import Connection, Transaction
-from agentlightning.store.outcomes import recall
 from agentlightning.store.prompts import SpanRow
 from agentlightning.store.query import Query
-from agentlightning.store.rollouts import ACTIVE, TERMINAL, find_rollout
+from agentlightning.store.rollouts import ACTIVE, TERMINAL, find_rollout, recall
 from agentlightning.store.spans import add_spans
 from agentlightning.store.tables import ROLLOUTS
 from agentlightning.types import UNATTRIBUTED, And, Attempt, Condition, Deleted, Filter, Rollout

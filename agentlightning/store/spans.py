@@ -1,21 +1,23 @@
-"""Spans as rows: stored once each, numbered within their attempt, read by rollout or across rollouts.
-
-This module does not know threads, event loops or HTTP, nor what a span means.
+"""Spans on their way into the store, redacted and made into rows; and as rows, stored once each and numbered within
+their attempt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, NamedTuple, TypeAlias
+
+import msgspec
 
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError, OutdatedError
-from agentlightning.store import lifecycle
+from agentlightning.store import codec, lifecycle
 from agentlightning.store.attempts import load_standing, load_with_sequence, save_standing
 from agentlightning.store.codec import SPAN_COLUMNS, SpanColumns
 from agentlightning.store.database import Connection, Transaction
-from agentlightning.store.outcomes import note_reward
-from agentlightning.store.prompts import SpanRow, WholePrompts
-from agentlightning.store.rollouts import require_rollout
+from agentlightning.store.prompts import Prepared, Prompts, SpanRow, WholePrompts
+from agentlightning.store.redaction import Redact
+from agentlightning.store.rollouts import note_reward, require_rollout
 from agentlightning.types import UNATTRIBUTED, Span
 
 _LARGEST_GIVEN: Final = 2**52  # the store numbers on from it, and there is room for an import
@@ -33,6 +35,50 @@ class Stored(NamedTuple):
 
 
 _DROPPED: Final = Stored(0, None)
+
+Observer: TypeAlias = Callable[[Sequence[Span]], None]
+"""Gets the spans that were stored, in the event loop, perhaps twice."""
+
+
+class SpanWriter:
+    """Stores spans by `write`, which takes rows and stores all or none, in this process's database or through the
+    process that owns it. Remembers their prompts for those that go on from them."""
+
+    def __init__(
+        self, redact: Redact, write: Callable[[list[SpanRow]], Awaitable[list[Stored]]], observer: Observer | None
+    ) -> None:
+        self._redact = redact
+        self._write = write
+        self._observer = observer
+        self._prompts = Prompts()
+
+    async def store(self, spans: Sequence[Span]) -> list[int]:
+        """The sequence id of each; 0 for a span that the redaction dropped."""
+        try:
+            prepared = await prepared_spans(spans, self._prompts, self._redact)
+            stored = await self._write([entry.row for entry in prepared])
+        except OutdatedError:  # the store no longer has what they go on from
+            prepared = await prepared_spans(spans, self._prompts, self._redact, whole=True)
+            stored = await self._write([entry.row for entry in prepared])
+        for entry, (_, attempt) in zip(prepared, stored, strict=True):
+            if entry.prompt is not None and attempt is not None:
+                entry.prompt.attempt = attempt
+                self._prompts.remember(entry.row, entry.prompt)
+        if self._observer is not None:
+            written = zip(prepared, stored, strict=True)
+            self._observer(
+                [msgspec.structs.replace(entry.span, sequence_id=n) for entry, (n, _) in written if entry.span]
+            )
+        return [number for number, _ in stored]
+
+
+async def prepared_spans(
+    spans: Sequence[Span], prompts: Prompts, redact: Redact, *, whole: bool = False
+) -> list[Prepared]:
+    """Redacted spans with their rows. Long spans are prepared in a thread."""
+    if codec.larger(spans, codec.LARGE):
+        return await asyncio.to_thread(prompts.prepare, spans, redact, whole=whole)
+    return prompts.prepare(spans, redact, whole=whole)
 
 
 def add_spans(tx: Transaction, rows: Sequence[SpanRow]) -> list[Stored]:

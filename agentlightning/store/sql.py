@@ -22,10 +22,8 @@ import msgspec
 
 from agentlightning.errors import ConfigError, ConflictError, InvalidError, UnavailableError, imported
 from agentlightning.store import (
-    access_keys,
     attempts,
     keys,
-    outcomes,
     query,
     records,
     retention,
@@ -38,11 +36,11 @@ from agentlightning.store.calls import Call
 from agentlightning.store.database import Changes, Connection, DatabaseThread, Opened, Readers, Transaction
 from agentlightning.store.prompts import Prompts, SpanRow
 from agentlightning.store.redaction import Redact, redaction, text_without_secrets
-from agentlightning.store.spans import Stored, add_spans
+from agentlightning.store.spans import Observer, SpanWriter, Stored, add_spans, prepared_spans
 from agentlightning.store.sqlite import Synchronous
-from agentlightning.store.waiters import Alarm, Subscribers, Waiters, give_up, steady, woken_within
-from agentlightning.store.writer import Observer, SpanWriter, write_spans
+from agentlightning.store.waiters import Subscribers, Waiters, give_up, steady, woken_within
 from agentlightning.types import (
+    UNATTRIBUTED,
     And,
     ApiKey,
     Attempt,
@@ -53,6 +51,7 @@ from agentlightning.types import (
     FinishedRollouts,
     Group,
     Rollout,
+    Run,
     Span,
 )
 
@@ -61,6 +60,7 @@ T = TypeVar("T")
 LEASE_SECONDS: Final = 30.0
 READ_SECONDS: Final = 10.0
 _RETRY_SECONDS: Final = 1.0
+_LOOK_AGAIN_SECONDS: Final = 0.5
 _FEW: Final = 8  # rows
 _KNOWN: Final = 10_000  # attempts
 _REMOVE_SECRETS: Final = redaction("full")
@@ -78,14 +78,14 @@ _WRITES: Final = _by_name(
     *(attempts.update_attempt, attempts.heartbeat, attempts.extend_attempts, spans.get_next_span_sequence_id),
     *(records.add_resources, records.start_run, records.update_run, records.next_policy_version),
     *(records.add_metrics, records.update_worker),
-    *(access_keys.issue_key, access_keys.issue_attempt_key, access_keys.issue_worker_key, access_keys.revoke_key),
+    *(records.issue_key, attempts.issue_attempt_key, attempts.issue_worker_key, records.revoke_key),
 )
 READS: Final = _by_name(
     *(query.page_rollouts, query.page_spans, rollouts.get_rollout_by_id, rollouts.get_group),
     *(attempts.query_attempts, attempts.get_latest_attempt, spans.query_spans, records.get_time),
     *(records.query_resources, records.get_latest_resources, records.get_resources_by_id, records.query_runs),
     *(records.query_metrics, records.query_workers, records.statistics),
-    *(access_keys.query_keys, outcomes.query_outcomes),
+    *(records.query_keys, rollouts.query_outcomes),
 )
 _LOOK_UPS: Final = {"get_rollout_by_id", "get_resources_by_id", "get_time"}
 _SEARCHES: Final = {"page_rollouts", "page_spans", "statistics"}  # may have to look at every row
@@ -116,7 +116,8 @@ class SqlStore(LightningStore):
         self._finished: Waiters[None] = Waiters()
         self._complete: Waiters[None] = Waiters()  # for groups
         self._finishes: Waiters[set[str]] = Waiters()  # for all of these rollouts
-        self._alarm = Alarm()
+        self._deadline = math.inf  # of the earliest clock that was set
+        self._earlier = asyncio.Event()  # set when another clock runs out before that
         self._clocks = asyncio.Lock()  # held while nobody can be heard
         self._subscribers: Subscribers[Changes] = Subscribers()
         self._keys: dict[str, ApiKey] = {}  # issued keys that were shown to be valid, by secret
@@ -133,7 +134,7 @@ class SqlStore(LightningStore):
             "store_spans": SpanWriter(redact, self.store_rows, observer).store,
             "import_rollout": self._import_rollout,
             "delete_rollouts": self._delete_rollouts,
-            "check_store": self._check_store,
+            "check_store": lambda: self._read(retention.check_store, "search", math.inf),
             "find_key": self._find_key,
             "get_latest_attempt": self._get_latest_attempt,
         }
@@ -167,15 +168,13 @@ class SqlStore(LightningStore):
         use by another process, or cannot be written; UnavailableError if the database cannot be reached."""
         if synchronous not in ("FULL", "NORMAL"):
             raise ConfigError(f"synchronous is {synchronous!r}; it must be 'FULL' or 'NORMAL'")
-        for name, seconds in (("lease_seconds", lease_seconds), ("read_seconds", read_seconds)):
-            if not seconds > 0:
-                raise ConfigError(f"{name} is {seconds}; it must be positive")
         database = database_of(address)
         opened = await asyncio.to_thread(database.open_store, str(address), synchronous, read_seconds)
         store, clock = None, steady(opened.now) if clock is None else clock
         try:
-            secret = await asyncio.to_thread(_secret_of, opened)
-            store = cls(str(address), opened, secret, clock, lease_seconds, redact, observer, read_seconds)
+            stored = "SELECT value FROM meta WHERE name = 'secret'"
+            (secret,) = await asyncio.to_thread(lambda: opened.writing.execute(stored).fetchone())
+            store = cls(str(address), opened, bytes(secret), clock, lease_seconds, redact, observer, read_seconds)
             await store._writer.submit(attempts.grant_grace)
             await store.expire_overdue()
         except BaseException:
@@ -262,7 +261,7 @@ class SqlStore(LightningStore):
             self._finishes.wake(lambda wants: not wants.isdisjoint(changes.removed))
         if changes.runs_with_groups:
             self._complete.wake()
-        self._alarm.set(changes.deadline)
+        self._look_again_at(changes.deadline)
         self._subscribers.publish(changes)
 
     async def expire_overdue(self) -> int:
@@ -272,13 +271,22 @@ class SqlStore(LightningStore):
 
     async def _watch(self) -> None:
         while True:
-            if not await self._alarm.sleep(self._clock()):
+            self._earlier.clear()
+            with contextlib.suppress(TimeoutError):
+                limit = None if math.isinf(self._deadline) else max(0.0, self._deadline - self._clock())
+                await asyncio.wait_for(self._earlier.wait(), limit)
                 continue
+            self._deadline = math.inf
             try:
                 await self.expire_overdue()
             except UnavailableError as error:
                 _log.error("the clocks of attempts could not be looked at, trying again: %s", error)
-                self._alarm.set(self._clock() + _RETRY_SECONDS)
+                self._look_again_at(self._clock() + _RETRY_SECONDS)
+
+    def _look_again_at(self, when: float) -> None:
+        if when < self._deadline:
+            self._deadline = when
+            self._earlier.set()
 
     async def _dequeue_many_rollouts(self, limit: int, timeout: float, **asked: Any) -> list[AttemptedRollout]:
         if limit < 1:
@@ -346,11 +354,10 @@ class SqlStore(LightningStore):
         return await self._writer.submit(lambda tx: add_spans(tx, rows))
 
     async def _import_rollout(self, rollout: Rollout, attempts: Sequence[Attempt], spans: Sequence[Span]) -> bool:
-        def bring_in(rows: list[SpanRow]) -> Awaitable[bool]:
-            return self._writer.submit(lambda tx: retention.import_rollout(tx, rollout, attempts, rows))
-
-        _, imported = await write_spans(spans, Prompts(), self._redact, bring_in)
-        return imported
+        # Beside unattributed spans that are here already, none is the base of another.
+        whole = rollout.rollout_id == UNATTRIBUTED
+        rows = [entry.row for entry in await prepared_spans(spans, Prompts(), self._redact, whole=whole)]
+        return await self._writer.submit(lambda tx: retention.import_rollout(tx, rollout, attempts, rows))
 
     async def _get_latest_attempt(self, rollout_id: str) -> Attempt | None:
         """Cached, since the gateway asks before every call of an agent."""
@@ -372,12 +379,12 @@ class SqlStore(LightningStore):
         worker_id = keys.verify_worker(self._secret, api_key)
         if worker_id is not None:
             return await self._find_worker(worker_id)
-        if not api_key.startswith(access_keys.PREFIX):
+        if not api_key.startswith(records.KEY_PREFIX):
             return None
         valid = self._keys  # another dict from the moment a key is revoked, also while this key is being looked up
         key = valid.get(api_key)
         if key is None:
-            key = await self._look_up(lambda tx: access_keys.find(tx.connection, api_key))
+            key = await self._look_up(lambda tx: records.find_key(tx.connection, api_key))
         if key is None or key.revoke_time is not None:
             return None
         if key.expire_time is not None and key.expire_time <= self._clock():
@@ -386,7 +393,7 @@ class SqlStore(LightningStore):
         return Credential(name=key.key_id, scopes=key.scopes)
 
     async def _find_worker(self, worker_id: str) -> Credential:
-        held = await self._read(lambda tx: access_keys.held_by(tx.connection, worker_id))
+        held = await self._read(lambda tx: attempts.held_by(tx.connection, worker_id))
         if len(held) == 1:
             return Credential(name=f"worker {worker_id}", worker_id=worker_id, attempt=held[0])
         hint = "a worker whose key is used leases one rollout at a time" if held else "call during a rollout only"
@@ -433,8 +440,46 @@ class SqlStore(LightningStore):
                 f"what matched was removed, but traces of it are left in the database's files: {error}. Ask again later"
             ) from None
 
-    async def _check_store(self) -> list[str]:
-        return await self._read(retention.check_store, "search", math.inf)
+
+class StoreReader(LightningStore):
+    """The store in a file, or at a `postgresql://` URL, for reading while another process may own it. Create it with
+    `open`, end it with `close`. Nothing is locked, and a call that would change something is a ConflictError. Commits
+    of other processes wake nobody here, so waiting polls."""
+
+    def __init__(self, address: str, connection: Connection) -> None:
+        self._address = address
+        self._thread = DatabaseThread(
+            connection, "agl-store-reader", lambda held: Transaction(held, time.time(), LEASE_SECONDS, b"")
+        )
+
+    @classmethod
+    async def open(cls, address: Path | str) -> StoreReader:
+        """ConfigError if there is no store, or it is damaged; UnavailableError if PostgreSQL cannot be reached."""
+        return cls(str(address), await asyncio.to_thread(database_of(address).open_reader, str(address)))
+
+    async def close(self) -> None:
+        await self._thread.close()
+
+    def _runs(self, tx: Transaction) -> list[Run]:
+        owned = database_of(self._address).is_owned(self._address, tx.connection)
+        runs = records.query_runs(tx)
+        gone = () if owned else [run for run in runs if run.status == "running"]
+        return [msgspec.structs.replace(run, status="stopped") if run in gone else run for run in runs]
+
+    async def perform(self, call: Call) -> Any:
+        read = {**READS, "finished_after": rollouts.finished_after}.get(call.method)
+        if read is None:
+            raise ConflictError(f"the store is open for reading, and {call.method} may change it")
+        asked = msgspec.structs.asdict(call)
+        if call.method == "query_runs":
+            return await self._thread.submit(self._runs)
+        give_up = time.monotonic() + asked.pop("timeout", 0.0)
+        while True:
+            answer: Any = await self._thread.submit(lambda tx: read(tx, **asked))
+            remaining = give_up - time.monotonic()
+            if remaining <= 0 or getattr(answer, "rollouts", True):  # only what has finished is waited for
+                return answer
+            await asyncio.sleep(min(_LOOK_AGAIN_SECONDS, remaining))
 
 
 def database_of(address: str | Path) -> ModuleType:
@@ -446,12 +491,6 @@ def database_of(address: str | Path) -> ModuleType:
             f"{text_without_secrets(str(address))!r} is no store; give a path (SQLite) or a postgresql:// URL"
         )
     return sqlite
-
-
-def _secret_of(opened: Opened) -> bytes:
-    """The secret that signs the keys of attempts. Blocks."""
-    (secret,) = opened.writing.execute("SELECT value FROM meta WHERE name = 'secret'").fetchone()
-    return bytes(secret)
 
 
 def _report_defect(watchdog: asyncio.Task[None]) -> None:

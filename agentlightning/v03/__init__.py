@@ -18,7 +18,6 @@ from typing import Any, Final, TypeVar, cast
 
 from agentlightning.errors import ConfigError, InvalidError
 from agentlightning.semconv import LINK, TAG
-from agentlightning.tracing.emit import emit_reward
 from agentlightning.types import Attributes
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -177,6 +176,7 @@ def configure_logger(level: int | str = logging.INFO, name: str = "agentlightnin
 
 def reward(function: FunctionT) -> FunctionT:
     """Decorate a function, sync or async, so that the reward it returns is also emitted."""
+    from agentlightning.tracing.emit import emit_reward  # which may be what is looking for a name here
 
     def emitted(value: Any) -> Any:
         emit_reward(value)

@@ -1,6 +1,6 @@
 """The reward of an answer: 0.9 · how much of it is right + 0.1 · whether it has the form that was asked for.
 
-Answers are compared as SQuAD and MuSiQue compare them (`agentlightning.rewards.text`): lower case, without punctuation
+Answers are compared as SQuAD and MuSiQue compare them (`agentlightning.rewards`): lower case, without punctuation
 and articles, word by word, against the best of several right answers. One thing differs. F1 pays for hedging: of two
 equally likely names, giving both earns 2/3 each time, giving one earns 1/2. So an answer longer than the right one is
 worth its precision, which is never more than F1: whoever lists candidates then earns what the likeliest of them
@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from agentlightning.rewards.text import normalize_answer, token_f1
+from agentlightning.rewards.answers import normalize_answer, token_f1
 
 ANSWER_WEIGHT, FORM_WEIGHT = 0.9, 0.1
 MARK = re.compile(r"\banswer *(?:\([^()\n]*\))? *:", re.IGNORECASE)

@@ -113,15 +113,3 @@ def test_where_nothing_can_be_written_there_is_no_file(
     Path("out.jsonl").write_text("mine")
     assert run(["export", "out.jsonl", "--format", "sft"]) == 1
     assert "--force" in capsys.readouterr().err and Path("out.jsonl").read_text() == "mine"
-
-
-def test_frozen_models_teach_where_they_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    async def fill() -> None:
-        store = await SqlStore.open("hosted.sqlite")
-        await add(store, "hi", 1.0, mode="test", attributes={"CALL_TRAINABLE": False})
-        await store.close()
-
-    asyncio.run(fill())
-    assert run(["export", "out.jsonl", "--format", "sft", "--store", "hosted.sqlite"]) == 1
-    assert "Name a model with --model" in capsys.readouterr().err
-    assert answers(export("--store", "hosted.sqlite", "--format", "sft", "--model", "policy")) == ["hi"]

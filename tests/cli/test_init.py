@@ -53,7 +53,7 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_project_trains_at_once_and_gets_better(project: Path) -> None:
-    trained = run(project, *AGL, "train", "--steps", "12", "--json")
+    trained = run(project, *AGL, "train", "--steps", "20", "--json")
     assert trained.returncode == 0, trained.stderr
     reward = json.loads(trained.stdout)["reward"]
     assert reward["after"] > reward["before"] + 0.2

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +14,9 @@ from openai import AuthenticationError, OpenAI
 
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.tiny import chat_text, make_model, make_tokenizer
+from tests.cli.world import finish, start, staying_up
 
 AGENT = """
-import asyncio
 import agentlightning as agl
 
 @agl.rollout
@@ -30,14 +25,6 @@ async def agent(task, llm: agl.LLM) -> float:
     answer = await client.chat.completions.create(model=llm.model, messages=[{"role": "user", "content": task["say"]}])
     return (len(answer.choices[0].message.content or "") % 5) / 4
 
-@agl.rollout
-async def hanging(task, llm: agl.LLM) -> float:
-    print("begun", flush=True)
-    await asyncio.Event().wait()
-
-@agl.rollout
-async def broken(task, llm: agl.LLM) -> float:
-    raise LookupError("no such city")
 """
 
 RUN_FILE = """
@@ -66,71 +53,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "agentlightning.cli.main", *arguments]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.Popen(
-        command, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == code, err
-    assert "Traceback" not in err
-    return out, err
-
-
-@contextmanager
-def staying_up(folder: Path, *arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A command that serves: the process and the URL it announces. Ends by SIGTERM, and must end well."""
-    process = start(folder, *arguments, **environment)
-    try:
-        assert process.stderr is not None
-        greeting = process.stderr.readline()
-        found = re.search(r"http://[\d.]+:\d+", greeting)
-        assert found, greeting + process.stderr.read()
-        yield process, found[0]
-        process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=240)
-        assert process.returncode == 0
-        assert "Traceback" not in err and "Unclosed" not in err
-    finally:
-        process.kill()
-        process.wait()
-
-
 def last_json(out: str) -> dict[str, Any]:
     return json.loads(out.rstrip("\n").rpartition("\n")[2])
-
-
-@pytest.mark.slow
-def test_train_by_a_run_file_then_resume_then_list(project: Path) -> None:
-    out, err = finish(start(project, "train", "run.yaml", "--json"))
-    report = last_json(out)
-    assert len(out.splitlines()) == 1
-    assert "step 1/2" in err
-    assert report["stopped_because"] == "all steps done"
-    assert set(report["reward"]) == {"before", "after"}
-    assert (project / report["checkpoint"] / "model.safetensors").is_file()
-
-    _, err = finish(start(project, "train", "run.yaml"), code=1)
-    assert err.splitlines()[-1].startswith("error: run holds a run already")
-
-    out, _ = finish(start(project, "train", "run.yaml", "--resume", "--steps", "3", "--json"))
-    assert last_json(out)["run_id"] == report["run_id"]
-    out, _ = finish(start(project, "runs", ".", "--json"))
-    listed = last_json(out)
-    assert (listed["run"]["run_id"], listed["steps"], listed["run"]["status"]) == (report["run_id"], 3, "succeeded")
-
-
-@pytest.mark.slow
-def test_each_trace_is_shown_and_why_an_agent_failed(project: Path) -> None:
-    common = ("tasks.jsonl", "--model", "model", "--max-sequence-length", "128", "--limit", "2")
-    out, _ = finish(start(project, "eval", "agent.py:agent", *common, "--show"))
-    assert out.count("├── input") == 2
-    out, err = finish(start(project, "eval", "agent.py:broken", *common, "--show", "--json"), 1)
-    assert "no such city" in err and json.loads(out)["ended"] == {"failed": 2}
 
 
 @pytest.mark.slow
@@ -193,22 +117,3 @@ def test_serve_refuses_the_network_without_a_key_a_taken_port_and_a_path_without
     _, err = finish(start(project, "serve", "./absent"), code=1)
     assert err.startswith("error: ")
     assert "does not exist" in err
-
-
-@pytest.mark.slow
-def test_server_runner_and_trainer_as_three_processes(project: Path) -> None:
-    key = {"AGL_KEY": "the-admin-key"}
-    with staying_up(project, "server", "--port", "0", "--store", "shared.sqlite", **key) as (_, url):
-        elsewhere = ("--endpoint", f"{url.replace('127.0.0.1', 'localhost')}/v1")
-        options = ("--server", url, *elsewhere, "--concurrency", "8", "--json")
-        runner = start(project, "runner", "agent.py:agent", *options, **key)
-        arguments = ("--server", url, "--n-runners", "0", "--run-dir", "three", "--json")
-        report = last_json(finish(start(project, "train", "run.yaml", *arguments, **key))[0])
-        assert report["stopped_because"] == "all steps done"
-        listed = last_json(finish(start(project, "runs", "--server", url, "--json", **key))[0])
-        assert (listed["run"]["run_id"], listed["steps"]) == (report["run_id"], 2)
-        _, err = finish(start(project, "runs", "--server", url, AGL_KEY="another-key"), code=1)
-        assert "key" in err
-        runner.send_signal(signal.SIGTERM)
-        told = json.loads(finish(runner)[0])
-        assert (told["agent"], told["server"], told["concurrency"]) == ("agent.py:agent", url, 8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -49,28 +48,6 @@ def test_a_wrong_command_line_ends_with_2_and_the_nearest_right_one(
     assert hint in capsys.readouterr().err
 
 
-def test_a_command_of_a_run_file_is_told_what_to_instrument(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("tasks.jsonl").write_text('{"word": "sea"}\n')
-    Path("agent.py").write_text(
-        "import contextlib, json, os, sys, urllib.request\n"
-        "asked = json.dumps({'model': 'm', 'messages': [{'role': 'user', 'content': 'hi'}]}).encode()\n"
-        "key = {'authorization': 'Bearer ' + os.environ['OPENAI_API_KEY'], 'content-type': 'application/json'}\n"
-        "call = urllib.request.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', asked, key)\n"
-        "with contextlib.suppress(OSError):  # nobody answers, and the call is recorded\n"
-        "    urllib.request.urlopen(call)\n"
-        "told = [sys.argv[1], os.environ['AGL_INSTRUMENT'], os.environ['PYTHONPATH'].split(os.pathsep)[0][-4:]]\n"
-        "print(json.dumps({'reward': told == ['sea', 'all', 'hook']}))\n"
-    )
-    Path("run.yaml").write_text(f"agent: {{command: '{sys.executable} -S agent.py {{task[word]}}'}}\n")
-    endpoint = ["--endpoint", "http://127.0.0.1:9/v1", "--model", "m"]
-    assert run(["eval", "run.yaml", "tasks.jsonl", "--show", *endpoint, "--instrument"]) == 0
-    assert "reward 1" in capsys.readouterr().out
-    assert "AGL_INSTRUMENT" not in os.environ
-
-
 def test_resuming_says_where_there_is_no_run_and_which_one_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,8 +74,6 @@ def test_a_chat_with_nobody_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     [
         ("httptools", "['record', '--backend', 'http://127.0.0.1:1/v1', '--', 'true']", "server"),
         ("numpy", "['train', 'run.yaml']", "train"),
-        ("numpy", "['export', 'x.jsonl', '--format', 'sft']", "server"),
-        ("uvicorn", "['serve', 'x']", "train"),
         ("torch", "['sweep', 'run.yaml', '--over', 'seed=1,2']", "train"),
     ],
 )

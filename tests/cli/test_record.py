@@ -27,13 +27,9 @@ from agentlightning import semconv
 from agentlightning.cli.main import run
 from agentlightning.errors import TrainingError
 from agentlightning.runner.harnesses import PRESETS
-from agentlightning.server.app import ServerSettings
-from agentlightning.server.service import running_server
-from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.store.transfer import Record
 from tests import agents
-from tests.cli.world import HOSTILE
 from tests.gateway.upstream import DONE, Upstream, chunk, piece
 from tests.gateway.world import serving
 from tests.node import NODE
@@ -224,17 +220,6 @@ for path in ("/audio/speech", "/chat/completions", "/chat/completions"):
     assert "not answered (2 times): /v1/chat/completions: 400 " in told and "base" not in told.lower()
 
 
-def test_what_models_and_programs_wrote_does_nothing_to_the_terminal(
-    desk: Desk, capfd: pytest.CaptureFixture[str]
-) -> None:
-    said = {"index": 0, "delta": {"content": HOSTILE}, "finish_reason": "stop"}
-    desk.apis.events = [chunk(said), DONE]
-    assert desk.run(f"ask({HOSTILE!r})", "--task", json.dumps(HOSTILE)) == 0
-    told = capfd.readouterr().err
-    assert told.count("<script>alert(1)</script>") == 2 and told.count("[bold]") == 2
-    assert not {"\x1b", "\x07", "\u202e"} & set(told)
-
-
 def test_the_keys_that_are_ours_alone_reach_neither_the_program_nor_the_screen(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -271,22 +256,6 @@ with trace.get_tracer("mine").start_as_current_span("desk", attributes={
     record = desk.recorded()
     assert {"desk", "chat gpt-5"} <= {span.name for span in record.spans}
     assert "agent desk" in capfd.readouterr().err
-
-
-def test_a_run_can_be_recorded_by_a_server(desk: Desk) -> None:
-    settings = ServerSettings(store="served.sqlite", key="an admin's key")
-    with desk.portal.wrap_async_context_manager(running_server(settings)) as server:
-        assert desk.run("ask('hello')", "--server", server.url, "--key", "an admin's key") == 0
-
-        async def calls() -> int:
-            store = LightningStoreClient(server.url, "an admin's key")
-            (rollout,) = await store.query_rollouts()
-            spans = await store.query_spans(rollout.rollout_id)
-            await store.close()
-            return len(spans)
-
-        assert asyncio.run(calls()) == 1
-    assert not Path("agentlightning.sqlite").exists()
 
 
 # --- mistakes ----------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 
 from agentlightning.cli.main import run
 from agentlightning.cli.options import number, squeezed
+from agentlightning.display import sparkline
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import Metrics
 from tests.cli.world import HOSTILE, add_rollout, add_run, make_runs
@@ -106,6 +107,7 @@ def test_what_others_wrote_does_nothing_to_the_terminal(capsys: pytest.CaptureFi
     assert not {"\x1b", "\x07"} & set(capsys.readouterr().err)
 
 
-def test_numbers_and_means() -> None:
+def test_numbers_means_and_curves() -> None:
+    assert (sparkline([0.0, 0.5, 1.0]), sparkline([0.2]), sparkline([])) == ("▁▄█", "▂", "")
     assert [number(one) for one in (0.123456, 12345.6, 1e-6, -0.5)] == ["0.1235", "12,346", "1e-06", "-0.5"]
     assert squeezed([1, 3, 5, 7], 2) == [2, 6] and squeezed([1.0], 5) == [1.0]

@@ -9,7 +9,6 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -20,7 +19,7 @@ from agentlightning.cli.options import Duration
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import Credential, Rollout
-from tests.cli.world import shown_by
+from tests.cli.world import shown_by, staying_up
 
 KEY = "an admin's key"
 DAY = 86400.0
@@ -61,25 +60,6 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def agl(capsys: pytest.CaptureFixture[str]):
     return shown_by(run, capsys)
-
-
-@contextlib.contextmanager
-def serving(path: Path) -> Iterator[str]:
-    """An `agl server` on a store, and its URL."""
-    command = [sys.executable, "-m", "agentlightning.cli.main", "server", "--port", "0", "--store", str(path)]
-    with subprocess.Popen([*command, "--key", KEY], stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        seen = ""
-        try:
-            for line in process.stderr:
-                seen += line
-                if " at http" in line:
-                    yield line.split()[-1]
-                    return
-            raise AssertionError(f"the server did not start: {seen}")
-        finally:
-            process.terminate()
-            process.stderr.read()
 
 
 # --- durations ---------------------------------------------------------------------------------------------------
@@ -136,7 +116,7 @@ def test_one_rollout_or_a_run_is_deleted_or_none_matches(agl, path: Path) -> Non
     fill(path, "one", "two")
     name = stored(path)[0].rollout_id
     one = agl("store", "delete", "--store", path, "--rollout", name, "--yes")
-    assert one[:2] == (0, "removed 1 rollout, 1 attempt, 0 spans\n")
+    assert one[:2] == (0, "removed 1 rollouts, 1 attempts, 0 spans\n")
     none = (0, "0 rollouts match; nothing was removed\n", "")
     assert agl("store", "delete", "--store", path, "--run", "run-1") == none
     for wrong in ([], ["--task", ""], ["--task", "x", "--run", "x"]):
@@ -180,17 +160,6 @@ def test_a_backup_and_an_imported_export_are_stores(agl, path: Path) -> None:
 # --- elsewhere ---------------------------------------------------------------------------------------------------
 
 
-def test_a_store_in_postgres_is_kept_alike(agl, tmp_path: Path, postgres_database: str) -> None:
-    fill(postgres_database, "old ZEBRA", ago=31 * DAY)
-    fill(postgres_database, "young ZEBRA", "horse")
-    moved = tmp_path / "rollouts.jsonl.gz"
-    assert agl("export", moved, "--format", "rollouts", "--store", postgres_database)[0] == 0
-    for chosen in (("--older-than", "30d"), ("--task", "ZEBRA")):
-        assert agl("store", "delete", "--store", postgres_database, *chosen, "--yes")[1].startswith("removed 1 ")
-    assert agl("import", moved, "--store", postgres_database)[1] == "stored 2 rollouts; 1 were stored already\n"
-    assert agl("store", "check", "--store", postgres_database) == (0, "nothing is wrong\n", "")
-
-
 def test_a_running_server_is_asked_to_do_it(agl, path: Path) -> None:
     moved, copy = path.parent / "rollouts.jsonl", path.parent / "copy.db"
     fill(path, "my ZEBRA", "my horse")
@@ -201,7 +170,7 @@ def test_a_running_server_is_asked_to_do_it(agl, path: Path) -> None:
         await client.close()
         return rollout.rollout_id
 
-    with serving(path) as url:
+    with staying_up(path.parent, "server", "--port", "0", "--store", path, AGL_KEY=KEY) as (_, url):
         at = ("--server", url, "--key", KEY)
         asyncio.run(running(url))
         assert agl("store", "check", *at) == (0, "nothing is wrong\n", "")

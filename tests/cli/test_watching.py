@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from agentlightning.server.app import create_app
-from agentlightning.server.serve import HttpServer
 from agentlightning.store.sql import SqlStore
 from tests.cli.world import add_rollout, add_run
 
@@ -45,14 +43,4 @@ async def test_what_is_new_is_shown(tmp_path: Path, words: list[str]) -> None:
 
     await add("mine")
     await watched(tmp_path, words, "mine", lambda: add("yours"), "yours")
-    await store.close()
-
-
-@pytest.mark.slow
-async def test_watching_goes_on_while_its_server_is_away(tmp_path: Path) -> None:
-    store = await SqlStore.open(":memory:")
-    await add_run(store, "mine")
-    http = HttpServer(create_app(store))
-    await http.start()
-    await watched(tmp_path, ["runs", "--server", http.url, "--watch", "0.1"], "mine", http.stop, "cannot be reached")
     await store.close()

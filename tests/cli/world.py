@@ -1,9 +1,16 @@
-"""Stores with something in them."""
+"""Stores with something in them, and commands as processes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +20,7 @@ from agentlightning.tracing.context import AttemptTracer, bind
 from agentlightning.tracing.emit import emit_reward
 from agentlightning.types import EnqueueRolloutRequest, Metrics
 
+ROOT = Path(__file__).parents[2]
 HOSTILE = "\x1b]0;owned\x07\x1b[31m\x9b31m[bold]\u202e<script>alert(1)</script>"
 
 
@@ -48,6 +56,40 @@ def make_runs(*run_ids: str, rise: float = 0.05) -> None:
             await store.close()
 
     asyncio.run(work())
+
+
+def start(folder: Path, *arguments: object, stdin: int | None = None, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "agentlightning.cli.main", *map(str, arguments)]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.Popen(
+        command, cwd=folder, env=variables, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == code, err
+    assert "Traceback" not in err
+    return out, err
+
+
+@contextmanager
+def staying_up(folder: Path, *arguments: object, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A command that serves: the process and the URL it announces. Ends by SIGTERM, and must end well."""
+    process = start(folder, *arguments, **environment)
+    try:
+        assert process.stderr is not None
+        greeting = process.stderr.readline()
+        found = re.search(r"http://[\d.]+:\d+", greeting)
+        assert found, greeting + process.stderr.read()
+        yield process, found[0]
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=240)
+        assert process.returncode == 0
+        assert "Traceback" not in err and "Unclosed" not in err
+    finally:
+        process.kill()
+        process.wait()
 
 
 def shown_by(

@@ -1,10 +1,10 @@
-"""Adds an agent's recorded requests to the corpus, without any text of theirs.
+"""Adds an agent's requests to the corpus, without any text of theirs.
 
-    python tests/corpus/add.py claude-code 2.1.197 RECORDED.json…
+    python tests/corpus/add.py claude-code 2.1.197 http://127.0.0.1:8000    # listens at http://127.0.0.1:8001
 
-Each recording is a JSON object with `method`, `path`, `headers` and `body`. Keys, types, numbers and words of the
-protocol stay; every other string becomes a placeholder. Writes `NAME.jsonl`: first the agent, its version and its
-tools, then one request a line, whose `tools` are numbers of those.
+Passes everything on to the server behind it, an `agl server` or a provider, until it is stopped. Keys, types, numbers
+and words of the protocol stay; every other string becomes a placeholder. Writes `NAME.jsonl`: first the agent, its
+version and its tools, then one request a line, whose `tools` are numbers of those.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+
+from aiohttp import ClientSession, web
 
 # What these keys hold is a word of the protocol or of a schema, if it is one word at all.
 _WORDS = {
@@ -29,6 +31,7 @@ _HEADERS = re.compile(
 )
 _WORD = re.compile(r"[\w$./:,=-]{1,300}")
 _IDENTITY = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f-]{22}|(?=\w*\d)[0-9a-f]{12,}")
+_HOP = {"host", "content-length", "transfer-encoding", "connection", "content-encoding", "accept-encoding"}
 _SCHEMAS = ("properties", "$defs", "patternProperties")
 
 
@@ -55,26 +58,39 @@ def scrubbed(value: Any, key: str = "", *, names: bool = False) -> Any:
     return "…" if key == "description" else ("text " * 5)[: len(value)].rstrip()
 
 
-def shape(recorded: dict[str, Any], tools: list[Any]) -> dict[str, Any]:
-    """What is kept of one recording; its tools are added to `tools`, where they are not among them."""
-    headers = {name.lower(): text for name, text in recorded["headers"].items()}
-    body = scrubbed(recorded["body"])
+def shape(path: str, headers: dict[str, str], body: Any, tools: list[Any]) -> dict[str, Any]:
+    """What is kept of a request; its tools are added to `tools`, where they are not among them."""
+    body = scrubbed(body)
     if body.get("tools"):
         tools += (tool for tool in body["tools"] if tool not in tools)
         body["tools"] = [tools.index(tool) for tool in body["tools"]]
     kept = {name: scrubbed(text, name) for name, text in sorted(headers.items()) if _HEADERS.fullmatch(name)}
-    return {"path": recorded["path"], "headers": kept, "body": body}
+    return {"path": path, "headers": kept, "body": body}
 
 
-def main(agent: str, version: str, *files: str) -> None:
+def main(agent: str, version: str, upstream: str) -> None:
     tools: list[Any] = []
-    recorded = [json.loads(Path(file).read_text(encoding="utf-8")) for file in files]
-    shapes = [shape(one, tools) for one in recorded if one["method"] == "POST" and isinstance(one["body"], dict)]
+    shapes: list[dict[str, Any]] = []
+
+    async def passed_on(request: web.Request) -> web.Response:
+        body = await request.read()
+        if request.method == "POST" and body:
+            headers = {name.lower(): text for name, text in request.headers.items()}
+            shapes.append(shape(request.path_qs, headers, json.loads(body), tools))
+        headers = {name: text for name, text in request.headers.items() if name.lower() not in _HOP}
+        async with (
+            ClientSession() as session,
+            session.request(request.method, upstream + request.path_qs, data=body, headers=headers) as answer,
+        ):
+            kept = {name: text for name, text in answer.headers.items() if name.lower() not in _HOP}
+            return web.Response(status=answer.status, headers=kept, body=await answer.read())
+
+    app = web.Application(client_max_size=1 << 28)
+    app.router.add_route("*", "/{tail:.*}", passed_on)
+    web.run_app(app, host="127.0.0.1", port=8001)
     lines = [{"agent": agent, "version": version, "tools": tools}, *shapes]
     written = [json.dumps(line, ensure_ascii=False, separators=(",", ":")) for line in lines]
-    target = Path(__file__).with_name(f"{agent}.jsonl")
-    target.write_text("\n".join(dict.fromkeys(written)) + "\n", encoding="utf-8")
-    print(f"{target}: {len(shapes)} requests, {target.stat().st_size:,} bytes")
+    Path(__file__).with_name(f"{agent}.jsonl").write_text("\n".join(dict.fromkeys(written)) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -239,7 +239,7 @@ async def test_what_happens_is_seen_without_a_reload(world) -> None:
 
 
 @pytest.mark.slow
-async def test_a_person_tags_scores_and_runs_a_rollout_again(world) -> None:
+async def test_a_person_tags_scores_annotates_and_runs_a_rollout_again(world) -> None:
     attempted = await world.store.start_rollout("by hand")
     await world.store.update_attempt(attempted.rollout_id, attempted.attempt.attempt_id, status="succeeded")
     async with world.page() as page:
@@ -253,34 +253,22 @@ async def test_a_person_tags_scores_and_runs_a_rollout_again(world) -> None:
         await page.get_by_label("Comment").fill("Right, but slow")
         await page.get_by_role("button", name="Save score").click()
         await see(page, "0.75", "Right, but slow")
-        await page.get_by_role("button", name="Retry").click()
-        await expect(page.get_by_role("heading", level=1)).not_to_have_text(attempted.rollout_id)
-        await world.show(page, "/rollouts?tag=checked", "Rollouts")
-        await see(page, "2 rollouts")
-
-
-@pytest.mark.slow
-async def test_a_person_annotates_a_rollout_and_one_who_only_reads_is_told_why_not(world) -> None:
-    attempted = await stuck(world.store)
-    place = f"/rollouts/{attempted.rollout_id}"
-    async with world.page() as page:
-        await world.show(page, place, attempted.rollout_id)
         await page.get_by_role("button", name="Annotate").click()
         await page.get_by_label("Label, such as good").fill("wrong")
         await page.get_by_label("Note").fill("Searched for an hour")
         await page.get_by_label("Corrected answer").fill("SK462")
         await page.get_by_role("button", name="Save annotation").click()
         await see(page, "Searched for an hour", "SK462")
-        await page.get_by_role("button", name="Annotate").click()
-        await page.get_by_label("Note").fill("")
-        await page.get_by_role("button", name="Save annotation").click()
-        await expect(page.get_by_text("Searched for an hour")).to_have_count(0)
+        await page.get_by_role("button", name="Retry").click()
+        await expect(page.get_by_role("heading", level=1)).not_to_have_text(attempted.rollout_id)
+        await world.show(page, "/rollouts?tag=checked", "Rollouts")
+        await see(page, "2 rollouts")
         await world.show(page, "/rollouts", "Rollouts")
         await page.get_by_label("Label", exact=True).fill("wrong")
-        await see(page, "1 rollout", "Find me a flight")
+        await see(page, "2 rollouts", "by hand")
     issued = await world.store.issue_key(name="reader", scopes=["read"])
     async with world.page(issued.api_key) as page:
-        await world.show(page, place, attempted.rollout_id)
+        await world.show(page, f"/rollouts/{attempted.rollout_id}", attempted.rollout_id)
         await see(page, "Nothing can be changed or annotated here: your key lacks the scope trainer.", "SK462")
         await expect(page.get_by_role("button", name="Annotate")).to_have_count(0)
 
@@ -342,16 +330,14 @@ async def test_a_person_talks_to_the_model_stops_it_and_sees_its_tool_calls(chro
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", [None, KEY])
-async def test_the_page_of_a_served_checkpoint_talks_to_it(chromium, tmp_path: Path, key: str | None) -> None:
+async def test_the_page_of_a_served_checkpoint_talks_to_it(chromium, tmp_path: Path) -> None:
     tokenizer = make_tokenizer([chat_text([{"role": "user", "content": "one two three"}])])
     Policy(make_model(tokenizer, seed=0), tokenizer).save(tmp_path / "model")
-    async with served_model(str(tmp_path / "model"), model_name="mine", seed=0, key=key) as url:
+    async with served_model(str(tmp_path / "model"), model_name="mine", seed=0, key=KEY) as url:
         page = await chromium.new_page()
         await page.goto(f"{url}/#/chat")
-        if key is not None:
-            await page.get_by_label("Key of this server").fill(key)
-            await page.get_by_role("button", name="Sign in").click()
+        await page.get_by_label("Key of this server").fill(KEY)
+        await page.get_by_role("button", name="Sign in").click()
         await page.get_by_label("Message").fill("one")
         await page.get_by_role("button", name="Send").click()
         await expect(page.locator(".message")).to_have_count(2)
@@ -458,15 +444,8 @@ async def test_no_view_has_a_fault_of_accessibility(world, scheme) -> None:
 @pytest.mark.slow
 async def test_it_is_readable_on_a_phone(world) -> None:
     async with world.page(viewport={"width": 390, "height": 844}, has_touch=True) as page:
-        for place in (
-            "/runs",
-            "/rollouts",
-            f"/rollouts/{ROLLOUT}",
-            f"/rollouts/{ROLLOUT}/timeline",
-            f"/rollouts/{ROLLOUT}/credit",
-            f"/groups/{GROUP}",
-            "/chat",
-        ):
+        of_one = [f"/rollouts/{ROLLOUT}{tab}" for tab in ("", "/timeline", "/credit")]
+        for place in ("/runs", "/rollouts", *of_one, f"/groups/{GROUP}", "/chat"):
             await world.show(page, place)
             await loaded(page)
             assert await page.evaluate("document.documentElement.scrollWidth") <= 390, place

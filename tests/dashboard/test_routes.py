@@ -11,7 +11,6 @@ from typing import Any
 
 import aiohttp
 import msgspec
-import numpy as np
 import pytest
 
 from agentlightning.datasets.export import annotation_of
@@ -170,11 +169,14 @@ async def test_a_wrong_key_begins_no_session(place):
     await place.get("/runs", status=401, cookie="agl_session_80=invented")
 
 
-async def test_a_revoked_key_ends_its_sessions(place):
+async def test_a_key_that_reads_gives_no_score_and_ends_its_sessions_when_it_is_revoked(place):
+    rollout = (await record(place.store, [1.0, 0.0]))[0]
     issued = await place.store.issue_key(name="reader", scopes=["read"])
     browser = await place.logged_in(issued.api_key)
     said = await browser.get("/session")
     assert (said["scopes"], said["admin"], said["protected"]) == (["read"], False, True)
+    assert len((await browser.post("/rollouts", {}))["items"]) == 2
+    await browser.post(f"/rollouts/{rollout.rollout_id}/score", {"reward": 1.0}, status=403)
     await place.store.revoke_key(key_id=issued.key_id)
     await browser.get("/runs", status=401)
 
@@ -192,14 +194,6 @@ async def test_another_sites_page_cannot_use_a_session(place, sent):
     place.headers = {}
     await place.post("/session", {"key": KEY}, status=403, **sent)  # nor begin one
     await browser.get("/runs", origin=place.url, **{"sec-fetch-site": "same-origin"})
-
-
-async def test_a_key_that_reads_gives_no_score(place):
-    rollout = (await record(place.store, [1.0, 0.0]))[0]
-    issued = await place.store.issue_key(name="reader", scopes=["read"])
-    browser = await place.logged_in(issued.api_key)
-    assert len((await browser.post("/rollouts", {}))["items"]) == 2
-    await browser.post(f"/rollouts/{rollout.rollout_id}/score", {"reward": 1.0}, status=403)
 
 
 # --- rollouts -----------------------------------------------------------------------------------------------------
@@ -220,9 +214,7 @@ async def test_rollouts_are_listed_newest_first_page_by_page(place):
     ("query", "found"),
     [
         ({"where": {"op": "ge", "field": "reward", "value": 0.5}}, [0]),
-        ({"where": {"op": "exists", "field": "reward", "value": False}}, [2]),
         ({"where": {"op": "contains", "field": "error", "value": "<script>"}}, [2]),
-        ({"where": {"op": "contains", "field": "input", "value": '"n":1'}}, [1]),
     ],
 )
 async def test_rollouts_are_found_by_what_they_came_to(place, query, found):
@@ -232,12 +224,8 @@ async def test_rollouts_are_found_by_what_they_came_to(place, query, found):
 
 
 async def test_a_query_that_cannot_be_meant_is_refused(place):
-    assert (
-        "did you mean 'reward'"
-        in (await place.post("/rollouts", {"where": {"op": "eq", "field": "rewards", "value": 1}}, status=422))[
-            "error"
-        ]["message"]
-    )
+    said = await place.post("/rollouts", {"where": {"op": "eq", "field": "rewards", "value": 1}}, status=422)
+    assert "did you mean 'reward'" in said["error"]["message"]
     await place.post("/rollouts", {"limit": 1000}, status=422)
     await place.get("/rollouts/none", status=404)
     await place.post("/series", {"run_ids": ["none"], "names": []}, status=404)
@@ -253,11 +241,8 @@ async def test_a_rollout_is_shown_with_what_was_new_in_each_call(place):
     assert [message["role"] for message in first["new_messages"]] == ["system", "user"]
     assert [message["role"] for message in second["new_messages"]] == ["tool"]
     assert second["answer"]["content"] == HOSTILE  # as it is: the page shows text as text
-    assert [(step["kind"], step["call_index"]) for step in view["steps"]] == [
-        ("call", 0),
-        ("call", 1),
-        ("reward", None),
-    ]
+    steps = [(step["kind"], step["call_index"]) for step in view["steps"]]
+    assert steps == [("call", 0), ("call", 1), ("reward", None)]
     await place.get(f"/rollouts/{one.rollout_id}?attempt=2", status=404)
 
 
@@ -307,7 +292,6 @@ async def test_credit_is_that_of_the_runs_settings(place):
     ("algorithm", "problem", "returned"),
     [
         ({"name": "ppo", "returns": "identical", "returns_options": {}}, "what ppo made of these rewards", None),
-        ({"name": "sft"}, "what sft made of these rewards", None),
         ({"name": "mine", **CREDIT}, "what mine made of these rewards", None),
         (CREDIT | {"baseline": "reinforce++"}, "all groups of a step", 1.0),
         (CREDIT | {"returns": "air", "returns_options": {"alpha": 7}}, "alpha", None),
@@ -337,34 +321,18 @@ async def test_the_prefix_tree_holds_every_token_once(place):
 
 async def test_curves_are_told_in_as_many_points_as_asked(place):
     run = await place.store.start_run("grpo", MANIFEST)
+    counted = {"rollouts": 8.0, "calls": 16.0, "prompt_tokens_mean": 10.0, "sampled_tokens": 32.0}
     for step in range(100):
-        values = {
-            "reward": step / 100,
-            "rollouts": 8.0,
-            "calls": 16.0,
-            "prompt_tokens_mean": 10.0,
-            "sampled_tokens": 32.0,
-        }
-        values |= {"val_reward": 0.5} if step == 99 else {}
+        values = counted | {"reward": step / 100} | ({"val_reward": 0.5} if step == 99 else {})
         await place.store.add_metrics(Metrics(run_id=run.run_id, step=step, time=run.start_time + step, values=values))
     asked = {"run_ids": [run.run_id], "names": ["reward", "val_reward"], "points": 20}
     (series,) = await place.post("/series", asked)
-    assert (len(series["step"]), series["step"][-1], series["rollouts"][-1], series["tokens_read"][-1]) == (
-        20,
-        99,
-        800,
-        16000,
-    )
-    assert series["values"]["reward"][0] == pytest.approx(np.mean(np.arange(5)) / 100)
+    assert len(series["step"]) == 20
+    assert [series[x][-1] for x in ("step", "rollouts", "tokens_read", "tokens_written")] == [99, 800, 16000, 3200]
+    assert series["values"]["reward"][0] == pytest.approx(0.02)  # the mean of five
     assert series["values"]["val_reward"] == [None] * 19 + [0.5]
     (row,) = await place.get("/runs")
-    assert (row["seed"], row["steps"], row["total_steps"], row["models"], row["best_val"]) == (
-        3,
-        99,
-        9,
-        ["policy"],
-        0.5,
-    )
+    assert [row[name] for name in ("seed", "steps", "total_steps", "models", "best_val")] == [3, 99, 9, ["policy"], 0.5]
     again = await place.store.start_run("grpo", MANIFEST | {"seed": 4})
     other = await place.store.start_run("grpo", MANIFEST | {"config": {}})
     families = {one["run_id"]: one["family"] for one in await place.get("/runs")}
@@ -389,10 +357,8 @@ async def test_prompts_are_told_with_their_scores(place):
     ended = {"number": 1, "beam": ["a"], "scores": {"a": {"mean": 0.75, "tasks": 4, "failed": 0}}}
     await place.store.add_resources({}, {"round": ended}, run_id=run.run_id)
     said = await place.get(f"/prompts?run_id={run.run_id}")
-    assert [(one["name"], one["parent"], one["diff"]) for one in said["candidates"]] == [
-        ("seed", None, ""),
-        ("a", "seed", "-x\n+y"),
-    ]
+    candidates = [(one["name"], one["parent"], one["diff"]) for one in said["candidates"]]
+    assert candidates == [("seed", None, ""), ("a", "seed", "-x\n+y")]
     assert (said["candidates"][1]["score"]["mean"], said["rounds"][0]["beam"]) == (0.75, ["a"])
 
 
@@ -425,11 +391,8 @@ async def test_a_persons_score_becomes_the_reward(place):
     low = await browser.post("/rollouts", {"where": {"op": "eq", "field": "reward", "value": 0.25}})
     assert [each["rollout"]["rollout_id"] for each in low["items"]] == [one.rollout_id]
     given = (await browser.get(f"/rollouts/{one.rollout_id}"))["rewards"][-1]
-    assert (given["by"], given["comment"], given["dimensions"]) == (
-        "the admin key",
-        HOSTILE,
-        [{"name": "human", "value": 0.25}],
-    )
+    assert (given["by"], given["comment"]) == ("the admin key", HOSTILE)
+    assert given["dimensions"] == [{"name": "human", "value": 0.25}]
     row = await browser.post(f"/rollouts/{one.rollout_id}/score", {"comment": "only said"})
     assert row["reward"] == 0.25
     await browser.post(f"/rollouts/{one.rollout_id}/score", {}, status=422)

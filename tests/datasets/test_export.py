@@ -55,10 +55,6 @@ def test_a_conversation_is_one_line_and_interleaved_ones_are_one_each() -> None:
     assert not found.left_out
 
 
-def test_traces_without_token_ids_are_exported_too() -> None:
-    assert sft_lines([recorded(call(0, [USER], HI, tokens=False), group=None)], ANYTHING).lines
-
-
 def test_what_is_not_to_be_learned_has_no_weight_and_ends_no_conversation() -> None:
     shown = [USER, says("assistant", "an example"), USER]
     frozen = [*shown, HI, USER]
@@ -212,12 +208,6 @@ def test_a_corrected_answer_is_trained_on_whatever_the_reward_and_preferred_to_t
     assert (second["preferred_output"], second["non_preferred_output"]) == ([HI], [NO])
     alone = recorded(call(0, [USER], NO), group=None)
     assert len(dpo_lines([annotated(alone, answer="yes")], ANYTHING).lines) == 1
-
-
-def test_a_correction_stands_in_for_an_answer_that_is_not_to_be_learned() -> None:
-    cut = answering(NO, 0.0, GEN_AI_FINISH_REASONS=["length"])
-    assert not sft_lines([cut], ANYTHING).lines
-    assert sft_lines([annotated(cut, answer="yes")], ANYTHING).lines[0]["messages"][-1] == says("assistant", "yes")
 
 
 def test_only_rollouts_with_a_label_are_taken_and_the_others_counted() -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from agentlightning.cli.main import run
 from agentlightning.datasets.hub import HubName, push, read_hub_name
+from agentlightning.datasets.tasks import load_dataset
 from agentlightning.errors import ConfigError
+from tests.cli.world import finish, start
 from tests.test_trainer import policy
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -102,58 +101,21 @@ def hub() -> Iterator[Hub]:
         server.shutdown()
 
 
-def agl(
-    folder: Path, hub: Hub, *arguments: str, code: int = 0, token: str = "good", url: str | None = None
-) -> tuple[str, str]:
-    variables = {
-        "HF_ENDPOINT": url or hub.url,
-        "HF_HOME": str(folder / "home"),
-        "HF_TOKEN": token,
-    }
-    command = [sys.executable, "-m", "agentlightning.cli.main", *arguments]
-    files: dict[str, Any] = {"cwd": folder, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
-    done = subprocess.run(command, env=os.environ | variables, check=False, timeout=300, **files)
-    assert done.returncode == code, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stdout, done.stderr
-
-
-@pytest.mark.slow
-def test_tasks_and_models_come_from_the_hub_and_go_there(tmp_path: Path, hub: Hub) -> None:
-    project = tmp_path / "mine"
-    assert run(["init", str(project)]) == 0
-    hub.repositories["datasets/me/data"] = {"deep/tasks.jsonl": (project / "tasks.jsonl").read_bytes()}
-    flags = ("--steps", "1", "--train-dataset", "hf:me/data/deep/tasks.jsonl", "--out", "run")
-    agl(project, hub, "train", *flags)
-    agl(project, hub, "export", "hf:me/agent", "--format", "model", "--run", "run")
-    pushed = hub.repositories["me/agent"]
-    assert pushed["model.safetensors"] and "optimizer.pt" not in pushed and "loop.json" not in pushed
-    _, err = agl(project, hub, "export", "hf:me/wins/sft.jsonl", "--format", "sft", "--run", "run")
-    assert f"pushed to {hub.url}/datasets/me" in err
-    assert json.loads(hub.repositories["datasets/me/wins"]["sft.jsonl"].splitlines()[0])["messages"]
-    again = ("--model", f"hf:me/agent@{COMMIT}", "--out", "again")
-    agl(project, hub, "train", *flags[:4], *again)
-    shown = (project / "again" / "run.yaml").read_text()
-    assert "train_dataset: hf:me/data/deep/tasks.jsonl" in shown and f"model: hf:me/agent@{COMMIT}" in shown
-    for name, message in (
-        ("hf:me/data/nothing.jsonl", "Entry Not Found"),
-        ("hf:me/data", "write hf:me/data/FILE, one of: deep/tasks.jsonl"),
-    ):
-        _, err = agl(project, hub, "train", "--train-dataset", name, "--out", "wrong", code=1)
-        assert message in err, err
-    _, err = agl(project, hub, "train", *flags[:4], "--out", "wrong", code=1, token="bad")
-    assert "HF_TOKEN" in err
+def agl(folder: Path, url: str, *arguments: str, code: int = 0) -> str:
+    variables = {"HF_ENDPOINT": url, "HF_HOME": str(folder / "home"), "HF_TOKEN": "good"}
+    process = start(folder, *arguments, stdin=subprocess.DEVNULL, **variables)
+    return finish(process, code)[1]
 
 
 def test_a_hub_that_is_away_is_asked_once_and_its_cache_serves(tmp_path: Path, hub: Hub) -> None:
     policy().save(tmp_path / "model")
     hub.repositories["me/agent"] = {file.name: file.read_bytes() for file in (tmp_path / "model").iterdir()}
-    agl(tmp_path, hub, "chat", "me/agent")
-    _, err = agl(tmp_path, hub, "chat", "me/nobody", code=1)
+    agl(tmp_path, hub.url, "chat", "me/agent")
+    err = agl(tmp_path, hub.url, "chat", "me/nobody", code=1)
     assert "cannot load model 'me/nobody'" in err
-    agl(tmp_path, hub, "chat", "me/agent", url="http://127.0.0.1:9")
+    agl(tmp_path, "http://127.0.0.1:9", "chat", "me/agent")
     for name in ("nope", "me/nobody", "what ever"):
-        _, err = agl(tmp_path, hub, "chat", name, code=1, url="http://127.0.0.1:9")
+        err = agl(tmp_path, "http://127.0.0.1:9", "chat", name, code=1)
         assert f"there is no model {name!r} here" in err and "http://127.0.0.1:9 does not answer" in err
         assert "Retrying" not in err
 
@@ -167,6 +129,17 @@ def test_errors_of_the_hub_name_what_was_asked_for(tmp_path: Path, hub: Hub, mon
         push(file, "hf:me/a--b/sft.jsonl")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
     assert push(file, "hf:me/wins@second/sft.jsonl").startswith(f"{hub.url}/datasets/me/wins/commit/")
+    for name in ("model.safetensors", "optimizer.pt", "loop.json"):
+        (tmp_path / "step" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "step" / name).write_bytes(b"x")
+    push(tmp_path / "step", "hf:me/agent")
+    assert hub.repositories["me/agent"].keys() == {"model.safetensors"}
+    template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    for name, message in (("nothing.jsonl", "Entry Not Found"), ("", "one of: sft.jsonl"), ("sft.jsonl", "HF_TOKEN")):
+        with pytest.raises(ConfigError, match=message):
+            load_dataset(f"hf:me/wins/{name}".rstrip("/"))
 
 
 @pytest.mark.parametrize(

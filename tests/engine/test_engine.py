@@ -130,7 +130,7 @@ def test_projections_of_large_models_are_read_in_place_with_the_same_result(monk
     model = tiny_model("qwen2")
     request = GenerationRequest([5, 6, 7], max_tokens=20, seed=3)
     [joined] = run(make_engine(model), request)
-    monkeypatch.setattr("agentlightning.engine.weights.LARGEST_JOINED", 0)
+    monkeypatch.setattr("agentlightning.engine.forward.LARGEST_JOINED", 0)
     [separate] = run(make_engine(model), request)
     assert ids(joined) == ids(separate)
     assert worst_error(model, request, separate) < 1e-4
@@ -331,6 +331,7 @@ def test_a_cancelled_request_says_no_more_and_gives_its_slot_back() -> None:
         ({"prompt_token_ids": []}, "prompt_token_ids"),
         ({"prompt_token_ids": [3, VOCABULARY]}, "prompt_token_ids"),
         ({"prompt_token_ids": [-1]}, "prompt_token_ids"),
+        ({"prompt_token_ids": [3] * 128, "max_tokens": 1}, "holds sequences of 128 tokens"),
         ({"stop_token_ids": frozenset({VOCABULARY})}, "stop_token_ids"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": float("nan")}, "temperature"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -88,6 +87,8 @@ def test_one_file_trains_on_a_hubs_tasks_with_exact_tokens_named_rewards_and_met
         learned = trace_rollout(rollout, spans)
         assert learned.transitions and not learned.excluded
         assert all(len(one.logprobs) == len(one.response_ids) > 0 for one in learned.transitions)
+    measured = agl_of(hub, tmp_path, "eval", str(SHOP / f"{hub}.yaml"), "--model", str(model), "--limit", "4")
+    assert "4 rewarded" in measured.stdout, measured.stderr
 
 
 FAILING = """
@@ -112,21 +113,6 @@ def test_what_a_hub_reports_as_failed_fails_the_attempt_with_its_reason(tmp_path
     done = train("verifiers", tmp_path / "run", run_file, model, "--set", "environment.held_out=0.5")
     assert done.returncode == 1
     assert "HarnessError" in done.stderr and "out of order" in done.stderr
-
-
-@pytest.mark.slow
-def test_it_is_trained_and_measured(tmp_path: Path, model: Path) -> None:
-    folder = tmp_path / "environments"
-    shutil.copytree(SHOP, folder)
-    run_file = folder / "verifiers.yaml"
-    run_file.write_text(run_file.read_text().replace("  held_out", "  limit: 4\n  held_out"))
-    (tmp_path / "tutorial").mkdir()
-    for name in ("tasks", "heldout"):
-        shutil.copy(EXAMPLES / "tutorial" / f"{name}.jsonl", tmp_path / "tutorial")
-    trained = train("verifiers", tmp_path / "run", run_file, model)
-    assert trained.returncode == 0, trained.stderr
-    measured = agl_of("verifiers", tmp_path, "eval", str(run_file), "--model", str(model))
-    assert "tasks 4, attempts 1 each: 4 rewarded" in measured.stdout, measured.stderr
 
 
 @pytest.mark.parametrize("hub", ["verifiers", "inspect"])

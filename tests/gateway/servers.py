@@ -29,7 +29,7 @@ class Server:
         self.behaviour = "answers"
         self.healthy = True
         self.asked: list[str] = []  # what the user said in each call
-        self.running = self.peak = self.checks = 0
+        self.running = 0
         self._go_on = asyncio.Event()
         self._go_on.set()
         self._end = asyncio.Event()
@@ -70,14 +70,12 @@ class Server:
         return JSONResponse({"detail": "Not Found" if status == 404 else "it broke", "success": False}, status)
 
     async def _health(self, request: Request) -> Response:
-        self.checks += 1
         return Response(status_code=200 if self.healthy else 503)
 
     async def _answer(self, request: Request) -> Response:
         asked = await request.json()
         self.asked.append(asked.get("input") or asked["messages"][0]["content"])
         self.running += 1
-        self.peak = max(self.peak, self.running)
         try:
             await self._go_on.wait()
         finally:

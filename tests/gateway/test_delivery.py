@@ -18,7 +18,7 @@ import pytest
 from agentlightning import semconv
 from agentlightning.data.call_filter import NOT_RECEIVED
 from agentlightning.data.transitions import TracedRollout, trace_rollout
-from agentlightning.errors import ConflictError, InvalidError, UnavailableError
+from agentlightning.errors import InvalidError, UnavailableError
 from agentlightning.gateway.recorder import Recorder
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import UNATTRIBUTED, AttemptedRollout, Span
@@ -163,17 +163,6 @@ async def test_an_answer_that_the_gateway_did_not_send_is_not_trained(tmp_path: 
             await ask(built, attempted)
         await ask(built, attempted)
         assert trained(await traced(built, attempted)) == [1]
-
-
-async def test_no_span_of_an_agent_takes_the_place_of_a_call(usual: World) -> None:
-    attempted = await usual.attempt()
-    await ask(usual, attempted)
-    (call,) = await usual.spans(attempted)
-    with pytest.raises(ConflictError, match="another span"):
-        await usual.store.add_many_spans([msgspec.structs.replace(call, start_time=call.start_time + 1)])
-    await usual.store.add_many_spans([call])  # a write that is repeated
-    await ask(usual, attempted)
-    assert len({span.span_id for span in await usual.spans(attempted)}) == 2
 
 
 async def test_every_choice_is_kept_and_the_first_is_trained(gateway_world: World) -> None:

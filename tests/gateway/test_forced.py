@@ -16,7 +16,7 @@ from agentlightning import semconv
 from agentlightning.gateway.backend import ModelCall
 from agentlightning.gateway.chat.grammar import Form, Grammars, form_of
 from agentlightning.gateway.chat.template import ChatTemplate
-from agentlightning.gateway.chat.tool_calls import TOOL_FORMATS, ToolCall
+from agentlightning.gateway.chat.text import TOOL_FORMATS, ToolCall
 from agentlightning.types import Mode, Span
 from tests.gateway.talker import PLAIN, SEARCH_TOOL, make_talker, user
 from tests.gateway.world import World

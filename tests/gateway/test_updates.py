@@ -168,7 +168,9 @@ async def test_sglang_loads_from_disk_and_is_told_what_to_call_the_weights() -> 
             SglangBackend(connection, ChatTemplate.from_pretrained(make_talker().tokenizer))
         ]
         await load_weights(servers, 7, "/w/7")
-        assert told == [("/update_weights_from_disk", {"model_path": "/w/7", "weight_version": "7"})]
+        assert told == [
+            ("/update_weights_from_disk", {"model_path": "/w/7", "weight_version": "7", "abort_all_requests": True})
+        ]
         assert connection.version == 7
         with pytest.raises(BackendError, match="Failed to update weights"):
             await load_weights(servers, 8, "/w/8")

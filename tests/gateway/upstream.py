@@ -66,12 +66,10 @@ class Upstream:
         self.events, self.status, self.error = events, status, error
         self.asked: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
-        self.callers: list[Any] = []  # who asked: the address of each request's connection
 
     async def answer(self, request: Request) -> Response:
         self.asked.append(await request.json())
         self.headers.append(dict(request.headers))
-        self.callers.append(request.client)
         if self.status != 200:
             return JSONResponse(self.error, self.status)
         if not self.asked[-1]["stream"]:

@@ -15,7 +15,6 @@ import agentlightning as agl
 from agentlightning.algorithm.rl.policies import optimiser_steps
 from agentlightning.data.sequences import TrainingSequence
 from agentlightning.errors import ConfigError, TrainingError
-from agentlightning.learner import losses
 from agentlightning.learner.corrections import Corrections, corrected, correction, prepare
 from agentlightning.learner.losses import Loss
 from tests.golden import INPUTS, MASK, OUTPUTS, sampled
@@ -75,24 +74,11 @@ def test_a_mask_is_the_ratio_where_it_is_between_its_bounds(level: str, low: flo
     assert 0 < kept.sum() < len(kept)
 
 
-def test_the_gradient_of_clip_and_weight_is_verls() -> None:
-    weights, _ = evaluated("truncate")
-    logprobs = sampled(INPUTS["log_prob"]).requires_grad_()
-    advantages = weights * sampled(INPUTS["advantages"])
-    value = losses.ppo_clip(logprobs, PROXIMAL, advantages, torch.zeros(0), 0.2, 0.28, 3.0).mean()
-    value.backward()
-    assert float(value.detach()) == pytest.approx(OUTPUTS["verl.ppo_clip+tis2.loss"], abs=1e-6)
-    torch.testing.assert_close(logprobs.grad, sampled(OUTPUTS["verl.ppo_clip+tis2.grad"]), atol=1e-6, rtol=0)
-
-
 def test_several_corrections_multiply_weights_and_keep_what_all_keep() -> None:
     mask, bound = {"name": "mask", "level": "sequence", "low": 0.0, "high": 2.0}, bounds("k2", "token", None, 0.02)
     (weights, kept), (of_mask, first), (_, second) = evaluated(mask, bound), evaluated(mask), evaluated(bound)
     torch.testing.assert_close(weights, of_mask)
     assert torch.equal(kept, first & second) and not torch.equal(first, second)
-
-
-# --- a batch -----------------------------------------------------------------------------------------------------
 
 
 def near(one: Any, sequences: Sequence[TrainingSequence]) -> list[TrainingSequence]:
@@ -210,17 +196,13 @@ def test_a_step_whose_every_token_is_masked_is_skipped(tokenizer: Any) -> None:
     ("settings", "why"),
     [
         ({"correction": "truncate"}, "give old='proximal', or one that only drops tokens"),
-        ({"old": "proximal", "correction": "trunctate"}, "did you mean 'truncate'"),
         ({"old": "proximal", "correction": {"name": "mask", "hihg": 2}}, "no option 'hihg'; did you mean 'high'"),
         ({"old": "proximal", "correction": {"high": 2}}, "correction is None; give one of truncate, mask, bound"),
         ({"old": "proximal", "correction": {"name": "truncate", "cap": 0}}, "cap is 0; it must be above 0"),
-        ({"old": "proximal", "correction": {"name": "mask", "low": 2.0}}, r"low must lie in \[0, 1\]"),
         ({"old": "proximal", "correction": {"name": "mask", "level": "call"}}, "known: token, sequence, geometric"),
         ({"correction": "bound"}, "leaves nothing out without low or high"),
         ({"correction": bounds("k4", "token", None, 1.0)}, "known: k1, k2, k3"),
-        ({"correction": bounds("k1", "tokens", None, 1.0)}, "known: token, sum, mean, max"),
         ({"old": "proximal", "correction": lambda a, b, c: (a, b)}, "made to try it: TypeError"),
-        ({"old": "proximal", "correction": lambda a, b, c, d: (a, b > 0)}, "a finite weight of each"),
         ({"old": "proximal", "correction": lambda a, b, c, d: (-a, b)}, "a bool that says whether it is kept"),
     ],
 )
@@ -230,16 +212,9 @@ def test_what_cannot_be_meant_is_refused(settings: dict[str, Any], why: str) -> 
 
 
 def test_a_weight_that_is_no_number_ends_the_step_by_name() -> None:
-    def divides(behaviour: Any, proximal: Any, present: Any, transitions: Any) -> tuple[Any, Any]:
-        weights = 1 / (proximal + 0.25)
-        return weights.abs(), weights < math.inf
-
     def odd(behaviour: Any, proximal: Any, present: Any, transitions: Any) -> tuple[Any, Any]:
         return 1 / (proximal + 0.25).abs(), proximal < 1
 
     logprobs = torch.tensor([-0.25, -1.0])
-    masking = Corrections.read([divides], "proximal")
-    weights, kept, _ = masking.of(logprobs, logprobs, logprobs, transitions=torch.tensor([0, 0]))
-    assert kept.tolist() == [False, True] and weights[1].isfinite()
     with pytest.raises(TrainingError, match="odd gave a weight that is negative or not finite"):
         Corrections.read([odd], "proximal").of(logprobs, logprobs, logprobs, transitions=torch.tensor([0, 0]))

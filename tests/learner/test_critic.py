@@ -76,11 +76,6 @@ def test_a_critic_is_trained_of_sampled_tokens_alone(tokenizer: Any, trunk: Crit
     observed, plain = one.step(both, LOSS), other.step(batch("transition"), LOSS)
     for name in ("value_loss", "value_clip_fraction", "tokens"):
         assert observed[name] == pytest.approx(plain[name], rel=1e-5)
-    kept = [np.arange(len(made.positions)) < 2 for made in batch()]
-    left = [made.only(of) for made, of in zip(batch(), kept, strict=True)]
-    for made, of, before in zip(left, kept, batch(), strict=True):
-        assert made.values is not None and before.values is not None
-        np.testing.assert_array_equal(made.values, before.values[of])
 
 
 @pytest.mark.parametrize("trunk", TRUNKS)
@@ -91,6 +86,9 @@ def test_values_and_gradients_do_not_depend_on_how_calls_are_packed(tokenizer: A
     calls = batch("transition")
     whole, said = gradient(alone(), calls), np.sort(np.concatenate(alone().values(calls)))
     assert relative(gradient(alone(40), calls), whole) < 1e-5
+    more_than_a_projection = alone()
+    more_than_a_projection._head_is_plain = False
+    assert relative(gradient(more_than_a_projection, calls), whole) < 1e-5
     for level in ("trajectory", "tree"):
         assert relative(gradient(alone(64), batch(level)), whole) < 1e-4
         values = np.concatenate(alone(64).values(batch(level)))
@@ -179,21 +177,3 @@ def test_beside_an_adapter_a_critic_shares_the_model_below(tokenizer: Any, tmp_p
     other.load(tmp_path)
     assert np.array_equal(np.concatenate(one.values(batch())), np.concatenate(other.values(batch())))
     assert (tmp_path / CRITIC_FILE).stat().st_size < 200_000  # no copy of the model
-
-
-@pytest.mark.parametrize("trunk", TRUNKS)
-@pytest.mark.parametrize("change", ["head", "bfloat16", "layers computed again"])
-def test_it_goes_with(tokenizer: Any, trunk: CriticTrunk, change: str) -> None:
-    """Logits that are more than a projection; weights in bfloat16; layers that are computed again."""
-    plain = with_critic(tokenizer, trunk, max_grad_norm=1e9)
-    policy = open_policy(
-        Policy(tiny_model(), tokenizer), seed=0, dtype="bfloat16" if change == "bfloat16" else "float32"
-    )
-    again = change == "layers computed again"
-    one = with_critic(tokenizer, trunk, policy, max_grad_norm=1e9, gradient_checkpointing=again)
-    one._head_is_plain = one._head_is_plain and change != "head"
-    tolerance = 0.1 if change == "bfloat16" else 1e-5
-    for ours, exact in zip(one.values(batch()), plain.values(batch()), strict=True):
-        np.testing.assert_allclose(ours, exact, atol=tolerance)
-    calm = Loss(value_clip=None)  # no bound for rounding to cross
-    assert relative(gradient(one, batch(), calm), gradient(plain, batch(), calm)) < tolerance

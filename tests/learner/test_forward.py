@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -15,23 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, GraniteConfig, GraniteForCausalLM
 
-import agentlightning as agl
-from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.forest import Forest, plant, prefix_order
-from agentlightning.data.sequences import (
-    Level,
-    TrainingSequence,
-    build_sequences,
-)
-from agentlightning.data.transitions import TracedRollout, trace_rollout
+from agentlightning.data.sequences import Level, TrainingSequence, build_sequences
 from agentlightning.learner import forward as forest_module
 from agentlightning.learner.base import AdamW
 from agentlightning.learner.forward import Sampled, forest_hidden, has_plain_head, sampled, unsupported
 from agentlightning.learner.losses import KLEstimator, Loss, LossKind
 from agentlightning.learner.policy import Policy
-from agentlightning.learner.tiny import make_model, make_tokenizer
 from agentlightning.learner.torch import TorchLearner
-from agentlightning.store.sql import SqlStore
 from tests.data.test_sequences import credited
 from tests.models import tiny_model
 
@@ -59,6 +49,14 @@ LOSSES = [
     )
     for kind, (aggregation, estimator) in zip(get_args(LossKind), TERMS, strict=True)
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def blocks() -> Iterator[None]:
+    """Branches of a few tokens are computed in blocks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forest_module, "QUERIES_AT_ONCE", 3)
+        yield
 
 
 def learner(family: Any = "qwen3", tokens: int = EVERYTHING, **model: Any) -> TorchLearner:
@@ -148,83 +146,6 @@ def test_the_gradient_is_exact_whatever_the_agents_did(seed: int, loss: Loss, fa
     assert gradient_error(batches, loss, tokens, family=family) < 1e-4
 
 
-@agl.rollout
-async def interleaved(task: Any, llm: agl.LLM) -> float:
-    """A1 S1 A2 S2 A3 of two agents, and then three answers to one question, of which the best counts."""
-    client = agl.openai_client(llm)
-
-    async def ask(messages: list[Any], question: str) -> str:
-        messages.append({"role": "user", "content": question})
-        answer = await client.chat.completions.create(model=llm.model, messages=messages)
-        messages.append({"role": "assistant", "content": answer.choices[0].message.content or ""})
-        return str(messages[-1]["content"])
-
-    planner: list[Any] = [{"role": "system", "content": "quiet ocean"}]
-    searcher: list[Any] = [{"role": "system", "content": "ocean apple"}]
-    said = task["word"]
-    for speaker in (planner, searcher, planner, searcher, planner):
-        said = await ask(speaker, said)
-    answers = [await ask([{"role": "user", "content": "quiet quiet"}], task["word"]) for _ in range(3)]
-    return float(max(sum(letter in "aeiou" for letter in answer) for answer in answers))
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[TracedRollout]:
-    """A group of four, which a trainer trained on at level `tree`, as its store holds them. A policy of random weights
-    says what no tokenizer would write, so that some histories come back in other tokens."""
-    directory = tmp_path_factory.mktemp("recorded")
-    tokenizer = make_tokenizer(["apple ocean quiet"] * 3, 300)
-    trainer = agl.Trainer(
-        model=Policy(make_model(tokenizer, seed=0), tokenizer),
-        algorithm=agl.GRPO(steps=1, tasks_per_step=1, group_size=4, max_tokens=5, temperature=2.0, level="tree"),
-        run_dir=directory,
-        max_sequence_length=256,
-    )
-    (metrics,) = trainer.fit(interleaved, [{"word": "apple"}]).metrics
-    assert metrics.values["tokens_saved"] > 0
-
-    async def read() -> list[TracedRollout]:
-        store = await SqlStore.open(directory / "store.sqlite")
-        try:
-            rollouts = await store.query_rollouts()
-            return [trace_rollout(one, await store.query_spans(one.rollout_id)) for one in rollouts]
-        finally:
-            await store.close()
-
-    return asyncio.run(read())
-
-
-@pytest.mark.parametrize("family", [*MODELS])
-@pytest.mark.parametrize("loss", LOSSES, ids=get_args(LossKind))
-def test_recorded_agents_give_the_logprobs_and_the_gradient_of_each_call_alone(
-    recorded: list[TracedRollout], family: str, loss: Loss
-) -> None:
-    group = RewardedGroup([one.transitions for one in recorded], [1.0, 0.0, 0.5, 2.0])
-    (credited_group,) = agl.GRPO().advantages([group])
-    batches: dict[Level, list[TrainingSequence]] = {
-        level: [sequence for calls in credited_group for sequence in build_sequences(calls, level)]
-        for level in ("transition", "tree")
-    }
-    assert len(batches["tree"]) == 4 * 8
-    model = tiny_model(family, vocab_size=300)  # type: ignore[arg-type]
-    assert logprob_error(model, [sequence.token_ids for sequence in batches["tree"]]) < 1e-5
-    assert gradient_error(batches, loss, 300, family=family, vocab_size=300) < 1e-4
-
-
-def test_long_branches_are_computed_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forest_module, "QUERIES_AT_ONCE", 3)
-    random = np.random.default_rng(0)
-    trunk = random.integers(2, 96, 40)
-    sequences = [np.concatenate([trunk[:cut], random.integers(2, 96, 10)]).astype(np.int32) for cut in (40, 30, 20, 3)]
-    order, shared = prefix_order(sequences)
-    forest, paths = plant([sequences[i] for i in order], shared)
-    with torch.no_grad():
-        hidden = forest_hidden(MODELS["llama"], forest)[0]
-        for i, path in zip(order, paths, strict=True):
-            alone = MODELS["llama"].base_model(input_ids=torch.from_numpy(sequences[i].astype(np.int64))[None])
-            torch.testing.assert_close(hidden[path], alone.last_hidden_state[0], atol=1e-4, rtol=0)
-
-
 def test_the_metrics_say_how_many_tokens_were_computed_and_saved() -> None:
     one = learner()
     alone = one.step(agents(1, "transition"), Loss())
@@ -284,14 +205,6 @@ def loss(values: Sampled) -> torch.Tensor:
     return (values.logprobs * weights + 0.3 * values.entropy * weights.square()).sum()
 
 
-def test_all_at_once_is_the_definition() -> None:
-    head, hidden, targets, of = world()
-    values = sampled(head, hidden, targets, of, 0.7, at_once=STATES)
-    distributions = torch.distributions.Categorical(logits=head(hidden)[of] / 0.7)
-    torch.testing.assert_close(values.logprobs, distributions.log_prob(targets))
-    torch.testing.assert_close(values.entropy, distributions.entropy())
-
-
 @pytest.mark.parametrize("at_once", [1, 7, 36])
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 def test_values_and_gradients_are_those_of_all_at_once(at_once: int, entropy_gradient: bool) -> None:
@@ -302,6 +215,9 @@ def test_values_and_gradients_are_those_of_all_at_once(at_once: int, entropy_gra
         loss(values).backward()
         assert hidden.grad is not None and head.weight.grad is not None
         results.append((values.logprobs, values.entropy, hidden.grad, head.weight.grad))
+        distributions = torch.distributions.Categorical(logits=head(hidden)[of] / 0.7)
+        torch.testing.assert_close(values.logprobs, distributions.log_prob(targets))
+        torch.testing.assert_close(values.entropy, distributions.entropy())
     for whole, parts in zip(*results, strict=True):
         assert float((parts - whole).detach().norm() / whole.detach().norm()) < 1e-5
 

@@ -98,19 +98,6 @@ def test_observations_alone_are_learned(tokenizer: Any) -> None:
     assert set(one.step(batch, loss())) >= {"observation_loss", "grad_norm"}
 
 
-def test_a_sampled_token_of_weight_zero_leaves_the_batch(tokenizer: Any) -> None:
-    one = learner(tokenizer, max_grad_norm=1e9)
-    first, half = conversation(0)[1], np.float32(0.5)
-    tokens = len(first.transition.response_ids)
-    weights = np.zeros(len(first.transition.prompt_ids) + tokens, np.float32)
-    weights[-1] = half
-    (made,) = build_sequences([replace(first, weights=weights)], "transition")
-    (expected,) = build_sequences([replace(first, advantages=first.advantages * half)], "transition")
-    assert made.positions.tolist() == expected.positions[-1:].tolist() and tokens > 1
-    last = expected.only(np.arange(tokens) == tokens - 1)
-    assert relative(gradient(one, [made]), gradient(one, [last])) < 1e-5
-
-
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_a_tinker_server_is_sent_the_same_gradient(tokenizer: Any, aggregation: str) -> None:
     """Two calls of one sequence observe the same tokens; the slope of each adds up at its place."""

@@ -10,7 +10,7 @@ import pytest
 import agentlightning as agl
 from agentlightning.algorithm.grpo import GRPO
 from agentlightning.errors import ConfigError
-from agentlightning.learner.base import AdamW, LoRA
+from agentlightning.learner.base import LoRA
 from agentlightning.learner.places import HOSTED, LearnerPlace, SamplerPlace, read_learner, read_sampler
 from tests import agents
 from tests.test_trainer import TASKS, policy, trainer
@@ -37,10 +37,8 @@ def test_words_stand_for_places() -> None:
     ("given", "why"),
     [
         ("fsdp", r"write torch, \{fsdp: 2\}"),
-        ({"fdsp": 2}, "did you mean 'fsdp'"),
+        ({"fdsp": 2}, "unknown field `fdsp`"),
         ({"fsdp": 0}, "write torch"),
-        ({"fsdp": True}, "write torch"),
-        ({"verl": 5}, r"\{verl: URL\}"),
         ({"verl": NOWHERE, "reduction": "sum"}, "reduction"),
         ({"tinker": NOWHERE, "reduction": "max"}, "reduction"),
         (VERL | TINKER, "names tinker, verl"),
@@ -50,8 +48,6 @@ def test_words_stand_for_places() -> None:
 def test_what_is_no_learner_is_refused(given: Any, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         read_learner(given)
-    with pytest.raises(ConfigError):
-        agl.Trainer(learner=given)
 
 
 @pytest.mark.parametrize(
@@ -59,8 +55,7 @@ def test_what_is_no_learner_is_refused(given: Any, why: str) -> None:
     [
         ("tpu", "write embedded"),
         ({"vllm": "http://a/v1", "sglang": "http://b"}, "write embedded"),
-        ({"url": "http://a/v1"}, "unknown key 'url'"),
-        ({"vllm": "start", "flag": ["--x"]}, "did you mean 'flags'"),
+        ({"vllm": "start", "flag": ["--x"]}, "unknown field `flag`"),
         ({"vllm": "http://a", "flags": ["--x"]}, "for a started server"),
         ({"sglang": "start"}, "not a server's URL"),
         ({"vllm": "start", "model": "m"}, "leave `model` out"),
@@ -81,8 +76,6 @@ def test_what_is_no_sampler_is_refused(given: Any, why: str) -> None:
         ({"sampler": {"sglang": NOWHERE}, "algorithm": GRPO(steps=1, max_staleness=1)}, "as vLLM does"),
         ({"learner": {"fsdp": 2}, "lora": LoRA()}, "goes without lora"),
         ({"learner": {"fsdp": 2}, "algorithm": agl.PPO(steps=1)}, "goes without a critic"),
-        ({"learner": {"fsdp": 2}, "deterministic": True}, "goes without deterministic"),
-        ({"learner": {"fsdp": 2}, "model": {"a": policy(), "b": policy()}}, "goes without several models"),
         ({"learner": {"fsdp": 2}, "algorithm": GRPO(loss=lambda a, b, c, d: -a * c)}, "cannot be imported by"),
         ({"learner": {"fsdp": 2}, "device": "mps"}, r"device 'mps'|device is 'mps'"),
         ({"learner": VERL}, "all weights and no adapter: leave lora out"),
@@ -90,13 +83,9 @@ def test_what_is_no_sampler_is_refused(given: Any, why: str) -> None:
         ({"learner": VERL, "lora": None}, "trains its own model"),  # the model is one that was made here
         ({"learner": "tinker"}, "TINKER_API_KEY"),
         ({"learner": TINKER, "dtype": "bfloat16"}, "goes without dtype"),
-        ({"learner": TINKER, "optimizer": AdamW(gradient_checkpointing=True)}, "goes without gradient_checkpointing"),
-        ({"learner": TINKER, "algorithm": GRPO(steps=1, reference=True)}, "goes without reference"),
         ({"learner": TINKER, "algorithm": GRPO(steps=1, temperature=0.7)}, "log-probabilities at temperature 1, not 0"),
-        ({"learner": TINKER, "algorithm": GRPO(steps=1, entropy_coefficient=0.01)}, "entropy_coefficient is 0"),
         ({"learner": TINKER, "lora": None}, r"give lora: \{rank: 16\}"),
         ({"learner": TINKER, "lora": LoRA(alpha=16)}, "alpha 32"),
-        ({"learner": TINKER, "lora": LoRA(targets=("q_proj",))}, "all layers"),
     ],
 )
 def test_what_does_not_go_together_is_refused(

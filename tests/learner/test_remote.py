@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 import agentlightning as agl
 from agentlightning.errors import BackendError, ConfigError, TrainingError
-from agentlightning.gateway.backend import BackendEvent, Delta, ModelCall, Sampling, Started
+from agentlightning.gateway.backend import BackendEvent, Delta, ModelCall, Sampling
 from agentlightning.learner.base import AdamW, LoRA, Weights
 from agentlightning.learner.places import SamplerPlace
 from agentlightning.learner.policy import Policy, load_policy, open_policy
@@ -88,36 +88,14 @@ def test_what_is_exported_is_what_a_server_loads(tmp_path: Path, model: Path) ->
         TorchLearner(open_policy(model, seed=0)).export(tmp_path / "none", "adapter")
 
 
-async def test_an_answer_that_nobody_reads_keeps_no_server_from_new_weights(tmp_path: Path) -> None:
-    loaded: list[str] = []
-
-    async def load(request: Request) -> Response:
-        loaded.append((await request.json())["weight_version"])
-        return JSONResponse({"success": True})
-
-    async with talking() as (_, service):
-        routes = [Route("/generate", Sglang(service).generate, methods=["POST"])]
-        routes.append(Route("/update_weights_from_disk", load, methods=["POST"]))
-        async with serving(Starlette(routes=routes)) as url:
-            talker = make_talker()
-            sampler = RemoteSampler(SamplerPlace(sglang=url), Policy(talker.model, talker.tokenizer))
-            call = ModelCall(
-                request_id="r", model="m", messages=user("hello"), stream=True, sampling=Sampling(max_tokens=40)
-            )
-            events = sampler.answer(call)
-            assert isinstance(await anext(events), Started)
-            async with asyncio.timeout(20):
-                await sampler.publish(Weights(3, tmp_path))
-            assert loaded == ["3"]
-            async for _ in events:  # it is all there
-                pass
-            await sampler.close()
-
-
-async def test_a_call_that_takes_too_long_begins_anew_with_the_new_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_at_sglang_begins_anew_with_the_new_weights(tmp_path: Path, stream: bool) -> None:
     """And one that is too long for the server is not sent there."""
 
     async def load(request: Request) -> Response:
+        if (await request.json())["abort_all_requests"]:
+            server.aborted += [asked["rid"] for asked in server.asked]
+            server.going.set()
         return JSONResponse({"success": True})
 
     async def models(request: Request) -> Response:
@@ -125,7 +103,7 @@ async def test_a_call_that_takes_too_long_begins_anew_with_the_new_weights(tmp_p
 
     async with talking() as (_, service):
         server = Sglang(service)
-        posted = {"/generate": server.generate, "/abort_request": server.abort, "/update_weights_from_disk": load}
+        posted = {"/generate": server.generate, "/update_weights_from_disk": load}
         routes = [Route(path, answer, methods=["POST"]) for path, answer in posted.items()]
         async with serving(Starlette(routes=[*routes, Route("/v1/models", models)])) as url:
             talker = make_talker()
@@ -134,8 +112,7 @@ async def test_a_call_that_takes_too_long_begins_anew_with_the_new_weights(tmp_p
             server.asked.clear()
             server.begun.clear()
             server.going.clear()
-            sampler.patience = 0.2
-            call = ModelCall(request_id="r", model="m", messages=user("hello"), sampling=Sampling())
+            call = ModelCall(request_id="r", model="m", messages=user("hello"), sampling=Sampling(), stream=stream)
 
             async def answered() -> list[BackendEvent]:
                 return [event async for event in sampler.answer(call)]

@@ -38,6 +38,12 @@ def gone(process: int) -> bool:
         return True
 
 
+def written_ids(file: Path) -> list[int]:
+    while not file.is_file() or not file.read_text().strip():
+        time.sleep(0.01)
+    return [int(one) for one in file.read_text().split()]
+
+
 def wait_until_gone(processes: list[int]) -> None:
     give_up = time.monotonic() + 30
     while not all(map(gone, processes)):
@@ -61,9 +67,7 @@ async def test_a_server_that_ends_is_reported_with_its_last_words(tmp_path: Path
 
 def test_nothing_of_it_is_left_when_the_run_ends(tmp_path: Path) -> None:
     server = start(tmp_path, f"trap '' TERM; sleep 600 & echo $$ $! > {tmp_path}/ids; wait; sleep 600")
-    while not (tmp_path / "ids").is_file() or not (tmp_path / "ids").read_text().strip():
-        time.sleep(0.01)
-    processes = [int(one) for one in (tmp_path / "ids").read_text().split()]
+    processes = written_ids(tmp_path / "ids")
     server.end_seconds = 0.2
     directory = Path(server.socket).parent
     assert directory.stat().st_mode & 0o077 == 0  # nobody else can enter it
@@ -81,9 +85,7 @@ def test_nor_when_the_trainer_is_killed(tmp_path: Path) -> None:
     )
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert trainer.stdout is not None and trainer.stdout.readline() == b"started\n"
-    while not (tmp_path / "ids").is_file() or not (tmp_path / "ids").read_text().strip():
-        time.sleep(0.01)
-    processes = [int(one) for one in (tmp_path / "ids").read_text().split()]
+    processes = written_ids(tmp_path / "ids")
     os.kill(trainer.pid, signal.SIGKILL)
     trainer.communicate()
     wait_until_gone(processes)

@@ -14,9 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from agentlightning.algorithm.grpo import GRPO
 from agentlightning.errors import ConfigError
@@ -179,29 +177,6 @@ def test_the_first_step_is_ours(tmp_path: Path, home: Path, model: Path, url: st
             assert told[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
         print(f"{loss.name}: log-probabilities after it are at most {apart(theirs, own):.1g} apart")
         assert apart(theirs, own) < 1e-2
-
-
-@on_a_server
-@pytest.mark.timeout(900)
-def test_a_restored_learner_goes_on_as_the_one_that_was_saved(tmp_path: Path, model: Path, url: str) -> None:
-    """With the optimiser: a step without its moments would be another."""
-
-    def after() -> np.ndarray:
-        one.step(batch(), Loss())
-        return torch.cat(one.logprobs(batch())).numpy()
-
-    with ExitStack() as stack:
-        one = opened(stack, url, model, rate=1e-2)
-        for _ in range(2):
-            one.step(batch(), Loss())
-        (tmp_path / "saved").mkdir()
-        one.save(tmp_path / "saved")
-        expected = after()
-    with ExitStack() as stack:
-        one = opened(stack, url, model, rate=1e-2)
-        one.load(tmp_path / "saved")
-        assert one.steps == 2
-        assert np.abs(after() - expected).max() < 1e-4
 
 
 @on_a_server

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from agentlightning.learner.tiny import answers_of, chat_text, make_model, make_policy, make_tokenizer, token_id
+from agentlightning.learner.tiny import answers_of, chat_text, make_model, make_policy, make_tokenizer
 from agentlightning.learner.torch import TorchLearner
 
 TOOL = {
@@ -83,14 +83,6 @@ def test_a_saved_policy_loads_with_transformers_and_answers_the_same(
         assert torch.equal(loaded(batch).logits, model(batch).logits)
 
 
-def test_the_seed_alone_decides_the_weights(tokenizer: PreTrainedTokenizerFast) -> None:
-    before = torch.random.get_rng_state()
-    one, same, other = (make_model(tokenizer, seed=seed).state_dict() for seed in (1, 1, 2))
-    assert torch.equal(torch.random.get_rng_state(), before)
-    assert all(torch.equal(one[name], same[name]) for name in one)
-    assert not torch.equal(one["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
-
-
 @torch.no_grad()
 def test_a_new_model_copies_before_any_training(model: Qwen3ForCausalLM) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -98,16 +90,6 @@ def test_a_new_model_copies_before_any_training(model: Qwen3ForCausalLM) -> None
     logits = model(torch.cat([said, between, said], dim=1)).logits
     hits = logits[:, 42:-1].argmax(-1) == said[:, 3:]
     assert hits.float().mean() > 0.9
-
-
-@torch.no_grad()
-def test_a_new_model_always_looks_at_how_the_request_begins(tokenizer: PreTrainedTokenizerFast) -> None:
-    model = make_model(tokenizer, seed=1).eval()
-    model.set_attn_implementation("eager")
-    token_ids = tokenizer(RENDERED, add_special_tokens=False)["input_ids"]
-    attention = model(torch.tensor([token_ids]), output_attentions=True).attentions[1][0, 1]
-    after_user = token_ids.index(token_id(tokenizer, "<|user|>")) + 1
-    assert attention[after_user:, after_user].min() > 0.9
 
 
 def demonstrate(generator: random.Random) -> dict:
@@ -128,5 +110,7 @@ def test_a_warm_start_teaches_what_the_assistant_says_the_same_for_the_same_seed
     assert learned == new["messages"][1]["content"] + "<|end|>"
     (logprobs,) = TorchLearner(policy).logprobs([sequence])
     assert float(logprobs.exp().min()) > 0.5
+    drawn = torch.random.get_rng_state()
     short = [make_policy(shown, seed=seed, steps=2).model.get_input_embeddings().weight for seed in (1, 1, 2)]
     assert torch.equal(short[0], short[1]) and not torch.equal(short[0], short[2])
+    assert torch.equal(torch.random.get_rng_state(), drawn)

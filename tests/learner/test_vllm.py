@@ -9,7 +9,6 @@ import asyncio
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +17,6 @@ from typing import Any, cast
 import pytest
 import torch
 
-import agentlightning as agl
-from agentlightning.cli.main import run
 from agentlightning.errors import TrainingError
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import Delta, ModelCall, Sampling
@@ -28,9 +25,8 @@ from agentlightning.gateway.backends.tokens import VllmBackend
 from agentlightning.gateway.updates import load_weights
 from agentlightning.learner.base import LoRA
 from agentlightning.learner.policy import load_policy
-from tests import agents
 from tests.learner.engines import ROOT, check, fit, save_model, server
-from tests.test_trainer import policy, trainer
+from tests.test_trainer import policy
 
 VLLM = ROOT / ".venv-vllm" / "bin" / "vllm"
 FLAGS = ["--enforce-eager", "--max-num-seqs", "64"]
@@ -130,21 +126,3 @@ async def answered(backend: VllmBackend, begun: asyncio.Event, *, stream: bool) 
         if isinstance(event, Delta):
             begun.set()
     return answer
-
-
-@pytest.mark.timeout(900)
-def test_what_it_sampled_for_a_program_is_trained(tmp_path: Path, model: Path) -> None:
-    program = """
-import os, openai, urllib.request
-client = openai.OpenAI()
-name = client.models.list().data[0].id
-client.chat.completions.create(model=name, messages=[{"role": "user", "content": "hello"}], max_tokens=6)
-urllib.request.urlopen(urllib.request.Request(os.environ["AGL_REWARD_URL"], b"1"))
-"""
-    store = tmp_path / "calls.sqlite"
-    with vllm(model) as (url, _):
-        options = ["--store", str(store), "--backend", f"{url}/v1"]
-        assert run(["record", *options, "--", sys.executable, "-c", program]) == 0
-    imitation = agl.SFT(traces=str(store), best=None, threshold=0.5, steps=1, tasks_per_step=1)
-    job = trainer(tmp_path, model=str(model), model_name=str(model), algorithm=imitation)
-    assert job.fit(agents.vowels).metrics[-1].values["sequences"] == 1

@@ -20,7 +20,6 @@ from agentlightning.server.access import ATTEMPT_BYTES
 from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.base import CALLS
-from agentlightning.store.calls import Call
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import (
     EnqueueRolloutRequest,
@@ -123,11 +122,9 @@ async def test_an_attempts_key_adds_spans_and_nothing_else(store, http, which):
 @pytest.mark.parametrize(
     ("fields", "hint"),
     [
-        ({"name": ""}, "printable"),
         ({"name": "two\nlines"}, "printable"),
         ({"name": "n" * 201}, "1 to 200"),
         ({"scopes": []}, "some of read"),
-        ({"lifetime_seconds": 0.0}, "positive"),
         ({"lifetime_seconds": math.nan}, "positive"),
         ({"lifetime_seconds": 1e30}, "at most"),
     ],
@@ -136,12 +133,6 @@ async def test_a_key_that_nobody_could_make_sense_of_is_not_issued(store, fields
     with pytest.raises(InvalidError, match=hint):
         await store.issue_key(**{"name": "k", "scopes": ["read"], **fields})
     assert await store.query_keys() == []
-
-
-@pytest.mark.parametrize("header", ["Bearer {}", "bearer {}", "BEARER  {}"])
-async def test_the_scheme_may_be_written_as_one_likes(http, header):
-    headers = {"authorization": header.format(ADMIN_KEY)}
-    assert (await Caller(http, None).request("GET", "/api/v1/runs", headers=headers))[0] == 200
 
 
 async def test_an_agents_own_key_gives_no_rewards_unless_it_was_issued_with_them(store, http):
@@ -162,27 +153,19 @@ async def test_an_agents_own_key_gives_no_rewards_unless_it_was_issued_with_them
     assert len(await store.query_spans(place.rollout_id)) == 4
 
 
-async def test_an_attempts_key_writes_no_tokens_to_train_on(store, http):
-    place = await furnish(store, "a")
-    choice = SampledChoice(token_ids=(1,), logprobs=(0.0,), finish_reason="stop")
-    forged = span_of(place, 2, tokens=TokenCapture(prompt_token_ids=(1,), choices=(choice,)))
-    for key in (place.attempt_key, place.grading_key, await issue(store, "grader")):
-        status, text = await Caller(http, key)(CALLS["store_spans"](spans=[forged]))
-        assert status == 403 and "token ids" in text
-
-
 async def test_an_attempts_key_does_not_speak_for_the_gateway(store, http):
     place = await furnish(store, "a")
+    choice = SampledChoice(token_ids=(1,), logprobs=(0.0,), finish_reason="stop")
     forged = [
         span_of(place, 2, name=semconv.UNDELIVERED),
         span_of(place, 3, attributes={semconv.CALL_DISCARDS: [0]}),
-        span_of(place, 4, attributes={semconv.CALL_INDEX: 1}),
-        span_of(place, 5, attributes={semconv.CALL_ENDPOINT: "responses"}),
+        span_of(place, 4, tokens=TokenCapture(prompt_token_ids=(1,), choices=(choice,))),
     ]
     for key, span in product((place.attempt_key, place.grading_key, await issue(store, "grader")), forged):
         status, text = await Caller(http, key)(CALLS["store_spans"](spans=[span_of(place, 6), span]))
         assert status == 403 and semconv.CALL in text
-        assert (await Caller(http, key).request("POST", "/v1/traces", **otlp(span)))[0] == 403
+        if span.tokens is None:  # which OTLP cannot carry
+            assert (await Caller(http, key).request("POST", "/v1/traces", **otlp(span)))[0] == 403
     assert len(await store.query_spans(place.rollout_id)) == 1
 
 
@@ -248,24 +231,6 @@ async def test_a_key_that_may_work_calls_without_an_attempt(store):
                 for url in ("/v1/chat/completions", path):
                     answered = (await Caller(http, key).request("POST", url, json=body))[0]
                     assert answered == (status if required else 404)  # nothing is wrong but that there is no model
-
-
-async def test_the_gateway_turns_away_agents_whose_attempt_is_over(store):
-    app = create_app(store, gateway=Gateway(ModelTable(), store, admin_key=ADMIN_KEY), admin_key=ADMIN_KEY)
-    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
-    async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http:
-        ends: tuple[Callable[[Place], Call], ...] = (
-            lambda p: CALLS["cancel_rollout"](rollout_id=p.rollout_id),
-            lambda p: CALLS["update_attempt"](rollout_id=p.rollout_id, attempt_id=p.attempt_id, status="succeeded"),
-            lambda p: CALLS["start_attempt"](rollout_id=p.rollout_id),
-        )
-        for number, end in enumerate(ends):
-            place = await furnish(store, str(number))
-            await store.perform(end(place))
-            for key in (place.attempt_key, place.grading_key):
-                headers = {"authorization": f"Bearer {key}"}
-                async with http.post("/v1/chat/completions", json=body, headers=headers) as answer:
-                    assert (answer.status, answer.headers["x-should-retry"]) == (403, "false")
 
 
 @pytest.mark.parametrize(

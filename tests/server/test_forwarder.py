@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -55,9 +54,9 @@ class CollectorStandIn:
         self._changed.set()
         return answer
 
-    async def until(self, spans: int = 0, requests: int = 0) -> None:
+    async def until(self, spans: int) -> None:
         async with asyncio.timeout(60):
-            while len(self.spans) < spans or len(self.headers) < requests:
+            while len(self.spans) < spans:
                 self._changed.clear()
                 await self._changed.wait()
 
@@ -132,20 +131,6 @@ async def test_token_ids_stay_and_their_counts_go(collector):
     assert (call.attributes[GEN_AI_INPUT_TOKENS], call.attributes[GEN_AI_OUTPUT_TOKENS]) == (3, 4)
 
 
-def drop_private(one: Span) -> Span | None:
-    return None if one.attributes.get("private") else one
-
-
-async def test_what_is_kept_out_of_the_store_is_not_forwarded_either(collector):
-    secret = "sk-proj-" + "a1B2" * 12
-    async with forwarding_server(collector, hook=f"{__file__}:drop_private") as (_, store, mine):
-        await store.add_many_spans(
-            [span(mine, 1, attributes={"key": secret}), span(mine, 2, attributes={"private": True})]
-        )
-    (forwarded,) = collector.spans
-    assert secret not in str(forwarded)
-
-
 async def test_headers_go_to_the_collector_alone_also_where_it_points_elsewhere(collector):
     async with collecting() as other:
         collector.answers = [web.Response(status=307, headers={"location": f"{other.url}/v1/traces"})]
@@ -156,68 +141,15 @@ async def test_headers_go_to_the_collector_alone_also_where_it_points_elsewhere(
     assert collector.headers[0]["authorization"] == "Bearer k"
 
 
-@asynccontextmanager
-async def forwarder_to(url: str) -> AsyncIterator[Forwarder]:
-    forwarder = Forwarder(traces_url(url), linger=0.01)
-    yield forwarder
-    await forwarder.close()
-
-
-@pytest.fixture
-def unused_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
-
-
-async def test_it_retries_when_asked_to_and_not_when_refused(collector):
-    collector.answers = [web.Response(status=503), web.Response(status=400, text="no disk")]
-    async with forwarder_to(collector.url) as forwarder:
-        forwarder.take([span()])
-        await collector.until(requests=2)
-        forwarder.take([span(number=2)])
-        await collector.until(spans=1)
-    assert [one.span_id for one in collector.spans] == [f"{2:016x}"]
-    assert (forwarder.sent, forwarder.dropped) == (1, 1)
-
-
-async def test_a_slow_collector_delays_no_write(collector):
-    collector.awake.clear()
-    async with forwarding_server(collector) as (_, store, mine):
-        began = time.monotonic()
-        for number in range(1, 51):
-            await store.add_span(span(mine, number))
-        assert time.monotonic() - began < 5
-        assert collector.spans == []
-        collector.awake.set()
-    assert len(collector.spans) == 50
-
-
-async def test_a_full_queue_drops_the_oldest_and_says_so(collector, monkeypatch, caplog):
-    monkeypatch.setattr(forwarding, "QUEUE_SPANS", 10)
-    monkeypatch.setattr(forwarding, "BATCH_SPANS", 10)
-    collector.awake.clear()
-    async with forwarder_to(collector.url) as forwarder:
-        for number in range(1, 101):
-            forwarder.take([span(number=number)])
-        collector.awake.set()
-    assert 10 <= len(collector.spans) == forwarder.sent < 100
-    assert collector.spans[-1].span_id == f"{100:016x}"
-    assert "did not reach the collector" in caplog.text
-
-
-@pytest.mark.parametrize("trouble", ["down", "hanging"])
 async def test_a_collector_that_does_not_answer_holds_the_end_up_for_a_few_seconds_at_most(
-    trouble, collector, unused_port, monkeypatch, caplog
+    collector, monkeypatch, caplog
 ):
     monkeypatch.setattr(forwarding, "CLOSE_SECONDS", 0.3)
     collector.awake.clear()
-    url = collector.url if trouble == "hanging" else f"http://127.0.0.1:{unused_port}"
-    async with forwarder_to(url) as forwarder:
-        forwarder.take([span()])
-        began = time.monotonic()
-    assert time.monotonic() - began < 5
+    forwarder = Forwarder(traces_url(collector.url), linger=0.01)
+    forwarder.take([span()])
+    async with asyncio.timeout(5):
+        await forwarder.close()
     assert "1 of 1 spans did not reach" in caplog.text
 
 
@@ -257,8 +189,8 @@ async def test_what_is_no_address_is_refused(address):
         traces_url(address)
 
 
-async def test_a_server_does_not_forward_to_itself(unused_port):
-    settings = ServerSettings(":memory:", port=unused_port, otlp_forward=f"http://localhost:{unused_port}")
+async def test_a_server_does_not_forward_to_itself():
+    settings = ServerSettings(":memory:", port=4318, otlp_forward="http://localhost:4318")
     with pytest.raises(ConfigError, match="this server itself"):
         async with running_server(settings):
             pass

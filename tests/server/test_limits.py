@@ -17,7 +17,7 @@ from starlette.routing import Route
 from agentlightning.errors import ConfigError, ForbiddenError
 from agentlightning.server.access import Access, Principal
 from agentlightning.server.app import create_app
-from agentlightning.server.limits import LargeBodies, Limited, Limits, _network, limit_of
+from agentlightning.server.limits import Limited, Limits, _network, limit_of
 from agentlightning.server.serve import HttpServer
 from tests.server.conftest import ADMIN_KEY
 
@@ -84,7 +84,7 @@ async def test_large_bodies_of_one_caller_are_read_within_a_budget():
         reading[name] -= 1
         return Response("ok")
 
-    layers = [Middleware(Limited, limits=Limits(None, LargeBodies(2 * size, budget=2 * size)))]
+    layers = [Middleware(Limited, limits=Limits(None, None, 2 * size, budget=2 * size))]
     app = Starlette(routes=[Route("/", read, methods=["POST"])], middleware=layers)
 
     async def parts() -> AsyncIterator[bytes]:

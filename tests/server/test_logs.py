@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from agentlightning.server.app import create_app
-from agentlightning.server.logs import ACCESS, JsonFormatter, TextFormatter
+from agentlightning.server.logs import ACCESS, Formatter
 from agentlightning.server.serve import HttpServer
 from tests.server.conftest import ADMIN_KEY
 
@@ -33,7 +33,7 @@ def records() -> Iterator[list[logging.LogRecord]]:
 
 
 def shown(records: list[logging.LogRecord]) -> str:
-    return "\n".join(form.format(record) for form in (TextFormatter(), JsonFormatter()) for record in records)
+    return "\n".join(form.format(record) for form in (Formatter("text"), Formatter("json")) for record in records)
 
 
 async def test_each_request_leaves_a_line_with_who_and_what_but_no_secret(store, records):
@@ -46,7 +46,7 @@ async def test_each_request_leaves_a_line_with_who_and_what_but_no_secret(store,
         for key in (ADMIN_KEY, issued.api_key, attempt.api_key, "sk-not-a-key-of-this-server"):
             await http.get("/api/v1/keys?limit=7", headers={"Authorization": f"Bearer {key}"})
         await http.get(f"/api/v1/rollouts/{issued.api_key}", headers={"x-api-key": ADMIN_KEY})
-    lines = [json.loads(JsonFormatter().format(record)) for record in records if record.name == ACCESS]
+    lines = [json.loads(Formatter("json").format(record)) for record in records if record.name == ACCESS]
     assert [(line["route"], line["status"], line["caller"]) for line in lines] == [
         ("/api/v1/keys", 422, "the admin key"),
         ("/api/v1/keys", 403, issued.key_id),
@@ -70,7 +70,7 @@ def test_what_looks_like_a_key_is_not_written_wherever_it_comes_from(records):
     assert secret not in text
     assert "hunter2" not in text
     assert "db:5432/agl" in text
-    line = json.loads(JsonFormatter().format(records[0]))
+    line = json.loads(Formatter("json").format(records[0]))
     assert line["level"] == "ERROR"
     assert "Traceback" in line["traceback"]
 

@@ -17,7 +17,7 @@ from agentlightning.semconv import ATTEMPT_ID, CALL_DISCARDS, ROLLOUT_ID, reward
 from agentlightning.tracing.otlp import JSON, PROTOBUF, SCOPE_NAME, parse_request
 from agentlightning.types import UNATTRIBUTED, AttemptedRollout, Span
 from tests.server.conftest import ADMIN_KEY
-from tests.server.exporters import encode_traces, export, ids, key_of
+from tests.server.exporters import export, ids, key_of
 
 pytestmark = pytest.mark.anyio
 ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}

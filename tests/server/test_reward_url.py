@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 
-import anyio
 import pytest
 
 from agentlightning.runner.environment import agent_environment
@@ -90,10 +88,3 @@ async def test_only_a_key_for_rewards_opens_it(store, server, http, attempted):
     async with http.get(url_of(attempted, server)) as answer:
         assert answer.status == 405
     assert await given(store, attempted) == []
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-async def test_curl_is_enough(store, server, attempted):
-    done = await anyio.run_process(["curl", "-sf", "-d", "0.7", url_of(attempted, server)])
-    assert done.stdout == b'{"reward":0.7,"primary_key":null,"final":true}'
-    assert find_final_reward(await given(store, attempted)) == 0.7

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 import trustme
 
-from agentlightning.errors import ConfigError, ForbiddenError, UnavailableError
+from agentlightning.errors import ConfigError, UnavailableError
 from agentlightning.server import serve
 from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer

@@ -13,8 +13,7 @@ from anyio import to_thread
 
 from agentlightning.errors import ConfigError, UnavailableError
 from agentlightning.store import sqlite, tables
-from agentlightning.store.reader import StoreReader
-from agentlightning.store.sql import SqlStore
+from agentlightning.store.sql import SqlStore, StoreReader
 from tests.store.conftest import opened, span_of
 
 pytestmark = pytest.mark.anyio
@@ -101,15 +100,6 @@ async def test_a_postgresql_database_of_somebody_else_is_refused_untouched(postg
         with pytest.raises(ConfigError, match="cannot be opened"):
             await SqlStore.open(postgres_database)
         assert contents(connection) == before
-
-
-async def test_a_store_can_live_in_a_schema_of_its_own_beside_foreign_tables(postgres_database):
-    with psycopg.connect(postgres_database, autocommit=True) as connection:
-        connection.execute("CREATE TABLE theirs (x TEXT)")
-        connection.execute("CREATE SCHEMA ours")
-        async with opened(f"{postgres_database}?options=-csearch_path%3Dours") as store:
-            await store.enqueue_rollout(1)
-        assert connection.execute("SELECT count(*) FROM ours.rollouts").fetchone() == (1,)
 
 
 def number_sqlite(path: Path, layout: int) -> None:

@@ -11,8 +11,7 @@ import pytest
 
 from agentlightning.errors import ConfigError, InvalidError, UnavailableError
 from agentlightning.store import attempts
-from agentlightning.store.reader import StoreReader
-from agentlightning.store.sql import SqlStore
+from agentlightning.store.sql import SqlStore, StoreReader
 from agentlightning.types import Condition, EnqueueRolloutRequest, Span
 from tests.store.conftest import span_of
 
@@ -222,11 +221,6 @@ async def test_a_url_of_something_else_is_not_made_a_directory(url, tmp_path, mo
         await SqlStore.open(url)
     assert "geheim1" not in str(refused.value)
     assert list(tmp_path.iterdir()) == []
-
-
-async def test_unknown_durability_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="OFF"):
-        await SqlStore.open(tmp_path / "store.db", synchronous="OFF")
 
 
 async def test_a_new_store_is_for_its_owner_alone(tmp_path):

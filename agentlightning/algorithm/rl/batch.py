@@ -79,7 +79,9 @@ def make_batches(
             for number, (group, rollouts, trains) in enumerate(zip(own, credited, useful, strict=True))
             for index, calls in enumerate(rollouts)
             for sequence in build_sequences(
-                weighed(calls, algorithm.weigh_tokens), algorithm.level, group.origin(index, number)
+                weighed(calls, algorithm.weigh_tokens) if algorithm.weigh_tokens and calls else calls,
+                algorithm.level,
+                group.origin(index, number),
             )
             if trains or sequence.observed is not None
         ]

@@ -141,7 +141,7 @@ class Groups:
         positions = [ticket.position for ticket in self.state.tickets]
         self.sampler.state.position = min([self.sampler.state.position, *positions])
         self._started, self._ready, self._taken = {}, [], []
-        self._publish(version)
+        self._lineage = [*self._lineage, version][-1 - self.algorithm.max_staleness :]
 
     def name(self, ticket: Ticket) -> str:
         return f"{self.context.run.run_id}-{ticket.position}-v{ticket.version}"
@@ -181,7 +181,7 @@ class Groups:
         self._taken = []
         self.steps_left -= 1
         if version is not None:
-            self._publish(version)
+            self._lineage = [*self._lineage, version][-1 - self.algorithm.max_staleness :]
         if self.algorithm.max_staleness:
             await self._begin_groups()
 
@@ -189,9 +189,6 @@ class Groups:
         """Cancel every group in progress: no step is left for it."""
         names, self._started, self._ready = frozenset(self._started), {}, []
         await withdraw_rollouts(self.context, lambda rollout: rollout.group_id in names)
-
-    def _publish(self, version: int) -> None:
-        self._lineage = [*self._lineage, version][-1 - self.algorithm.max_staleness :]
 
     def _enough(self) -> bool:
         if not self.algorithm.refills and self._started:
@@ -268,21 +265,19 @@ class Groups:
         else:
             self._ready.append(complete)
 
-    @property
-    def _capacity(self) -> int:
-        """How many groups may be started now: each must be fresh at training, and there must be a step for it."""
-        steps = min(self.algorithm.max_staleness + 1, self.steps_left)
-        return max(0, steps * self.algorithm.tasks_per_step - len(self._started) - len(self._ready) - len(self._taken))
-
-    def _next_ticket(self) -> Ticket:
-        position, index = self.sampler.take()
-        return Ticket(position, self._lineage[-1], index)
+    def _start_next(self, count: int) -> None:
+        for _ in range(count):
+            position, index = self.sampler.take()
+            ticket = Ticket(position, self._lineage[-1], index)
+            self._started[self.name(ticket)] = ticket
 
     async def _begin_groups(self) -> None:
         """Start as many groups as there is room for; groups that turn out complete but useless make room for more."""
         while True:
-            new = [self._next_ticket() for _ in range(self._capacity)]
-            self._started |= {self.name(ticket): ticket for ticket in new}
+            # Each must be fresh at training, and there must be a step for it.
+            steps = min(self.algorithm.max_staleness + 1, self.steps_left)
+            busy = len(self._started) + len(self._ready) + len(self._taken)
+            self._start_next(steps * self.algorithm.tasks_per_step - busy)
             # Restored ones too: the process may have died before all were enqueued.
             missing = {name: ticket for name, ticket in self._started.items() if name not in self._enqueued}
             if not missing:
@@ -309,7 +304,6 @@ class Groups:
                 self._changed.set()
 
     def _requests(self, name: str, ticket: Ticket) -> list[EnqueueRolloutRequest]:
-        """The rollouts of a group."""
         algorithm, context = self.algorithm, self.context
         step, index = divmod(ticket.position, algorithm.tasks_per_step)
         return [

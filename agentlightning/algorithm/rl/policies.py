@@ -21,7 +21,7 @@ from agentlightning.algorithm.rl.batch import Sequences, Values, minibatches
 from agentlightning.algorithm.rl.metrics import Usage
 from agentlightning.algorithm.rl.settings import RLSettings
 from agentlightning.errors import TrainingError, docs_page
-from agentlightning.learner.base import Learner, Sampler, Weights, WeightsForm
+from agentlightning.learner.base import Learner, Sampler, Weights
 from agentlightning.learner.corrections import corrected, prepare
 
 _EXPORTS_KEPT: Final[dict[str, int]] = {"adapter": 16}  # per policy, else 3; a server may read one again
@@ -82,7 +82,8 @@ class Policies:
             return
         written = self._exports / name
         place = written / f"version-{version:06d}"
-        await self.in_thread(partial(_export, self.learners[name], place, sampler.takes))
+        await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)  # left by a killed run
+        await self.in_thread(partial(self.learners[name].export, place, sampler.takes))
         await sampler.publish(Weights(version, place.absolute()))
         for old in sorted(written.iterdir())[: -_EXPORTS_KEPT.get(sampler.takes, 3)]:
             if old != place:  # a run resumed from an earlier step has later ones
@@ -132,11 +133,6 @@ class Policies:
         return directory if len(self.names) == 1 else directory / name
 
 
-def _export(learner: Learner, place: Path, form: WeightsForm) -> None:
-    shutil.rmtree(place, ignore_errors=True)  # left by a killed run
-    learner.export(place, form)
-
-
 def optimiser_steps(
     learner: Learner,
     batch: Sequences,
@@ -163,7 +159,7 @@ def optimiser_steps(
         for some in minibatches(prepared, count, seed, step, epoch):
             present = None
             if moved and corrections.ask_present:
-                of_part = learner.logprobs([item.sequence for item in some], loss.temperature)
+                of_part = learner.logprobs([sequence for sequence, _ in some], loss.temperature)
                 present = [tensor.numpy() for tensor in of_part]
             part, masked = corrected(some, corrections, loss.old, present)
             moved |= bool(part)

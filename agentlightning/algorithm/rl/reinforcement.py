@@ -24,7 +24,7 @@ from agentlightning.algorithm.evaluation import Evaluation, why_unrewarded
 from agentlightning.algorithm.rl.alarms import Alarms
 from agentlightning.algorithm.rl.batch import BATCHES_FILE, RecordedBatch, make_batches
 from agentlightning.algorithm.rl.evaluations import HeldOut
-from agentlightning.algorithm.rl.groups import CompleteGroup, Dropped, Groups
+from agentlightning.algorithm.rl.groups import CompleteGroup, Groups
 from agentlightning.algorithm.rl.job import Checkpoints, Job, explained, resume
 from agentlightning.algorithm.rl.metrics import over_steps, rollout_metrics, speed_metrics
 from agentlightning.algorithm.rl.policies import Policies, optimiser_steps
@@ -69,10 +69,14 @@ class Loop:
         reason = "all steps done"
         try:
             await self.held_out.first()
-            async with self._collecting():
+            collector = asyncio.create_task(job.groups.collect())
+            try:
                 while job.state.step < job.algorithm.steps and not self._reached_target():
                     await self.held_out.when_due()
                     await self._step()
+            finally:
+                collector.cancel()
+                await asyncio.gather(collector, return_exceptions=True)
             if self._reached_target():
                 reason = f"mean training reward reached {job.algorithm.target_reward}"
             await job.groups.withdraw()
@@ -86,18 +90,9 @@ class Loop:
                 await job.save()
             raise
         finally:
-            await self.held_out.cancel()
+            await self.held_out.finished(cancel=True)
         await job.save()
         return await self.held_out.last() or reason
-
-    @asynccontextmanager
-    async def _collecting(self) -> AsyncGenerator[None]:
-        collector = asyncio.create_task(self.job.groups.collect())
-        try:
-            yield
-        finally:
-            collector.cancel()
-            await asyncio.gather(collector, return_exceptions=True)
 
     def _reached_target(self) -> bool:
         target, rewards = self.job.algorithm.target_reward, self.job.recent_rewards()
@@ -125,15 +120,21 @@ class Loop:
             metrics |= await self._learn({name: batch.sequences for name, batch in batches.items()}, step)
             version = job.state.policy_version
         elif metrics["calls"] or dropped.groups:
-            self._note_nothing_learned(step, metrics["reward"], dropped)
+            reasons = dropped.reasons
+            left_out = f"; {reasons.total()} groups were replaced: {dict(reasons)}" if reasons else ""
+            why = f"no group had two different rewards (mean reward {metrics['reward']:.2f}){left_out}"
+            job.context.progress.note(f"step {step} was skipped: {why}")
         # Together: an interrupted step must find its groups again.
         job.state.step = step
         await job.groups.trained(version)
         times = sampled - started, time.perf_counter() - sampled
         metrics |= speed_metrics(metrics, *times, job.policies.usage() - engines, overlaps=job.overlaps)
         metrics["policy_version"] = float(job.state.policy_version)
-        metrics |= self._own_metrics([*groups, *dropped.useless], metrics)
-        if self._earned([*groups, *dropped.useless]):
+        used = [*groups, *dropped.useless]
+        metrics |= self._own_metrics(used, metrics)
+        # Without the terms that training adds.
+        given = job.algorithm.reward.given_part
+        if any(given(rollout.reward_terms) > 0 for group in used for rollout in group.rollouts):
             job.state.flat_steps = 0
         elif job.state.flat_steps is not None:
             job.state.flat_steps += 1
@@ -155,21 +156,9 @@ class Loop:
                 raise ConfigError(f"{self.job.algorithm.name}.step_done gave {name} = {value!r}, {reason}")
         return {name: float(value) for name, value in own.items()}
 
-    def _earned(self, groups: Sequence[CompleteGroup]) -> bool:
-        """Whether a rollout has a reward above 0, without the terms that training adds."""
-        given = self.job.algorithm.reward.given_part
-        return any(given(rollout.reward_terms) > 0 for group in groups for rollout in group.rollouts)
-
     def _how_to_replay(self, step: int) -> str:
         directory = self.job.context.directory
         return f"The batch is kept; `python scripts/replay.py {directory} --step {step}` trains it again"
-
-    def _note_nothing_learned(self, step: int, reward: float, dropped: Dropped) -> None:
-        reasons = dropped.reasons
-        left_out = f"; {reasons.total()} groups were replaced: {dict(reasons)}" if reasons else ""
-        self.job.context.progress.note(
-            f"step {step} was skipped: no group had two different rewards (mean reward {reward:.2f}){left_out}"
-        )
 
     def _record_batch(self, step: int, groups: Sequence[CompleteGroup]) -> None:
         """Record the step's training data before training."""

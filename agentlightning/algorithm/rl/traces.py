@@ -73,11 +73,9 @@ class RecordedGroups(Groups):
         """All are complete."""
 
     async def take(self) -> tuple[list[CompleteGroup], Dropped]:
-        tickets = [*self._started.values()]  # of a step that was started and not finished
-        count = min(self.algorithm.tasks_per_step, len(self.sampler.tasks)) - len(tickets)
-        tickets += [self._next_ticket() for _ in range(count)]
-        self._started = {self.name(ticket): ticket for ticket in tickets}  # a run may be stopped while they are read
-        self._taken, self._started = [await self._read(ticket) for ticket in tickets], {}
+        # Some may be of a step that was started and not finished, and a run may be stopped while they are read.
+        self._start_next(min(self.algorithm.tasks_per_step, len(self.sampler.tasks)) - len(self._started))
+        self._taken, self._started = [await self._read(ticket) for ticket in self._started.values()], {}
         return self._taken, Dropped()
 
     async def _read(self, ticket: Ticket) -> CompleteGroup:

@@ -20,8 +20,7 @@ from agentlightning.data.token_bytes import TokenBytes
 from agentlightning.gateway.admission import LARGEST_GRAMMAR, forces_a_call
 from agentlightning.gateway.backend import UNSUPPORTED, ModelCall
 from agentlightning.gateway.chat.template import ChatTemplate
-from agentlightning.gateway.chat.text import BEGIN, END
-from agentlightning.gateway.chat.tool_calls import TOOL_FORMATS, ToolFormat
+from agentlightning.gateway.chat.text import BEGIN, END, TOOL_FORMATS, ToolFormat
 from agentlightning.gateway.generation import Masks
 from agentlightning.gateway.request import CallRefused
 

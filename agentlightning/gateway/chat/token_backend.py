@@ -31,10 +31,8 @@ from agentlightning.gateway.backend import (
     unsupported,
 )
 from agentlightning.gateway.chat.grammar import Form, Grammars, form_of
-from agentlightning.gateway.chat.recorded import EncodedPrompt, RecordedAnswers
-from agentlightning.gateway.chat.template import ChatTemplate
-from agentlightning.gateway.chat.text import BEGIN, Reasoning, StopStrings
-from agentlightning.gateway.chat.tool_calls import Part, ToolCall, ToolCallParser
+from agentlightning.gateway.chat.template import ChatTemplate, EncodedPrompt, RecordedAnswers
+from agentlightning.gateway.chat.text import BEGIN, Part, Reasoning, StopStrings, ToolCall, ToolCallParser
 from agentlightning.gateway.generation import Ending, GenerationRequest, SampledToken, TokenGenerator, choice_seed
 from agentlightning.gateway.request import NEUTRAL_PENALTIES
 from agentlightning.types import FinishReason

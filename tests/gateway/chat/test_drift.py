@@ -11,14 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, normalizers
 
-from agentlightning import semconv
-from agentlightning.gateway.chat.recorded import RecordedAnswers
-from agentlightning.gateway.chat.template import ChatTemplate
+from agentlightning.gateway.chat.template import ChatTemplate, RecordedAnswers
 from agentlightning.learner.tiny import make_tokenizer
-from agentlightning.types import SampledChoice, Span, TokenCapture
-from scripts.drift import Comparison, Drift, DriftCheck, DriftReport, Kind, RecordedCall, recorded_call
+from scripts.drift import Comparison, Drift, DriftCheck, Kind, RecordedCall, recorded_call
 from tests.gateway.talker import CALL, SEARCH_TOOL, make_talker, user
 from tests.gateway.world import world
 
@@ -109,18 +106,6 @@ def test_text_that_drifts_is_of_a_kind(sampled: Any, content: str, chat: ChatTem
     assert kinds(call, followed(call, chat=chat), chat=chat) == found
 
 
-def test_a_drift_shows_the_tokens_that_differ() -> None:
-    call = answered(asked(), SPLIT, content="there, friend")
-    found = drift(call, followed(call))
-    assert found["answer"].tokens == 5  # up to the last token that differs
-    assert found["history"].tokens == len(SPLIT)  # up to the answer's end
-    assert found["answer"].recorded[:5] == tuple("there")
-    assert "".join(found["answer"].anew).startswith("there, f")
-    assert found["history"].before[-1] == "<|assistant|>"
-    beyond = drift(answered(asked(), (*CHAT.encode("a"), 999_999, *CHAT.encode(END))))["answer"]
-    assert (beyond.kind, beyond.recorded) == ("special token", ("#999999", END))  # no such id: no text
-
-
 @pytest.mark.parametrize("sampled", [CALL.replace(" ", ""), f"Let me look.\n{CALL}", f"{CALL}\n{CALL}"])
 def test_tool_calls_are_written_as_the_template_does(sampled: str) -> None:
     tool_call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": '{"q":"sun"}'}}
@@ -149,16 +134,6 @@ def test_a_prompt_that_extends_what_was_sampled_has_not_drifted(sampled: list[in
     (history,) = (one for one in compared(call, later) if one.check == "history")
     assert history.drift is None
     assert history.tokens == len(call.prompt) + len(sampled)
-
-
-@given(TOKENS, TOKENS)
-def test_any_other_prompt_has(sampled: list[int], prompt: list[int]) -> None:
-    call = answered(asked(), (*sampled, *CHAT.encode("a")), content="whatever it was")
-    later = replace(followed(call), prompt=(*call.prompt, *prompt, *CHAT.encode("b")))
-    (history,) = (one for one in compared(call, later) if one.check == "history")
-    extends = later.prompt[: history.tokens] == (*call.prompt, *call.answers[0])
-    assert (history.drift is None) == extends
-    assert history.drift is None or 1 <= history.drift.tokens <= len(call.answers[0])
 
 
 @given(TOKENS)
@@ -217,21 +192,6 @@ def test_an_answer_is_recognised_however_a_framework_writes_it_and_not_where_the
     assert histories(call, replace(followed(call), model="judge")) == []
 
 
-def test_of_several_choices_the_one_the_agent_used_is_compared() -> None:
-    replies = [{"role": "assistant", "content": text} for text in ("there", "there is")]
-    call = replace(asked(), answers=(CHAT.encode("there"), letters("there is")), replies=replies)
-    assert kinds(call, followed(call, reply=replies[0])) == {"answer": "split"}
-    assert kinds(call, followed(call, reply=replies[1])) == {"answer": "split", "history": "split"}
-
-
-def test_each_answer_is_compared_with_the_next_prompt_and_remembered_for_a_while() -> None:
-    first = answered(asked(), CHAT.encode(f"yes{END}"), content="yes")
-    second = answered(followed(first), CHAT.encode(f"no{END}"), content="no")
-    assert histories(first, second, replace(followed(second), call_index=2)) == [0, 1]
-    check = DriftCheck(CHAT, remembered=1)
-    assert [len(check.compare(call)) for call in (first, replace(second, messages=user("new")), second)] == [2, 2, 2]
-
-
 def test_prompts_are_rendered_with_what_the_request_said() -> None:
     dated = make_chat("{{ strftime_now('%Y') }}{{ mood }}{{ tools | tojson }}{{ messages[0].content }}")
     year = datetime.fromtimestamp(1e9).year
@@ -239,71 +199,3 @@ def test_prompts_are_rendered_with_what_the_request_said() -> None:
     with_tools = replace(call, prompt=dated.encode(f"{year}calm{json.dumps([SEARCH_TOOL])}hello"))
     without = replace(call, prompt=dated.encode(f"{year}calmnullhello"))  # tool_choice was none
     assert kinds(with_tools, without, chat=dated) == {}
-
-
-def span(attributes: dict[str, Any], tokens: TokenCapture | None) -> Span:
-    ids = {"rollout_id": "ro", "attempt_id": "at", "trace_id": "t", "span_id": "s"}
-    return Span(
-        **ids, sequence_id=1, name="chat policy", start_time=1.0, end_time=2.0, attributes=attributes, tokens=tokens
-    )
-
-
-def test_a_span_becomes_a_recorded_call() -> None:
-    choice = SampledChoice(token_ids=letters("there"), logprobs=(-0.1,) * 5, finish_reason="stop")
-    tokens = TokenCapture(prompt_token_ids=(1, 2), choices=(choice,))
-    reply = {"role": "assistant", "content": "hi"}
-    attributes = {
-        semconv.CALL_INDEX: 7,
-        semconv.GEN_AI_RESPONSE_MODEL: "policy",
-        semconv.GEN_AI_INPUT_MESSAGES: json.dumps(user("hello")),
-        semconv.GEN_AI_OUTPUT_MESSAGES: json.dumps([reply]),
-        semconv.GEN_AI_TOOL_DEFINITIONS: json.dumps([SEARCH_TOOL]),
-        semconv.CALL_REQUEST: json.dumps({"seed": 1, "chat_template_kwargs": {"enable_thinking": False}}),
-        semconv.RECORDED_SPLICE: 2,
-    }
-    call = recorded_call(span(attributes, tokens))
-    assert call is not None
-    assert (call.call_index, call.model, call.start_time, call.spliced_tokens) == (7, "policy", 1.0, 2)
-    assert (call.prompt, call.answers) == ((1, 2), (letters("there"),))
-    assert (call.messages, call.replies, call.tools) == (user("hello"), [reply], [SEARCH_TOOL])
-    assert call.variables == {"enable_thinking": False}
-    assert recorded_call(span(attributes, None)) is None
-    for unsaid in ({}, {semconv.GEN_AI_INPUT_MESSAGES: "[redacted]"}):
-        call = recorded_call(span(unsaid, tokens))
-        assert call is not None and kinds(call) == {"answer": "split"} and len(compared(call)) == 1
-
-
-def test_tokenizers_that_are_not_byte_level_are_told_apart_by_the_same_kinds() -> None:
-    pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁ab漢", "▁a", "▁ab"]
-    vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    merges = [("▁", "a"), ("▁a", "b")]
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Sequence([decoders.Metaspace(), decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer.add_special_tokens(["</s>"])
-    chat = ChatTemplate(tokenizer, "{{ messages[0].content }}", special_tokens={})
-
-    def sampled(*tokens: str) -> dict[str, Kind]:
-        return kinds(replace(asked(), messages=[], answers=(tuple(vocabulary[token] for token in tokens),)), chat=chat)
-
-    assert sampled("▁ab", "</s>") == {}
-    assert sampled("▁a", "b", "</s>") == {"answer": "split"}
-    assert sampled("▁a", "<0xE6>", "<0xBC>", "<0xA2>") == {"answer": "split"}
-    assert sampled("▁a", "<0xE6>", "<0xBC>") == {"answer": "normalisation"}
-
-
-def test_a_report_sums_up_and_keeps_an_example_of_each() -> None:
-    report = DriftReport(limit=1)
-    calls = [replace(asked(), messages=[], answers=(letters("there"),), call_index=index) for index in range(3)]
-    clean = replace(asked(), messages=[], answers=(CHAT.encode("hello"),))
-    check = DriftCheck(CHAT)
-    for found in [one for call in (*calls, clean) for one in check.compare(call)]:
-        report.add(found)
-    (row,) = report.found()
-    tokens = 15 + len(clean.answers[0])
-    assert (row.check, row.kind, row.calls, row.tokens) == ("answer", "split", 3, 15)
-    assert (row.share_of_calls, row.share_of_tokens) == (0.75, 15 / tokens)
-    assert [example.call_index for example in report.examples()] == [0]
-    picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
-    assert check.compare(replace(asked(), messages=picture)) == []
-    assert check.refused == 1 and "text only" in check.refusal

@@ -33,14 +33,6 @@ async def engine() -> AsyncIterator[Setting]:
         yield pair
 
 
-@pytest.mark.parametrize("text", list(PLAIN))
-async def test_streamed_and_whole_answers_are_the_same(engine: Setting, text: str) -> None:
-    whole, streamed = [await answered(engine[0], chat_call(text, stream=stream)) for stream in (False, True)]
-    assert whole.choices[0].message() == streamed.choices[0].message() == {"role": "assistant", "content": PLAIN[text]}
-    assert whole.choices[0].token_ids == streamed.choices[0].token_ids
-    assert whole.prompt_token_ids == streamed.prompt_token_ids
-
-
 async def test_a_seed_fixes_an_answer_and_choices_differ(engine: Setting) -> None:
     call = chat_call(sampling=replace(FREE, n=3))
     one, again = await answered(engine[0], call), await answered(engine[0], call)

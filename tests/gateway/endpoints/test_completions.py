@@ -52,14 +52,6 @@ async def test_a_prompt_is_continued_in_every_form(gateway_world: World, form: s
     assert stream or (usage is not None and usage.prompt_tokens == len(ids))
 
 
-async def test_sixteen_tokens_are_sampled_unless_the_request_says_otherwise(gateway_world: World) -> None:
-    client = gateway_world.client(await gateway_world.attempt())
-    for asked, length in (({}, 16), ({"max_tokens": 3}, 3)):
-        answer = await client.completions.create(model="policy", prompt=prompt("count"), **asked)
-        assert answer.choices[0].finish_reason == "length"
-        assert answer.usage is not None and answer.usage.completion_tokens == length
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_token_ids_and_logprobs_are_those_of_the_span(gateway_world: World, stream: bool) -> None:
     attempted = await gateway_world.attempt()
