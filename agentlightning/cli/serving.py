@@ -222,7 +222,8 @@ async def until_stopped(greeting: str, details: object = None) -> None:
 
 @click.command()
 @click.argument("places", metavar="[FOLDER|STORE|URL]...", nargs=-1)
-@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The key of servers at a URL.")
+@click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True,
+              help="The key of servers at a URL; every one gets it.")  # fmt: skip
 @click.option("--port", type=click.IntRange(0, 65535), default=8124, help="Port to listen on; 0: any free port.")
 @json_option
 def ui(places: tuple[str, ...], key: str | None, port: int, as_json: bool) -> None:

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentlightning.engine.forward import DecoderForward, ModelForward, Piece
+from agentlightning.engine.forward import DecoderForward, ModelForward, Piece, shape_of, why_unsupported
 from agentlightning.engine.sampler import Sampler
 from agentlightning.engine.slots import SlotTable, TokenArray
-from agentlightning.engine.weights import shape_of, why_unsupported
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.backend import unsupported
 from agentlightning.gateway.generation import GenerationRequest, Masks, SampledToken

@@ -30,7 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from agentlightning.data.forest import Forest, prefix_order
 from agentlightning.data.sequences import MicroBatch, TrainingSequence
-from agentlightning.engine.weights import STATIC_ROPE
+from agentlightning.engine.forward import STATIC_ROPE
 from agentlightning.errors import ConfigError
 from agentlightning.learner.base import Critic
 from agentlightning.learner.losses import entropy

@@ -12,8 +12,7 @@ from typing import Any, Final, cast
 import torch
 from transformers import PreTrainedModel
 
-from agentlightning.engine.forward import cache_bytes
-from agentlightning.engine.weights import LARGEST_JOINED, shape_of
+from agentlightning.engine.forward import LARGEST_JOINED, cache_bytes, shape_of
 from agentlightning.errors import ConfigError
 from agentlightning.learner.base import AdamW, Critic, LoRA
 from agentlightning.learner.forward import LOGITS_AT_ONCE

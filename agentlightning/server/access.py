@@ -19,8 +19,7 @@ import msgspec
 from starlette.requests import cookie_parser
 
 from agentlightning.errors import ConflictError, ForbiddenError, UnavailableError
-from agentlightning.gateway.attribution import api_key_of
-from agentlightning.gateway.locality import why_elsewhere
+from agentlightning.gateway.attribution import api_key_of, why_elsewhere
 from agentlightning.semconv import CALL, REWARD
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call

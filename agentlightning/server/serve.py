@@ -16,7 +16,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from agentlightning.errors import ConfigError
-from agentlightning.gateway.locality import is_loopback
+from agentlightning.gateway.attribution import is_loopback
 from agentlightning.runner.signals import run_to_end
 from agentlightning.server.handover import OWNER, Inbox, Place
 from agentlightning.server.protocol import ServerProtocol

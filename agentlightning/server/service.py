@@ -18,7 +18,7 @@ from agentlightning.data.references import load_reference
 from agentlightning.errors import AgentLightningError, ConfigError, UnavailableError
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.app import Gateway
-from agentlightning.gateway.locality import is_loopback
+from agentlightning.gateway.attribution import is_loopback
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.server.app import ServerSettings, create_app
 from agentlightning.server.handover import OWNER, Place
@@ -72,7 +72,7 @@ async def running_server(settings: ServerSettings, models: Sequence[ModelEntry] 
         # Other models come and go: each trainer that joins brings its own.
         gateway = share(ModelTable(models), store, admin_key=settings.key, body_limit=settings.body_limit)
         stack.push_async_callback(gateway.close)
-        table = Models(gateway, workers)
+        table = Models(gateway, workers and workers.settled)
         for given in settings.registrations:
             await table.put(given)
         app = create_app(

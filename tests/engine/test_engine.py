@@ -130,7 +130,7 @@ def test_projections_of_large_models_are_read_in_place_with_the_same_result(monk
     model = tiny_model("qwen2")
     request = GenerationRequest([5, 6, 7], max_tokens=20, seed=3)
     [joined] = run(make_engine(model), request)
-    monkeypatch.setattr("agentlightning.engine.weights.LARGEST_JOINED", 0)
+    monkeypatch.setattr("agentlightning.engine.forward.LARGEST_JOINED", 0)
     [separate] = run(make_engine(model), request)
     assert ids(joined) == ids(separate)
     assert worst_error(model, request, separate) < 1e-4
