@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -49,6 +49,8 @@ class SFT(Reinforcement):
     aggregation: Any = "token-mean"
     name: str = "sft"
 
+    imitates: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.loss != "policy_gradient":
@@ -72,10 +74,6 @@ class SFT(Reinforcement):
         given = [*(name for name in _OF_FRESH if getattr(self, name)), *["next_task"] * self.picks_tasks]
         if self.traces is not None and given:
             raise ConfigError(f"{given[0]} is for new rollouts, and with traces there are none: leave one of them out")
-
-    @property
-    def imitates(self) -> bool:
-        return True
 
     @property
     def fewest_rewarded(self) -> int:

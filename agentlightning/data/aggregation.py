@@ -121,8 +121,10 @@ def aggregation_weights(
 
     Observed tokens are aggregated separately, and the result is multiplied by their own weights."""
     function = find_function("aggregation", aggregation, AGGREGATIONS)
-    made = [np.zeros(0, np.float32) for _ in sequences]
+    made = [np.zeros(0, np.float32)] * len(sequences)
     for observed in (False, True):
+        if observed and all(sequence.observed is None for sequence in sequences):
+            break
         tokens = Tokens(sequences, observed=observed)
         if not len(tokens):
             continue
@@ -132,12 +134,15 @@ def aggregation_weights(
                 f"aggregation {function_name(function, AGGREGATIONS)} must return a finite weight for each of "
                 f"{len(tokens)} tokens, but returned {weights!r:.200}"
             )
-        of_rows = iter(np.split(weights.astype(np.float32), np.cumsum(tokens.lengths)[:-1]))
-        for index, sequence in enumerate(sequences):
-            if not observed:
-                made[index] = next(of_rows)
-            elif sequence.observed is not None:
-                made[index] = np.concatenate([made[index], next(of_rows) * sequence.observed.weights])
+        ends = np.cumsum(tokens.lengths).tolist()
+        of_rows = map(weights.astype(np.float32).__getitem__, map(slice, [0, *ends], ends))
+        if not observed:
+            made = list(of_rows)
+            continue
+        made = [
+            own if sequence.observed is None else np.concatenate([own, next(of_rows) * sequence.observed.weights])
+            for own, sequence in zip(made, sequences, strict=True)
+        ]
     return made
 
 

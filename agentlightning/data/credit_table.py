@@ -22,7 +22,7 @@ import numpy as np
 
 from agentlightning.data import credit as formulas
 from agentlightning.data.credit import Float64Array, Returns, property_of
-from agentlightning.data.references import find_function, function_name
+from agentlightning.data.references import find_function, function_name, trial
 from agentlightning.data.rewards import PLAIN, RewardSpec
 from agentlightning.data.sequences import CreditedTransition, Origin
 from agentlightning.data.tool_calls import ToolStatus
@@ -210,15 +210,11 @@ def make_credit(
             f"equal_rewards trains on groups whose rewards are equal but whose calls differ, and with returns "
             f"{_name(first)!r} and baseline {_name(second)!r} they do not: leave it out"
         )
-    try:  # show mistakes before the first rollouts
+    # A user's function may need fields that these made-up calls lack.
+    excused = () if credit.built_in else (AssertionError, AttributeError, LookupError)
+    options = f"returns_options {returns_options} or baseline_options {baseline_options}"
+    with trial(f"credit with {options}", "a group of two rollouts", excused=excused):
         credit.advantages([RewardedGroup.trial(0.0, 1.0)])
-    except (TypeError, ValueError) as error:
-        options = f"returns_options {returns_options} or baseline_options {baseline_options}"
-        raise ConfigError(f"{options}: {error}") from None
-    except (AssertionError, AttributeError, LookupError):
-        if credit.built_in:
-            raise
-        # A user's function may need fields that these made-up calls lack.
     return credit
 
 

@@ -54,9 +54,8 @@ def finished_rollouts(
 async def recorded_groups(store: LightningStore, where: Filter) -> AsyncGenerator[list[Recorded]]:
     """The rollouts of each group together, then those without a group, one by one."""
     group: list[Recorded] = []
-    cursor = None
-    while True:
-        order = [Order(field="group_id"), Order(field="group_index")]
+    order, cursor, more = [Order(field="group_id"), Order(field="group_index")], None, True
+    while more:
         page = await store.page_rollouts(where, order, limit=_AT_ONCE, cursor=cursor)
         for rollout in page.items:
             if group and (rollout.group_id is None or rollout.group_id != group[0].rollout.group_id):
@@ -65,8 +64,7 @@ async def recorded_groups(store: LightningStore, where: Filter) -> AsyncGenerato
             with contextlib.suppress(NotFoundError):  # removed meanwhile
                 group.append(Recorded(rollout, await store.query_spans(rollout.rollout_id, "latest")))
         cursor = page.next_cursor
-        if cursor is None:
-            break
+        more = cursor is not None
     if group:
         yield group
 

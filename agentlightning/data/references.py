@@ -105,11 +105,10 @@ def mark_of(function: Any, name: str, default: Any = None) -> Any:
 
 def function_name(function: Callable[..., Any], known: Mapping[str, Callable[..., Any]]) -> str:
     """The function's name for messages: its name in `known`, or its own."""
-    if isinstance(function, functools.partial):
-        return function_name(function.func, known)
-    return next(
-        (name for name, entry in known.items() if entry is function), getattr(function, "__name__", repr(function))
-    )
+    while isinstance(function, functools.partial):
+        function = function.func
+    named = (name for name, entry in known.items() if entry is function)
+    return next(named, getattr(function, "__name__", repr(function)))
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -206,7 +206,8 @@ def _chains(credited: Sequence[CreditedTransition]) -> list[list[CreditedTransit
     tails: list[IntArray] = []  # all tokens of each chain so far
     for item in credited:
         prompt = item.transition.prompt_ids
-        extended = [i for i, earlier in enumerate(tails) if np.array_equal(earlier, prompt[: len(earlier)])]
+        fitting = ((i, earlier) for i, earlier in enumerate(tails) if len(earlier) <= len(prompt))
+        extended = [i for i, earlier in fitting if np.array_equal(earlier, prompt[: len(earlier)])]
         tail = np.concatenate([prompt, item.transition.response_ids])
         if extended:
             longest = max(extended, key=lambda i: len(tails[i]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Annotated, Any, Final, Protocol
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -154,20 +154,14 @@ class ReleaseModel(Call, frozen=True, kw_only=True):
     holder: str = "hold"
 
 
-class Followers(Protocol):
-    """Processes that have the same models. `settled` returns when all have carried out all orders."""
-
-    def changed(self) -> None: ...
-    async def settled(self) -> None: ...
-
-
 class Models:
-    """Carries out the calls about the models of `gateway`, and of its `followers`, if there are any."""
+    """Carries out the calls about the models of `gateway`. Where other processes have the same models, `settled`
+    returns when they are as they are here."""
 
-    def __init__(self, gateway: Gateway, followers: Followers | None = None) -> None:
+    def __init__(self, gateway: Gateway, settled: Callable[[], Awaitable[None]] | None = None) -> None:
         self.registered: dict[str, RegisterModel] = {}
         self.gateway = gateway
-        self._followers = followers
+        self._settled = settled
         self._models = gateway.models
         self._owners: dict[str, str | None] = {}
         self._changing = asyncio.Lock()
@@ -175,8 +169,8 @@ class Models:
 
     async def perform(self, call: Call) -> Any:
         answer = await MODEL_CALLS[type(call)](self, call)
-        if self._followers is not None:
-            await self._followers.settled()
+        if self._settled is not None:
+            await self._settled()
         return answer
 
     async def describe(self, _: ListModels) -> list[ModelDescription]:
@@ -198,7 +192,6 @@ class Models:
                     keep_versions(replaced, entry)
                 self._owners[entry.name] = call.owner
                 self.registered[entry.name] = call
-                self._tell_followers()
         except BaseException:
             self._retire(entry)
             raise
@@ -211,7 +204,6 @@ class Models:
                 self._retire(self._models.remove(call.name))
                 self._owners.pop(call.name, None)
                 self.registered.pop(call.name, None)
-                self._tell_followers()
 
     async def hold(self, call: HoldModel) -> None:
         self.gateway.hold(call.name, call.seconds, call.holder)
@@ -233,10 +225,6 @@ class Models:
                 f"the model {entry.name!r} is registered by {owner or 'somebody without a name'} and its server lives; "
                 'choose another name, take that model away (DELETE), or say "replace": true'
             )
-
-    def _tell_followers(self) -> None:
-        if self._followers is not None:
-            self._followers.changed()
 
     def _retire(self, entry: ModelEntry | None) -> None:
         """Close a backend nobody is routed to any more, after its calls under way are answered."""

@@ -72,7 +72,7 @@ async def running_server(settings: ServerSettings, models: Sequence[ModelEntry] 
         # Other models come and go: each trainer that joins brings its own.
         gateway = share(ModelTable(models), store, admin_key=settings.key, body_limit=settings.body_limit)
         stack.push_async_callback(gateway.close)
-        table = Models(gateway, workers)
+        table = Models(gateway, workers and workers.settled)
         for given in settings.registrations:
             await table.put(given)
         app = create_app(

@@ -81,7 +81,8 @@ class Workers:
             pipe.tell(name, content)
 
     async def settled(self) -> None:
-        """Return when each has carried out all orders; a worker that dies counts as done."""
+        """Return when the models of each are as they are here; a worker that dies counts as done."""
+        self.changed()
         await asyncio.gather(*(pipe.ask("settle") for pipe in self._pipes.values()), return_exceptions=True)
 
     async def _keep(self, index: int, ready: asyncio.Future[None]) -> None:

@@ -96,14 +96,6 @@ def save_standing(
         set_status(tx, after.rollout_id, after.rollout_status)
 
 
-def _watch(tx: Transaction, number: int, standing: Standing) -> None:
-    """Note when to check the clocks of an active attempt. They only move later, so heartbeats, spans and holds need not
-    change this."""
-    check_time = lifecycle.deadline(standing)
-    tx.connection.execute("UPDATE attempts SET check_time = ? WHERE number = ?", (check_time, number))
-    tx.changes.set_deadline(check_time)
-
-
 def update_rollout(
     tx: Transaction,
     rollout_id: str,
@@ -349,7 +341,9 @@ def expire(tx: Transaction, limit: int = 500) -> int:
     for number, before in map(_standing, rows):
         after = lifecycle.expire(before, tx.now)
         if after == before:
-            _watch(tx, number, before)
+            # Clocks only move later, so heartbeats, spans and holds leave the time of the check as it is.
+            check_time = lifecycle.deadline(before)
+            tx.connection.execute("UPDATE attempts SET check_time = ? WHERE number = ?", (check_time, number))
         else:
             save_standing(tx, number, before, after)
             note_error(tx.connection, after.rollout_id, after.sequence_id, after.attempt_status)

@@ -24,6 +24,7 @@ from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.database import Changes
 from agentlightning.store.sql import StoreReader
+from agentlightning.store.waiters import Subscribers
 from agentlightning.types import Filter, Order, Outcome, Run
 
 _DEEPEST: Final = 6  # folders below a searched folder
@@ -43,7 +44,7 @@ class ManyStores(LightningStore):
         self._others = others
         self._files: dict[Path, _File] = {}  # as they were found
         self._homes: OrderedDict[tuple[str, str], LightningStore] = OrderedDict()
-        self._queues: set[asyncio.Queue[Changes | None]] = set()
+        self._subscribers: Subscribers[Changes] = Subscribers()
         self._look_lock = asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None
         self.problems: dict[Path, str] = {}
@@ -65,14 +66,10 @@ class ManyStores(LightningStore):
     def events(self) -> Generator[asyncio.Queue[Changes | None]]:
         """None whenever a file was written to; for a `with` statement. Files of other processes are checked as long as
         somebody listens."""
-        queue: asyncio.Queue[Changes | None] = asyncio.Queue()
-        self._queues.add(queue)
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self._keep_looking(), name="agl-many-stores")
-        try:
+        with self._subscribers.subscribe() as queue:
+            if self._looking is None or self._looking.done():
+                self._looking = asyncio.create_task(self._keep_looking(), name="agl-many-stores")
             yield queue
-        finally:
-            self._queues.discard(queue)
 
     async def perform(self, call: Call) -> Any:
         if call.scope != "read":
@@ -196,15 +193,11 @@ class ManyStores(LightningStore):
         return [(place, index) for _, place, index in sorted(rows)]
 
     async def _keep_looking(self) -> None:
-        while self._queues:
+        while self._subscribers.any():
             await asyncio.sleep(_LOOK_SECONDS)
             await self._look()
             if self._others:  # which announce nothing here
-                self._announce()
-
-    def _announce(self) -> None:
-        for queue in self._queues:
-            queue.put_nowait(None)
+                self._subscribers.publish(None)
 
     async def _look(self) -> None:
         """Open new files, close those that are gone or replaced, and announce writes."""
@@ -227,7 +220,7 @@ class ManyStores(LightningStore):
                 except AgentLightningError as error:
                     self.problems[path] = str(error)
             if before != {path: file.stamp for path, file in self._files.items()}:
-                self._announce()
+                self._subscribers.publish(None)
 
 
 @functools.total_ordering
@@ -260,7 +253,6 @@ class _SortKey:
 
 
 def _cursors(cursor: str | None, stores: Mapping[str, LightningStore]) -> Mapping[str, str | None]:
-    """Where each store's rows go on."""
     if cursor is None:
         return dict.fromkeys(stores)
     try:

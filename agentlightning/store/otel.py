@@ -94,7 +94,6 @@ def attribute_value(value: Any) -> AttributeValue:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON."""
     if isinstance(value, str):
         return _text(value)
     if isinstance(value, int):

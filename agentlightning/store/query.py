@@ -336,7 +336,6 @@ class Query:
 
 
 def _in_json(text: str) -> str:
-    """A text as in a JSON string."""
     return msgspec.json.encode(text)[1:-1].decode()
 
 
@@ -432,8 +431,6 @@ def _page(
 
 
 class _Key(NamedTuple):
-    """One expression to sort by."""
-
     sql: str
     descending: bool
 

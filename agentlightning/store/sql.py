@@ -38,7 +38,7 @@ from agentlightning.store.prompts import Prompts, SpanRow
 from agentlightning.store.redaction import Redact, redaction, text_without_secrets
 from agentlightning.store.spans import Observer, SpanWriter, Stored, add_spans, prepared_spans
 from agentlightning.store.sqlite import Synchronous
-from agentlightning.store.waiters import Alarm, Subscribers, Waiters, give_up, steady, woken_within
+from agentlightning.store.waiters import Subscribers, Waiters, give_up, steady, woken_within
 from agentlightning.types import (
     UNATTRIBUTED,
     And,
@@ -116,7 +116,8 @@ class SqlStore(LightningStore):
         self._finished: Waiters[None] = Waiters()
         self._complete: Waiters[None] = Waiters()  # for groups
         self._finishes: Waiters[set[str]] = Waiters()  # for all of these rollouts
-        self._alarm = Alarm()
+        self._deadline = math.inf  # of the earliest clock that was set
+        self._earlier = asyncio.Event()  # set when another clock runs out before that
         self._clocks = asyncio.Lock()  # held while nobody can be heard
         self._subscribers: Subscribers[Changes] = Subscribers()
         self._keys: dict[str, ApiKey] = {}  # issued keys that were shown to be valid, by secret
@@ -133,7 +134,7 @@ class SqlStore(LightningStore):
             "store_spans": SpanWriter(redact, self.store_rows, observer).store,
             "import_rollout": self._import_rollout,
             "delete_rollouts": self._delete_rollouts,
-            "check_store": self._check_store,
+            "check_store": lambda: self._read(retention.check_store, "search", math.inf),
             "find_key": self._find_key,
             "get_latest_attempt": self._get_latest_attempt,
         }
@@ -167,15 +168,13 @@ class SqlStore(LightningStore):
         use by another process, or cannot be written; UnavailableError if the database cannot be reached."""
         if synchronous not in ("FULL", "NORMAL"):
             raise ConfigError(f"synchronous is {synchronous!r}; it must be 'FULL' or 'NORMAL'")
-        for name, seconds in (("lease_seconds", lease_seconds), ("read_seconds", read_seconds)):
-            if not seconds > 0:
-                raise ConfigError(f"{name} is {seconds}; it must be positive")
         database = database_of(address)
         opened = await asyncio.to_thread(database.open_store, str(address), synchronous, read_seconds)
         store, clock = None, steady(opened.now) if clock is None else clock
         try:
-            secret = await asyncio.to_thread(_secret_of, opened)
-            store = cls(str(address), opened, secret, clock, lease_seconds, redact, observer, read_seconds)
+            stored = "SELECT value FROM meta WHERE name = 'secret'"
+            (secret,) = await asyncio.to_thread(lambda: opened.writing.execute(stored).fetchone())
+            store = cls(str(address), opened, bytes(secret), clock, lease_seconds, redact, observer, read_seconds)
             await store._writer.submit(attempts.grant_grace)
             await store.expire_overdue()
         except BaseException:
@@ -262,7 +261,7 @@ class SqlStore(LightningStore):
             self._finishes.wake(lambda wants: not wants.isdisjoint(changes.removed))
         if changes.runs_with_groups:
             self._complete.wake()
-        self._alarm.set(changes.deadline)
+        self._look_again_at(changes.deadline)
         self._subscribers.publish(changes)
 
     async def expire_overdue(self) -> int:
@@ -272,13 +271,22 @@ class SqlStore(LightningStore):
 
     async def _watch(self) -> None:
         while True:
-            if not await self._alarm.sleep(self._clock()):
+            self._earlier.clear()
+            with contextlib.suppress(TimeoutError):
+                limit = None if math.isinf(self._deadline) else max(0.0, self._deadline - self._clock())
+                await asyncio.wait_for(self._earlier.wait(), limit)
                 continue
+            self._deadline = math.inf
             try:
                 await self.expire_overdue()
             except UnavailableError as error:
                 _log.error("the clocks of attempts could not be looked at, trying again: %s", error)
-                self._alarm.set(self._clock() + _RETRY_SECONDS)
+                self._look_again_at(self._clock() + _RETRY_SECONDS)
+
+    def _look_again_at(self, when: float) -> None:
+        if when < self._deadline:
+            self._deadline = when
+            self._earlier.set()
 
     async def _dequeue_many_rollouts(self, limit: int, timeout: float, **asked: Any) -> list[AttemptedRollout]:
         if limit < 1:
@@ -432,9 +440,6 @@ class SqlStore(LightningStore):
                 f"what matched was removed, but traces of it are left in the database's files: {error}. Ask again later"
             ) from None
 
-    async def _check_store(self) -> list[str]:
-        return await self._read(retention.check_store, "search", math.inf)
-
 
 class StoreReader(LightningStore):
     """The store in a file, or at a `postgresql://` URL, for reading while another process may own it. Create it with
@@ -486,12 +491,6 @@ def database_of(address: str | Path) -> ModuleType:
             f"{text_without_secrets(str(address))!r} is no store; give a path (SQLite) or a postgresql:// URL"
         )
     return sqlite
-
-
-def _secret_of(opened: Opened) -> bytes:
-    """The secret that signs the keys of attempts. Blocks."""
-    (secret,) = opened.writing.execute("SELECT value FROM meta WHERE name = 'secret'").fetchone()
-    return bytes(secret)
 
 
 def _report_defect(watchdog: asyncio.Task[None]) -> None:

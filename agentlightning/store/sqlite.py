@@ -85,6 +85,12 @@ def check_file(path: Path, *, reading: bool = False) -> Path:
         )
     if not reading and not os.access(path, os.W_OK):
         raise _unusable(path, PermissionError("no permission to write it"))
+    log = path.with_name(f"{path.name}-wal")
+    if not log.exists() or log.stat().st_size == 0:  # pages that a crash left in its log may be missing
+        page_size, pages = int.from_bytes(header[16:18], "big"), int.from_bytes(header[28:32], "big")
+        expected, size = pages * (65536 if page_size == 1 else page_size), path.stat().st_size
+        if size < expected:  # as of an interrupted copy
+            raise _damaged(path, ValueError(f"it has {size} bytes and should have {expected}"))
     return path
 
 

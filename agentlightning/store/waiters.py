@@ -57,6 +57,9 @@ class Subscribers(Generic[T]):
         self._backlog = backlog
         self._queues: set[asyncio.Queue[T | None]] = set()
 
+    def any(self) -> bool:
+        return bool(self._queues)
+
     def publish(self, item: T | None) -> None:
         for waiting in self._queues:
             if waiting.qsize() >= self._backlog:
@@ -74,31 +77,6 @@ class Subscribers(Generic[T]):
             yield queue
         finally:
             self._queues.discard(queue)
-
-
-class Alarm:
-    """The earliest time to look again. An earlier one wakes the sleeper."""
-
-    def __init__(self) -> None:
-        self._when = math.inf
-        self._earlier = asyncio.Event()
-
-    def set(self, when: float) -> None:
-        if when < self._when:
-            self._when = when
-            self._earlier.set()
-
-    async def sleep(self, now: float) -> bool:
-        """Sleep from `now` until the set time, and clear it. False if an earlier time was set meanwhile: nothing is
-        due, sleep again."""
-        self._earlier.clear()
-        try:
-            async with asyncio.timeout(None if math.isinf(self._when) else max(0.0, self._when - now)):
-                await self._earlier.wait()
-        except TimeoutError:
-            self._when = math.inf
-            return True
-        return False
 
 
 def steady(now: float) -> Callable[[], float]:

@@ -112,7 +112,7 @@ class Evolution(BeamSearch):
         for one, (_, batch) in zip(known, items, strict=True):
             measures = [(one.name, *task) for task in batch]
             words = [await self.measuring.in_words(measure) for measure in measures]
-            rewards = [self.measuring.outcomes[measure].reward for measure in measures]
+            rewards = [self.measuring.outcomes[measure].reward or 0.0 for measure in measures]
             batches.append(self._gepa.EvaluationBatch(outputs=words, scores=rewards, trajectories=words))
         return batches
 

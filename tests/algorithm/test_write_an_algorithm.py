@@ -10,13 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-import agentlightning as agl
 from agentlightning.cli.fit import make_algorithm
 from agentlightning.data.credit_table import RewardedGroup
-from agentlightning.data.references import load_reference
 from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError
-from agentlightning.learner.losses import Loss
 from tests import agents
 from tests.test_trainer import TASKS, trainer
 
@@ -82,13 +79,3 @@ def test_its_correction_leaves_out_what_has_moved(written: Path) -> None:
     result = trainer(written, algorithm=make_algorithm(settings)).fit(agents.vowels, TASKS)
     assert result.metrics[-1].values["masked"] < 1e-2  # the engine is the learner's own
     assert result.metrics[-1].values["weight_max"] == pytest.approx(1, abs=1e-2)
-
-
-def test_what_the_page_says_is_refused_is_refused(written: Path) -> None:
-    spo = load_reference(f"{written}/spo.py:spo")
-    with pytest.raises(ConfigError, match="spo does not use them"):
-        agl.GRPO(loss=spo, clip_high=0.3)
-    with pytest.raises(ConfigError, match=r"'ppo_clop' is unknown.*or file\.py:function"):
-        Loss("ppo_clop")  # type: ignore[arg-type]
-    for name in ("GSPO", "CISPO"):
-        assert getattr(agl, name)(loss=spo, clip_low=None, clip_high=None).make_loss().kind is spo

@@ -68,14 +68,6 @@ def test_tools_show_how_far_the_agents_clock_is_off(ahead: float) -> None:
     assert traced.clock_skew == pytest.approx(ahead, abs=0.1)
 
 
-@pytest.mark.parametrize("ahead", SKEWS)
-def test_spans_around_calls_show_it_too(ahead: float) -> None:
-    around = [span(f"step{index}", 2.0 * index - 0.1, 2.0 * index + 0.6) for index in range(3)]
-    calls = [call(index, 2.0 * index, f"step{index}") for index in range(3)]
-    given = [reward(0.5 + index, 2.0 * index + 0.7) for index in range(3)]
-    assert rewards(trace_rollout(SUCCEEDED, agents_clock([*around, *calls, *given], ahead))) == [0.5, 1.5, 2.5]
-
-
 def test_one_machine_of_several_moves_nothing() -> None:
     elsewhere = agents_clock([tool(2.6, 2.9, "t1")], 100.0)
     spans = [one for one in CONVERSATION if one.span_id != "tool-t1"]

@@ -134,15 +134,6 @@ def test_of_very_many_calls_only_the_latest_are_compared() -> None:
     assert attempt.read().continues[-3:] == (None, 150, 152)
 
 
-@pytest.mark.parametrize("content", [True, False])
-def test_answers_to_the_same_prompt_are_one_conversation_and_no_break(content: bool) -> None:
-    attempt = Attempt(content=content)
-    for said in ("there", "yes", "no"):
-        best = attempt.call([SYSTEM, user("hello")], said)
-    attempt.call([*best, user("and then?")], "friend")
-    assert attempt.read() == Continuity((None, None, None, 2), (0, 0, 0, 0), ())
-
-
 def broken(said: str, sampled: tuple[int, ...] | None = None, chat: ChatTemplate = CHAT, **more: Any) -> Attempt:
     """A second call that sends the first one's answer back."""
     attempt = Attempt(chat)

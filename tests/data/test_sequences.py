@@ -25,16 +25,6 @@ def credited(prompt: list[int], response: list[int], advantage: float = 1.0, rol
     return CreditedTransition(call, np.full(len(response), advantage, np.float32))
 
 
-def test_a_prompt_that_extends_the_last_call_exactly_is_appended_to_it() -> None:
-    first = credited([1, 2], [3, 4], advantage=0.5)
-    second = credited([1, 2, 3, 4, 5], [6], advantage=-0.5)
-    (sequence,) = build_sequences([first, second], "trajectory")
-    assert sequence.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
-    assert sequence.positions.tolist() == [2, 3, 5]
-    assert sequence.transitions.tolist() == [0, 0, 1]
-    assert sequence.advantages.tolist() == [0.5, 0.5, -0.5]
-
-
 tokens = st.lists(st.integers(0, 3), min_size=1, max_size=4)
 
 

@@ -22,9 +22,8 @@ from agentlightning.server.serve import HttpServer
 from agentlightning.server.service import models_held
 from agentlightning.store.base import CALLS
 from agentlightning.store.calls import Call
-from agentlightning.store.client import LightningStoreClient
+from agentlightning.store.client import LightningStoreClient, form_of
 from agentlightning.store.sql import SqlStore
-from agentlightning.store.wire import form_of
 from tests.gateway.servers import Server, until
 
 pytestmark = pytest.mark.anyio

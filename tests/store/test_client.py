@@ -116,15 +116,6 @@ async def test_the_start_spans_and_end_of_an_attempt_arrive_once(lossy):
     assert len(await sql.query_spans(leased.rollout_id)) == 5
 
 
-async def test_a_policy_version_is_never_given_twice(lossy):
-    client, proxy, sql = lossy
-    run = await sql.start_run("rl", {})
-    first = await client.next_policy_version(run.run_id)
-    proxy.cuts = 1
-    second = await client.next_policy_version(run.run_id)
-    assert first < second < await sql.next_policy_version(run.run_id)
-
-
 async def test_a_call_that_could_be_done_twice_is_not_repeated(lossy):
     client, proxy, sql = lossy
     proxy.cuts = 1
@@ -171,13 +162,6 @@ async def test_a_proxy_that_cannot_reach_the_server_is_asked_again(status):
         async with client_of(proxy.url) as client:
             assert await client.statistics() == {"rollouts": 5}
         assert len(proxy.asked) == 3
-
-
-async def test_a_call_that_must_not_be_repeated_is_not_repeated_after_a_gateway_timeout():
-    async with strange(web.Response(status=504)) as proxy, client_of(proxy.url) as client:
-        with pytest.raises(UnavailableError, match="may have been carried out"):
-            await client.issue_key(name="ci", scopes=["read"])
-        assert len(proxy.asked) == 1
 
 
 async def test_a_server_that_asks_to_be_left_alone_is_left_alone():

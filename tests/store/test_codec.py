@@ -77,8 +77,3 @@ def test_tokens_are_written_as_little_endian_int32_and_float32():
 def test_what_json_cannot_hold_is_refused(value):
     with pytest.raises(InvalidError, match="the input"):
         codec.to_json(value, "the input")
-
-
-@given(st.recursive(st.none() | st.booleans() | st.floats(allow_nan=False, allow_infinity=False) | st.text(), st.lists))
-def test_json_comes_back_as_it_was(value):
-    assert codec.from_json(codec.to_json(value, "it")) == value

@@ -102,15 +102,6 @@ async def test_a_postgresql_database_of_somebody_else_is_refused_untouched(postg
         assert contents(connection) == before
 
 
-async def test_a_store_can_live_in_a_schema_of_its_own_beside_foreign_tables(postgres_database):
-    with psycopg.connect(postgres_database, autocommit=True) as connection:
-        connection.execute("CREATE TABLE theirs (x TEXT)")
-        connection.execute("CREATE SCHEMA ours")
-        async with opened(f"{postgres_database}?options=-csearch_path%3Dours") as store:
-            await store.enqueue_rollout(1)
-        assert connection.execute("SELECT count(*) FROM ours.rollouts").fetchone() == (1,)
-
-
 def number_sqlite(path: Path, layout: int) -> None:
     with contextlib.closing(sqlite._open(str(path))) as connection:
         connection.execute(f"PRAGMA user_version = {layout}")

@@ -126,20 +126,6 @@ async def test_a_commit_whose_connection_is_cut_is_ended_before_it_is_said_to_be
         assert workers_in(connection) == []
 
 
-async def test_a_commit_that_was_undone_while_its_connection_was_cut_is_known_to_be(postgres_database):
-    with database(postgres_database) as connection, psycopg.connect(postgres_database, autocommit=True) as other:
-        connection.execute(SLOW_COMMIT)
-        begin(connection, "slow")
-        settling = asyncio.create_task(to_thread.run_sync(connection.commit))
-        await asyncio.sleep(0.2)
-        other.execute(
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query = 'COMMIT' AND state = 'active'"
-        )
-        with pytest.raises(psycopg.errors.AdminShutdown):
-            await settling
-        assert workers_in(connection) == []
-
-
 SLOW_COMMIT = """
 CREATE FUNCTION linger() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN PERFORM pg_sleep(1); RETURN NULL; END';
 CREATE CONSTRAINT TRIGGER lingering AFTER INSERT ON workers DEFERRABLE INITIALLY DEFERRED

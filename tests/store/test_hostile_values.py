@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError
-from agentlightning.store import codec
 from agentlightning.store.base import CALLS
 from agentlightning.types import LLM, Condition, EnqueueRolloutRequest, Metrics, Order, SpanEvent, SpanLink
 from tests.server.places import EVERY, Place, call_about, furnish, span_of
@@ -130,22 +129,6 @@ async def test_a_span_longer_than_a_number_can_say_is_refused_and_harms_no_query
 async def test_half_a_pair_in_a_key_is_no_key(store, key):
     with contextlib.suppress(InvalidError):  # what no database can be asked for
         assert await store.find_key(key) is None
-
-
-def test_spans_are_large_by_their_characters_or_by_their_parts():
-    events, links = (SpanEvent(name=""),) * 200, (SpanLink(trace_id="", span_id=""),) * 200
-    large = [{"name": "n" * 200}, {"events": events}, {"links": links}]
-    large += [{"attributes": given} for given in ({"a": "b" * 200}, {"a": ["b" * 200]}, {"a": [1] * 200})]
-    large += [{"resource": dict.fromkeys(map(str, range(200)), True)}]
-    for fields in large:
-        spans = [SPAN, msgspec.structs.replace(SPAN, **fields)]
-        assert codec.larger(spans, 100) and not codec.larger(spans, 1000), fields
-
-
-async def test_the_place_of_a_value_that_would_not_come_back_is_named(request):
-    async with open_store("memory", request) as store:
-        with pytest.raises(InvalidError, match=r"\['answers'\]\[1\] is an integer of 71 bits"):
-            await store.enqueue_rollout({"answers": [1, 2**70]})
 
 
 async def test_the_largest_integers_come_back(store):

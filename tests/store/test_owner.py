@@ -14,7 +14,6 @@ from agentlightning.errors import InUseError, UnavailableError
 from agentlightning.store import postgres
 from agentlightning.store.sql import SqlStore, StoreReader
 from tests.postgres import PostgresServer
-from tests.store.server_process import ServerProcess
 
 pytestmark = pytest.mark.anyio
 
@@ -34,14 +33,6 @@ async def test_a_second_process_is_told_who_owns_the_store_and_may_read_it(postg
     assert [rollout.input for rollout in await reader.query_rollouts()] == ["one"]
     await reader.close()
     await owner.close()
-    await (await SqlStore.open(postgres_database)).close()
-
-
-async def test_a_killed_owner_leaves_the_store_to_the_next(tmp_path, postgres_database: str, monkeypatch) -> None:
-    server = ServerProcess(postgres_database, tmp_path / "server.log")
-    await to_thread.run_sync(server.start)
-    await to_thread.run_sync(server.kill)
-    monkeypatch.setattr(postgres, "_TAKE_SECONDS", 10.0)
     await (await SqlStore.open(postgres_database)).close()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -140,17 +139,6 @@ def test_cursors_visit_every_row_once_and_in_order(database, fields):
     check()
 
 
-def test_a_filter_reads_naturally_as_json():
-    filter = And([Condition("status", "in", ["failed"]), Not(Condition("metadata.score", "ge", 0.5))])
-    text = (
-        b'{"op":"and","of":[{"op":"in","field":"status","value":["failed"]},'
-        b'{"op":"not","of":[{"op":"ge","field":"metadata.score","value":0.5}]}]}'
-    )
-    assert msgspec.json.encode(filter) == text
-    assert msgspec.json.decode(text, type=Filter) == filter
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(filter), type=Filter) == filter
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -233,12 +221,9 @@ def refuse(filter: Filter, hint: str) -> None:
     [
         ("statsu", "did you mean 'status'"),
         ("metadata", "did you mean 'metadata.KEY'"),
-        ("metadata.", "metadata.KEY"),
         ("attributes.x", "no field"),
-        ("rollouts.status", "no field"),
         ("numbers", "did you mean 'number'"),
         ("status; DROP TABLE rollouts", "no field"),
-        ("1 = 1 OR status", "no field"),
         (None, "no field"),
         (7, "no field"),
     ],
@@ -260,34 +245,22 @@ def test_a_key_never_becomes_sql(database, key):
     ("condition", "hint"),
     [
         (("status", "eq", ["failed"]), "cannot be compared"),
-        (("metadata.a", "eq", {"a": 1}), "cannot be compared"),
         (("metadata.a", "eq", float("nan")), "finite"),
-        (("metadata.a", "in", [1, float("inf")]), "finite"),
         (("metadata.a", "lt", 2**63), "64 bits"),
         (("metadata.a", "in", "abc"), "takes a list"),
-        (("metadata.a", "in", None), "takes a list"),
         (("metadata.a", "in", ["a", None]), "text or number or boolean"),
         (("metadata.a", "exists", 1), "takes boolean or null"),
         (("metadata.a", "lt", None), "takes text or number"),
-        (("metadata.a", "contains", None), "given None"),
         (("metadata.a", "gt", True), "takes text or number"),
         (("status", "eq", 1), "takes text or null"),
-        (("priority", "gt", "1"), "takes number"),
         (("priority", "eq", True), "takes number or null"),
         (("priority", "contains", 1), "cannot be asked of a number"),
         (("input", "eq", "a"), "cannot be asked of a json"),
-        (("input", "contains", 1), "takes text"),
         (("tag", "lt", "a"), "cannot be asked of a tag"),
-        (("tag", "contains", "a"), "cannot be asked of a tag"),
-        (("tag", "eq", 1), "takes text or null"),
     ],
 )
 def test_a_value_that_makes_no_sense_is_refused(condition, hint):
     refuse(Condition(*condition), hint)
-
-
-def test_an_unknown_op_is_refused_with_a_hint():
-    refuse(msgspec.structs.replace(Condition("status", "eq"), op="contain"), "did you mean 'contains'")
 
 
 @pytest.mark.parametrize("field", ["input", "tag", "metadata.score"])
@@ -316,14 +289,6 @@ def test_a_cursor_of_another_query_is_refused(database):
 def test_a_damaged_cursor_is_refused(cursor):
     with pytest.raises(InvalidError, match="cursor"):
         NO_DATABASE.page(ROLLOUTS, None, [], 5, cursor)
-
-
-def test_a_cursor_that_was_made_up_is_refused(database):
-    _, cursor = database.page(ROLLOUTS, None, [], 5)
-    packed = base64.urlsafe_b64decode(cursor + "==")
-    assert packed.endswith(b"[4]")
-    with pytest.raises(InvalidError, match="damaged"):
-        database.page(ROLLOUTS, None, [], 5, base64.urlsafe_b64encode(packed[:-3] + b"[7]").decode())
 
 
 def test_rows_that_come_and_go_meanwhile_neither_repeat_nor_hide_others(database):

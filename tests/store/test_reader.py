@@ -16,27 +16,6 @@ from agentlightning.types import Metrics
 
 pytestmark = pytest.mark.anyio
 
-READS = """
-import asyncio, sys
-from pathlib import Path
-from agentlightning.store.sql import StoreReader
-async def work():
-    store = await StoreReader.open(Path(sys.argv[1]))
-    print([rollout.input for rollout in await store.query_rollouts()], (await store.statistics())["rollouts"])
-    await store.close()
-asyncio.run(work())
-"""
-
-
-async def test_another_process_reads_what_was_committed_while_the_owner_goes_on(tmp_path: Path) -> None:
-    owner = await SqlStore.open(tmp_path / "store.db")
-    await owner.enqueue_rollout("one")
-    command = [sys.executable, "-c", READS, str(tmp_path / "store.db")]
-    told = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True)
-    assert told.stdout == "['one'] 1\n"
-    await owner.enqueue_rollout("two")
-    await owner.close()
-
 
 async def test_a_reader_keeps_nobody_out_and_sees_what_is_new(tmp_path: Path) -> None:
     await (await SqlStore.open(tmp_path / "store.db")).close()

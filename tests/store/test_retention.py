@@ -7,9 +7,6 @@ import contextlib
 import logging
 import os
 import sqlite3
-import subprocess
-import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -241,28 +238,6 @@ async def test_queries_that_overlap_do_not_keep_the_log_from_being_emptied(tmp_p
     await store.close()
 
 
-def test_a_store_that_is_larger_than_the_memory_can_be_asked_to_leave_no_trace(tmp_path):
-    asked = """
-        import asyncio, resource, sys
-        from agentlightning.store.sql import SqlStore
-        from agentlightning.types import Condition
-
-        async def main():
-            store = await SqlStore.open(sys.argv[1], synchronous="NORMAL")
-            for number in range(200):
-                await store.enqueue_rollout(str(number) + "x" * 1_000_000)
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            await store.delete_rollouts(Condition("number", "le", 5), unfinished=True, scrub=True)
-            print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-            await store.close()
-
-        asyncio.run(main())
-    """
-    command = [sys.executable, "-c", textwrap.dedent(asked), tmp_path / "store.db"]
-    more = int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout)
-    assert more < 100_000, "KiB, of a file of 200 MB"
-
-
 async def test_every_kind_of_store_can_be_asked_to_leave_no_trace(store):
     await finish(store, "ZEBRA")
     kept = await finish(store)
@@ -341,15 +316,6 @@ async def test_an_imported_rollout_is_as_it_was_and_stored_once(store):
     assert await store.query_spans("ro-1") == call.spans
     assert [rollout.rollout_id for rollout in (await store.finished_after(0)).rollouts] == ["ro-1"]
     assert await store.check_store() == []
-
-
-async def test_an_imported_rollout_says_why_it_failed(store):
-    call = elsewhere()
-    first, last = call.attempts
-    late = [first, changed(last, status="timeout")]
-    rollout = changed(call.rollout, status="failed")
-    assert await store.perform(elsewhere(rollout=rollout, attempts=late))
-    assert [outcome.error for outcome in await store.query_outcomes(["ro-1"])] == ["timeout"]
 
 
 async def test_an_import_completes_a_group_that_is_here(store):

@@ -223,11 +223,6 @@ async def test_a_url_of_something_else_is_not_made_a_directory(url, tmp_path, mo
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_unknown_durability_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="OFF"):
-        await SqlStore.open(tmp_path / "store.db", synchronous="OFF")
-
-
 async def test_a_new_store_is_for_its_owner_alone(tmp_path):
     await _make_store(tmp_path / "store.db")
     assert (tmp_path / "store.db").stat().st_mode & 0o777 == 0o600

@@ -104,18 +104,6 @@ async def test_rollouts_come_back_as_they_were(store, tmp_path, suffix):
             assert again.read_bytes() == path.read_bytes()
 
 
-async def test_many_rollouts_keep_their_order(tmp_path):
-    path = tmp_path / "rollouts.jsonl.gz"
-    async with opened() as store, opened() as other:
-        await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=number) for number in range(100)])
-        for _ in range(100):
-            rollout = await store.dequeue_rollout()
-            await store.update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="succeeded")
-        await export_rollouts(store, path)
-        await import_rollouts(other, path)
-        assert [rollout.input for rollout in await other.query_rollouts()] == list(range(100))
-
-
 @pytest.mark.parametrize("suffix", SUFFIXES)
 async def test_unfinished_rollouts_are_not_exported(tmp_path, suffix):
     path = tmp_path / f"rollouts.{suffix}"

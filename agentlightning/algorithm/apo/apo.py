@@ -107,7 +107,7 @@ class BeamSearch:
         held_out = range(self._held_out if self.settings.run_initial_validation else 0)
         of_seed: list[tuple[Candidate, Mode, int]] = [(self.seed, "val", task) for task in held_out]
         await self.measuring.measure([*self._gradient_measures(self.seed), *of_seed])
-        if all(outcome.failed for outcome in self.measuring.outcomes.values()):
+        if all(outcome.reward is None for outcome in self.measuring.outcomes.values()):
             rollouts = [outcome.rollout for outcome in self.measuring.outcomes.values()]
             raise await why_unrewarded(self.context.store, rollouts)
         await self._end_round(0, [self.seed], [self.seed], {})

@@ -10,7 +10,6 @@ import asyncio
 import random
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -21,9 +20,9 @@ from agentlightning.algorithm.base import RunContext
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
 from agentlightning.algorithm.rl.groups import withdraw_rollouts
 from agentlightning.data.conversations import read_calls
-from agentlightning.data.transitions import trace_rollout
+from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.errors import TrainingError
-from agentlightning.tracing.messages import model_name, token_counts
+from agentlightning.tracing.dialects import model_name, token_counts
 from agentlightning.tracing.steps import read_steps
 from agentlightning.types import EnqueueRolloutRequest, Mode, Rollout, RolloutConfig, Span
 
@@ -35,20 +34,11 @@ Measure: TypeAlias = tuple[str, Mode, int]
 """Name of a candidate, train or val, number of the task."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a rollout. Without a reward it `failed` and counts 0, so failing cannot help."""
-
-    rollout: Rollout
-    reward: float
-    failed: bool
-
-
 class Measuring:
-    """Outcomes by measure."""
+    """Outcomes by measure. A rollout without a reward counts 0, so failing cannot help."""
 
     def __init__(self, context: RunContext, lineage: Lineage, budget: Budget, timeout: float) -> None:
-        self.outcomes: dict[Measure, Outcome] = {}
+        self.outcomes: dict[Measure, TracedRollout] = {}
         self._context = context
         self._lineage = lineage
         self._budget = budget
@@ -98,7 +88,7 @@ class Measuring:
 
     def rewards(self, name: str, numbers: Iterable[int]) -> list[float]:
         """Of held-out tasks."""
-        return [self.outcomes[name, "val", number].reward for number in numbers]
+        return [self.outcomes[name, "val", number].reward or 0.0 for number in numbers]
 
     def measured(self, name: str) -> list[int]:
         """Numbers of the held-out tasks on which a candidate has run."""
@@ -106,23 +96,21 @@ class Measuring:
 
     def score(self, name: str) -> Score:
         """Over all held-out tasks on which the candidate has run, at least one."""
-        made = [self.outcomes[name, "val", number] for number in self.measured(name)]
-        return Score(statistics.fmean(each.reward for each in made), len(made), sum(each.failed for each in made))
+        numbers = self.measured(name)
+        failed = sum(self.outcomes[name, "val", number].reward is None for number in numbers)
+        return Score(statistics.fmean(self.rewards(name, numbers)), len(numbers), failed)
 
     async def evaluation(self, name: str, step: int) -> Evaluation:
         """All held-out results of a candidate."""
-        tasks: list[EvaluatedTask] = []
-        for number in self.measured(name):
-            rollout = self.outcomes[name, "val", number].rollout
-            spans = await self.spans(rollout)
-            tasks.append(EvaluatedTask(await asyncio.to_thread(trace_rollout, rollout, spans), tuple(spans)))
+        found = [self.outcomes[name, "val", number] for number in self.measured(name)]
+        tasks = [EvaluatedTask(traced, tuple(await self.spans(traced.rollout))) for traced in found]
         return Evaluation(step, 0, tuple(tasks))
 
     async def in_words(self, measure: Measure) -> str:
         """A measured rollout as text."""
-        outcome = self.outcomes[measure]
-        spans = await self.spans(outcome.rollout)
-        return in_words(outcome.rollout.input, spans, outcome.reward, outcome.rollout.status)
+        traced = self.outcomes[measure]
+        spans = await self.spans(traced.rollout)
+        return in_words(traced.rollout.input, spans, traced.reward or 0.0, traced.rollout.status)
 
     async def spans(self, rollout: Rollout) -> list[Span]:
         return await self._context.store.query_spans(rollout.rollout_id, "latest")
@@ -144,8 +132,7 @@ class Measuring:
     async def _take(self, measure: Measure, rollout: Rollout) -> None:
         spans = await self.spans(rollout)
         self._recorded |= bool(read_calls(spans)[0])
-        reward = trace_rollout(rollout, spans).reward
-        self.outcomes[measure] = Outcome(rollout, reward or 0.0, reward is None)
+        self.outcomes[measure] = await asyncio.to_thread(trace_rollout, rollout, spans)
         self._budget.spend_rollout(usage_of(spans))
 
 

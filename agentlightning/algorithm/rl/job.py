@@ -50,12 +50,11 @@ class LoopState:
 
 
 class Checkpoints:
-    """`step-000010/`, `step-000020/` … in one directory. The newest `keep` and the one with the highest training reward
+    """`step-000010/`, `step-000020/` … in one directory. The two newest and the one with the highest training reward
     are kept. `best/` has weights only."""
 
-    def __init__(self, directory: Path, keep: int = 2) -> None:
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.keep = keep
 
     def save(self, weights: Policies, state: LoopState) -> Path:
         """Write a checkpoint. A kill at any moment leaves the earlier ones intact."""
@@ -65,7 +64,7 @@ class Checkpoints:
                 _write_state(path, state)
             return path
         self._write(weights, state, path.name)
-        for old in {*self._steps()[: -self.keep]} - {_highest(self._steps())}:
+        for old in {*self._steps()[:-2]} - {_highest(self._steps())}:
             shutil.rmtree(old)
         return path
 
@@ -180,10 +179,6 @@ class Job:
     state: LoopState = field(default_factory=LoopState)
 
     @property
-    def run_id(self) -> str:
-        return self.context.run.run_id
-
-    @property
     def overlaps(self) -> bool:
         """Whether rollouts run while the learner learns."""
         return self.algorithm.max_staleness > 0
@@ -217,7 +212,7 @@ class Job:
     async def renew_version(self) -> None:
         """Publish the current weights again, as another version: finished rollouts never run again, and a resumed run
         whose agent was fixed must not reuse those that ended this one."""
-        self.state.policy_version = await self.context.store.next_policy_version(self.run_id)
+        self.state.policy_version = await self.context.store.next_policy_version(self.context.run.run_id)
         if self.state.step == 0:
             self.state.first_version = self.state.policy_version
         self.groups.restart(self.state.policy_version)
@@ -244,7 +239,7 @@ async def resume(job: Job, alarms: Alarms) -> None:
         context.progress.note(f"resumed after step {restored.step} (policy version {restored.policy_version})")
     if not context.owns_runner:
         # Runners elsewhere continued while nothing served the policy; failures from then say nothing about the agent.
-        failed = await context.store.query_rollouts(run_id=job.run_id, status_in=["failed"])
+        failed = await context.store.query_rollouts(run_id=job.context.run.run_id, status_in=["failed"])
         if any(map(_wanted(job), failed)):
             await job.renew_version()
     await withdraw_leftovers(job)
@@ -252,14 +247,14 @@ async def resume(job: Job, alarms: Alarms) -> None:
 
 def _wanted(job: Job) -> Callable[[Rollout], bool]:
     """Whether the current weights are still to be measured or trained with a rollout."""
-    present = f"{evaluation_id(job.run_id, 'val', job.state.step, job.state.policy_version)}-"
+    present = f"{evaluation_id(job.context.run.run_id, 'val', job.state.step, job.state.policy_version)}-"
     return lambda rollout: job.groups.awaits(rollout.group_id) or rollout.rollout_id.startswith(present)
 
 
 async def withdraw_leftovers(job: Job) -> None:
     """Handle rollouts that the previous process left: those still needed run again, others are cancelled."""
     store, wanted = job.context.store, _wanted(job)
-    first = f"{evaluation_id(job.run_id, 'val', 0, job.state.first_version)}-"
+    first = f"{evaluation_id(job.context.run.run_id, 'val', 0, job.state.first_version)}-"
 
     def needed(rollout: Rollout) -> bool:
         return wanted(rollout) or rollout.rollout_id.startswith(first)
@@ -267,7 +262,7 @@ async def withdraw_leftovers(job: Job) -> None:
     await withdraw_rollouts(job.context, lambda rollout: not needed(rollout))
     if not job.context.owns_runner:
         return
-    for rollout in await store.query_rollouts(run_id=job.run_id, status_in=["preparing", "running"]):
+    for rollout in await store.query_rollouts(run_id=job.context.run.run_id, status_in=["preparing", "running"]):
         attempt = await store.get_latest_attempt(rollout.rollout_id)
         # An older attempt's runner died with its process; a newer attempt is our own runner's.
         if attempt is not None and attempt.start_time < job.context.run_time and needed(rollout):

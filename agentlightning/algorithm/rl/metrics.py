@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -99,32 +98,29 @@ def over_steps(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return totals | {"tree_savings": totals["tokens_saved"] / (totals["tokens_saved"] + totals["tokens_computed"])}
 
 
-@dataclass(frozen=True)
-class Usage:
-    """The usage of engines: tokens sampled by all, and mean idle seconds of one."""
+class Usage(NamedTuple):
+    """The usage of engines since their start: tokens sampled by all, and mean idle seconds of one."""
 
     generated_tokens: int
     idle_seconds: float
 
-    def __sub__(self, before: Usage) -> Usage:
-        return Usage(self.generated_tokens - before.generated_tokens, self.idle_seconds - before.idle_seconds)
-
 
 def speed_metrics(
-    metrics: Mapping[str, float], waited: float, learned: float, engines: Usage, *, overlaps: bool
+    metrics: Mapping[str, float], waited: float, learned: float, before: Usage, after: Usage, *, overlaps: bool
 ) -> dict[str, float]:
     """For a step with these `metrics`, given its seconds of waiting for rollouts and of learning."""
     total = waited + learned
+    sampled, idle = (now - earlier for now, earlier in zip(after, before, strict=True))
     took = total if overlaps else waited
     computed = sum(value for name, value in metrics.items() if name.rpartition("/")[2] == "tokens_computed")
     return {
         "rollout_seconds": waited,
         "learn_seconds": learned,
         "learner_idle": waited / total,
-        "engine_idle": min(1.0, engines.idle_seconds / total),
+        "engine_idle": min(1.0, idle / total),
         "rollouts_per_second": metrics["rollouts"] / took,
         "tokens_per_second": metrics["sampled_tokens"] / took,
-        "engine_tokens_per_second": engines.generated_tokens / max(1e-9, total - engines.idle_seconds),
+        "engine_tokens_per_second": sampled / max(1e-9, total - idle),
         "learner_tokens_per_second": computed / learned,
     }
 

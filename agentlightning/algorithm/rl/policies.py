@@ -104,7 +104,6 @@ class Policies:
             )
 
     def usage(self) -> Usage:
-        """The usage of all engines since their start."""
         samplers = self._samplers.values()
         idle = sum(sampler.idle_seconds for sampler in samplers) / max(1, len(samplers))
         return Usage(sum(sampler.generated_tokens for sampler in samplers), idle)

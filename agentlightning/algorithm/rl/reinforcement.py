@@ -128,7 +128,7 @@ class Loop:
         job.state.step = step
         await job.groups.trained(version)
         times = sampled - started, time.perf_counter() - sampled
-        metrics |= speed_metrics(metrics, *times, job.policies.usage() - engines, overlaps=job.overlaps)
+        metrics |= speed_metrics(metrics, *times, engines, job.policies.usage(), overlaps=job.overlaps)
         metrics["policy_version"] = float(job.state.policy_version)
         used = [*groups, *dropped.useless]
         metrics |= self._own_metrics(used, metrics)
@@ -213,7 +213,7 @@ class Loop:
             except TrainingError as error:
                 raise TrainingError(f"step {step}: {error}. {self._how_to_replay(step)}") from error
             # Before the engines continue, or tokens of the new weights would get the old version.
-            job.state.policy_version = await job.context.store.next_policy_version(job.run_id)
+            job.state.policy_version = await job.context.store.next_policy_version(job.context.run.run_id)
             await job.policies.publish(job.state.policy_version)
         self._learning = False
         measured = {name: over_steps(steps) for name, steps in history.items()}

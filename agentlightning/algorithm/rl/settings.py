@@ -12,7 +12,7 @@ import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, cast, get_args
+from typing import Any, ClassVar, Final, Literal, cast, get_args
 
 import msgspec
 import numpy as np
@@ -149,6 +149,9 @@ class RLSettings(metaclass=_Tried):
     rollout: RolloutConfig = SUPERVISED
     name: str = "rl"
 
+    imitates: ClassVar[bool] = False
+    """Whether the loss is valid whatever weights sampled the tokens."""
+
     def __init_subclass__(cls) -> None:
         """Let `help` of an algorithm show the settings that it inherits too."""
         inherited = re.search(r"    (Shared s|S)ettings:\n.*", (cls.__base__ or cls).__doc__ or "", re.DOTALL)
@@ -158,6 +161,8 @@ class RLSettings(metaclass=_Tried):
     def __post_init__(self) -> None:
         self.measured: dict[str, float] = {}
         """Metrics that `advantages` measured on its last groups, for the step's metrics."""
+        self.trained_critic: Critic | None = None
+        """The critic that is trained beside the policy."""
         check_settings(self, least=_LEAST, choices={"level": get_args(Level)})
         if max(self.temperature, self.val_temperature) > 2:
             raise ConfigError(
@@ -208,11 +213,6 @@ class RLSettings(metaclass=_Tried):
         """Which calls of these models train (default: of all models). ConfigError for settings out of range."""
         settings = {name: getattr(self, name) for name in CallFilter.__dataclass_fields__ if name != "models"}
         return CallFilter(models=models or None, **settings)
-
-    @property
-    def imitates(self) -> bool:
-        """Whether the loss is valid whatever weights sampled the tokens."""
-        return False
 
     @property
     def evaluation_interval(self) -> int:
@@ -321,11 +321,6 @@ class RLSettings(metaclass=_Tried):
 
         With `trained_critic` it takes `values` too, float32[T] of each transition, in order: the critic's estimates for
         the sampled tokens. The result then includes them, and their targets."""
-
-    @property
-    def trained_critic(self) -> Critic | None:
-        """The critic that is trained beside the policy; None: no critic."""
-        return None
 
     def make_loss(self, step: int = 1) -> Loss:
         """The loss of the batch of a step, from 1."""
