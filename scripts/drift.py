@@ -61,7 +61,7 @@ from agentlightning.display import counting
 from agentlightning.errors import AgentLightningError, BackendError, ConfigError
 from agentlightning.gateway.backends.factory import chat_template
 from agentlightning.gateway.chat.template import ChatTemplate
-from agentlightning.tracing.messages import input_messages, output_messages
+from agentlightning.tracing.dialects import input_messages, output_messages
 from agentlightning.types import And, Condition, Filter, Span
 
 T = TypeVar("T")

@@ -146,7 +146,7 @@ def _lines(plan: dict[str, Any], at_once: float) -> list[str]:
 
 async def _hosted_tokens(store: Path, frozen: set[str]) -> dict[str, tuple[int, int]]:
     """Prompt and answer tokens of the groups' calls to models that are not trained."""
-    from agentlightning.tracing.messages import model_name, token_counts
+    from agentlightning.tracing.dialects import model_name, token_counts
 
     read, written = Counter[str](), Counter[str]()
     async with Place(str(store)).open(reading=True) as opened:

@@ -25,7 +25,7 @@ COMMANDS = {
     "train": "training",
     "sweep": "sweep",
     "eval": "evaluation",
-    "chat": "chat",
+    "chat": "serving",
     "serve": "serving",
     "server": "serving",
     "runner": "runner",

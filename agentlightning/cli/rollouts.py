@@ -92,7 +92,7 @@ def _print_list(listed: Sequence[ListedRollout], place: str, more: int) -> None:
 
 
 def _input(rollout: Rollout) -> str:
-    from agentlightning.tracing.messages import content_text
+    from agentlightning.tracing.dialects import content_text
     from agentlightning.tracing.tree import one_line
 
     return one_line(content_text(rollout.input), 40)
@@ -120,8 +120,7 @@ async def show(
 
     from agentlightning.datasets.export import annotation_of
     from agentlightning.tracing.steps import read_steps
-    from agentlightning.tracing.timeline import drawn, timeline
-    from agentlightning.tracing.tree import printable, rollout_tree
+    from agentlightning.tracing.tree import drawn, printable, rollout_tree, timeline
 
     place, rollout = await _find(place, rollout_id)
     async with place.open(reading=True) as store:

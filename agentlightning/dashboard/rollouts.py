@@ -18,7 +18,7 @@ from agentlightning.data.transitions import trace_rollout
 from agentlightning.errors import ConflictError, InvalidError
 from agentlightning.store.base import LightningStore
 from agentlightning.tracing.context import AttemptTracer
-from agentlightning.tracing.messages import finish_reasons, model_name, token_counts
+from agentlightning.tracing.dialects import finish_reasons, model_name, token_counts
 from agentlightning.tracing.rewards import (
     find_final_reward,
     get_rewards_from_span,
@@ -27,8 +27,7 @@ from agentlightning.tracing.rewards import (
     reward_attributes,
 )
 from agentlightning.tracing.steps import Step, read_steps
-from agentlightning.tracing.timeline import Timeline, timeline
-from agentlightning.tracing.tree import arranged, totals, traceback_of
+from agentlightning.tracing.tree import Timeline, arranged, timeline, totals, traceback_of
 from agentlightning.types import Attempt, Attributes, Rollout, Span
 
 _AT_ONCE: Final = 8  # rollouts of a list whose spans are in memory at once

@@ -23,8 +23,15 @@ import numpy as np
 from agentlightning import semconv
 from agentlightning.data.forest import shared_length
 from agentlightning.data.transitions import IntArray, Transition
-from agentlightning.tracing.dialects import items, joined, json_of, mapping
-from agentlightning.tracing.messages import content_text, input_messages, output_messages
+from agentlightning.tracing.dialects import (
+    content_text,
+    input_messages,
+    items,
+    joined,
+    json_of,
+    mapping,
+    output_messages,
+)
 from agentlightning.types import Attributes, Span
 
 BreakKind: TypeAlias = Literal["retokenised", "edited history", "tools changed", "unknown"]

@@ -26,8 +26,16 @@ from agentlightning.data.call_filter import (
     call_order,
     discarded_calls,
 )
-from agentlightning.tracing.dialects import items, json_of, mapping, text_of
-from agentlightning.tracing.messages import finish_reasons, input_messages, model_name, output_messages
+from agentlightning.tracing.dialects import (
+    finish_reasons,
+    input_messages,
+    items,
+    json_of,
+    mapping,
+    model_name,
+    output_messages,
+    text_of,
+)
 from agentlightning.tracing.steps import Step, read_steps
 from agentlightning.types import Span
 

@@ -40,7 +40,7 @@ from agentlightning.data.rewards import (
 from agentlightning.data.tool_calls import ToolStatus, tool_statuses
 from agentlightning.errors import ConfigError
 from agentlightning.tracing import dialects
-from agentlightning.tracing.messages import content_text, model_name, output_messages
+from agentlightning.tracing.dialects import content_text, model_name, output_messages
 from agentlightning.tracing.steps import Step, read_steps
 from agentlightning.types import Rollout, SampledChoice, Span, TokenCapture
 

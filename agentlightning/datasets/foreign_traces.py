@@ -19,8 +19,7 @@ import msgspec
 from agentlightning import semconv
 from agentlightning.errors import ConfigError, InvalidError, nearest
 from agentlightning.store.transfer import Record
-from agentlightning.tracing.dialects import first_text
-from agentlightning.tracing.messages import input_messages, model_name, output_messages, token_counts
+from agentlightning.tracing.dialects import first_text, input_messages, model_name, output_messages, token_counts
 from agentlightning.tracing.otlp import JSON, decode_traces
 from agentlightning.tracing.rewards import find_final_reward, reward_attributes
 from agentlightning.types import Attempt, Attributes, Mode, Rollout, Span

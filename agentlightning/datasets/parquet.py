@@ -19,7 +19,7 @@ from agentlightning.data.recordings import Recorded
 from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.datasets.export import LOW_REWARD, NO_CALL, Lines, Wanted, annotation_of, labelled
 from agentlightning.errors import imported
-from agentlightning.tracing.messages import finish_reasons, model_name
+from agentlightning.tracing.dialects import finish_reasons, model_name
 from agentlightning.tracing.steps import read_steps
 from agentlightning.types import SampledChoice, Span
 

@@ -111,7 +111,7 @@ class Fields:
             if name not in values:
                 raise CallRefused(f"the request has no {name!r}, which is required", param=name)
         for name in self._refused.intersection(unread):
-            raise unsupported(name, "it is a field of chat completions, and has another name here, or none")
+            raise unsupported(name, "it has another name in this protocol, or cannot be followed here; leave it out")
         return values, unread, raw
 
     def _decoded(self, name: str, raw: msgspec.Raw) -> Any:

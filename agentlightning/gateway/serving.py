@@ -217,12 +217,12 @@ async def _whole(call: Call) -> bytes:
     async with aclosing(call.events()) as events:
         async for event in events:
             call.answer.add(event)
-    return call.endpoint.whole(call.request, call.answer)  # what cannot be written is not committed
+    return call.endpoint.writer(call.request, call.answer).whole()  # what cannot be written is not committed
 
 
 async def _streamed(call: Call, exchange: Exchange) -> bytes:
     """Send events as they come; gives the ends of the choices."""
-    writer = call.endpoint.stream(call.request, call.answer)
+    writer = call.endpoint.writer(call.request, call.answer)
     exchange.answers_with_events(writer.error)
     async with aclosing(call.events()) as events:
         async for event in events:

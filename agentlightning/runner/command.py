@@ -33,7 +33,7 @@ from agentlightning.tracing.logs import Excerpt, LogStream, record_log
 from agentlightning.tracing.rewards import parse_reward
 from agentlightning.types import LLM, AttemptedRollout, NamedResources
 
-RewardSource: TypeAlias = Literal["auto", "stdout", "url"]
+RewardSource: TypeAlias = Literal["auto", "stdout"]
 
 _FIELD: Final = re.compile(r"\{task((?:\[[^\]{}]+\]|\.\w+)*)\}")
 _STEP: Final = re.compile(r"\[([^\]]+)\]|\.(\w+)")
@@ -73,8 +73,8 @@ def command(
     `line` is split as a shell would; no shell runs it. `{task}` becomes the task (text unchanged, else JSON),
     `{task[key]}` and `{task.key}` a field of it, each within one argument. stdin is the task as JSON.
 
-    `reward="stdout"` reads the last line of stdout, `"url"` what was posted to `AGL_REWARD_URL`. `"auto"` takes a last
-    line that is an object with `reward` or `primary_key`, or else what was posted. A `grader` decides instead: a
+    `reward="stdout"` reads the last line of stdout; `"auto"` takes a last line that is an object with `reward` or
+    `primary_key`, or else what was posted to `AGL_REWARD_URL`. A `grader` decides instead: a
     function (sync or async) of the task and a `CommandOutput`, or a command that reads both as JSON on stdin and prints
     the reward last.
 
@@ -181,7 +181,7 @@ class CommandAgent(LitAgent[Any]):
             output = await self._program.run(task, _line(task), variables, "the command", Path(own))
             if self._grader is not None:
                 return await self._graded(self._grader, task, output, Path(own))
-            return None if self._source == "url" else self._reward(_last_line(output))
+            return self._reward(_last_line(output))
 
     def _variables(self, resources: NamedResources, rollout: AttemptedRollout) -> dict[str, str]:
         any_llm = any(isinstance(resource, LLM) for resource in resources.values())
@@ -189,12 +189,7 @@ class CommandAgent(LitAgent[Any]):
         server = current_server.get()
         if server is None and llm is not None and llm.gateway:
             server = llm.endpoint.partition("/rollout/")[0]
-        may_give = self._source in ("auto", "url") and self._grader is None
-        if self._source == "url" and server is None:
-            raise ConfigError(
-                "reward='url' needs a server to post to, and this runner's store is not behind one; "
-                "take reward='stdout', or run it by `agl runner --server URL`"
-            )
+        may_give = self._source == "auto" and self._grader is None
         ids = rollout.rollout_id, rollout.attempt.attempt_id
         reward_key = rollout.reward_key if may_give else None  # else an agent could grade itself
         variables = agent_environment(llm, *ids, server, rollout.api_key or "none", reward_key=reward_key)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 from contextvars import ContextVar
-from typing import Final
 from urllib.parse import quote
 
 import msgspec
@@ -91,8 +90,6 @@ def inherited_environment() -> dict[str, str]:
 
 # --- resources ---------------------------------------------------------------------------------------------------
 
-VERSIONS_KEPT: Final = 32
-
 
 class AgentResources(dict[str, Resource]):
     """Resources by name. Agents written for Agent Lightning 0.3 find `llm` under `main_llm`."""
@@ -143,8 +140,8 @@ class ResourceCache:
                 update = await self._store.get_resources_by_id(resources_id)
                 if update is None:
                     raise NotFoundError(f"the rollout names the resources {resources_id!r}, which the store lacks")
-                if len(self._versions) == VERSIONS_KEPT:
-                    del self._versions[next(iter(self._versions))]
+                if len(self._versions) == 32:
+                    self._versions.clear()
                 self._versions[resources_id] = update.resources
             return self._versions[resources_id]
 

@@ -19,11 +19,11 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 import msgspec
 
 from agentlightning.errors import AgentLightningError, ConfigError, nearest
-from agentlightning.runner import channel
+from agentlightning.runner import worker
 from agentlightning.runner.agent import LitAgent
-from agentlightning.runner.channel import FAREWELL_SECONDS
 from agentlightning.runner.command import CommandAgent, Executable, Output
 from agentlightning.runner.environment import agent_environment, current_server, inherited_environment
+from agentlightning.runner.worker import FAREWELL_SECONDS
 from agentlightning.semconv import EXCEPTION_MESSAGE, EXCEPTION_STACKTRACE, EXCEPTION_TYPE
 from agentlightning.tracing.context import AttemptTracer
 from agentlightning.tracing.logs import record_log
@@ -63,9 +63,9 @@ def usual_concurrency(isolation: Isolation) -> int:
     return os.cpu_count() or 1 if isolation == "process" else 64
 
 
-def boot_of(agent: LitAgent[Any], isolation: Isolation) -> channel.Boot | None:
+def boot_of(agent: LitAgent[Any], isolation: Isolation) -> worker.Boot | None:
     """The agent for other processes; None if it runs in this one. ConfigError if it cannot run there."""
-    if channel.is_being_loaded():
+    if worker.is_being_loaded():
         raise ConfigError(
             "this process only imports the main program for an agent defined there, and that starts a run of its own; "
             "put what starts it under `if __name__ == '__main__':`"
@@ -77,7 +77,7 @@ def boot_of(agent: LitAgent[Any], isolation: Isolation) -> channel.Boot | None:
         return None
     if isinstance(agent, CommandAgent):
         raise ConfigError("a command already runs in its own process; omit isolation")
-    return channel.packed(agent)
+    return worker.packed(agent)
 
 
 @dataclass
@@ -87,7 +87,7 @@ class AgentProcess:
     `names` gives worker ids, `key_of` the key of one. A process may leave others in sessions of their own, which still
     have its key, so the next process gets another id."""
 
-    boot: channel.Boot
+    boot: worker.Boot
     names: Iterator[str]
     key_of: Callable[[str], Awaitable[str]]
     _worn: bool = False
@@ -102,7 +102,7 @@ class AgentProcess:
         environment = await self._environment(rollout, resources)
         live = await self._process_with(environment)
         try:
-            ended = await live.attempt(channel.Start(rollout, resources, environment), tracer)
+            ended = await live.attempt(worker.Start(rollout, resources, environment), tracer)
         except BaseException:  # cancelled, too
             self._live = None
             self._rename()
@@ -170,7 +170,7 @@ class _Live:
     attempts: int = 0
 
     @classmethod
-    async def start(cls, boot: channel.Boot, fixed: Mapping[str, str]) -> _Live:
+    async def start(cls, boot: worker.Boot, fixed: Mapping[str, str]) -> _Live:
         ours, theirs = socket.socketpair()
         begin = f"import sys; sys.path[:] = {sys.path!r}; from agentlightning.runner.worker import main; "
         with theirs:
@@ -186,7 +186,7 @@ class _Live:
             except BaseException:  # cancelled, too
                 writer.close()
                 raise
-        writer.write(channel.framed(boot))
+        writer.write(worker.framed(boot))
         return cls(program, fixed, reader, writer)
 
     def record_output(self, tracer: AttemptTracer) -> None:
@@ -195,27 +195,27 @@ class _Live:
             taken = output.taken()
             record_log(tracer, output.name, taken.text(), taken.times)
 
-    async def attempt(self, start: channel.Start, tracer: AttemptTracer) -> channel.Ended:
+    async def attempt(self, start: worker.Start, tracer: AttemptTracer) -> worker.Ended:
         """Run the agent once; when this is cancelled the agent is too, and has time to clean up."""
         self.attempts += 1
         exited = self.program.exited
         hearing = asyncio.create_task(self._hear(tracer))
         try:
-            self.writer.write(channel.framed(start))
+            self.writer.write(worker.framed(start))
             await asyncio.wait({hearing, exited}, return_when=asyncio.FIRST_COMPLETED)
             if not hearing.done():
                 self.program.signal(signal.SIGKILL)  # of what it has started: that may hold the socket open
             await asyncio.wait({hearing}, timeout=_LAST_WORDS_SECONDS)
             last = hearing.result() if hearing.done() else None
         except asyncio.CancelledError:
-            self.writer.write(channel.framed(channel.Cancel()))
+            self.writer.write(worker.framed(worker.Cancel()))
             await asyncio.wait({hearing, exited}, timeout=CANCEL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             raise
         finally:
             hearing.cancel()
-        if isinstance(last, channel.NotLoaded):
+        if isinstance(last, worker.NotLoaded):
             raise AgentNotLoadedError(f"the agent cannot be run in a process of its own: {last.reason}")
-        if isinstance(last, channel.Ended):
+        if isinstance(last, worker.Ended):
             return last
         await asyncio.wait({exited}, timeout=_LAST_WORDS_SECONDS)
         raise AgentProcessError(_death(exited.result() if exited.done() else None))
@@ -235,10 +235,10 @@ class _Live:
         finally:
             self.writer.close()
 
-    async def _hear(self, tracer: AttemptTracer) -> channel.Ended | channel.NotLoaded | None:
+    async def _hear(self, tracer: AttemptTracer) -> worker.Ended | worker.NotLoaded | None:
         """Take spans as they come, until the last message; None if there is none."""
         try:
-            while isinstance(message := await channel.read_report(self.reader), channel.Recorded):
+            while isinstance(message := await worker.read_report(self.reader), worker.Recorded):
                 tracer.adopt(message.span)
         except (EOFError, ConnectionError, msgspec.MsgspecError):  # gone; or the agent wrote to what is not its own
             return None

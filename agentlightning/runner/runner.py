@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+PATIENCE_SECONDS = 60.0  # with a store that cannot be reached or whose server fails
 POLL_SECONDS = 20.0  # one long poll for work
 HEARTBEAT_SECONDS = 10.0  # until a lease was seen; then a third of the shortest lease
 GIVE_BACK_SECONDS = 5.0  # how long a cancelled runner tries to hand its attempts back
@@ -65,7 +66,7 @@ class Runner:
 
     `worker_id` names this worker and must be unique; by default it is. `endpoint_override` is the gateway's URL seen
     from here, if the resources name another. While the store cannot be reached or its server fails, calls are repeated
-    for `patience_seconds`; then `run` raises UnavailableError. After `idle_seconds` without work, `run` returns.
+    for PATIENCE_SECONDS; then `run` raises UnavailableError. After `idle_seconds` without work, `run` returns.
     ConfigError for an agent that cannot run.
 
     With `isolation="process"`, attempts run in `concurrency` processes, so that an agent that blocks, crashes or
@@ -83,7 +84,6 @@ class Runner:
         worker_id: str | None = None,
         hooks: Sequence[Hook] = (),
         endpoint_override: str | None = None,
-        patience_seconds: float = 60.0,
         idle_seconds: float = math.inf,
         isolation: Isolation = "auto",
     ) -> None:
@@ -94,7 +94,6 @@ class Runner:
         self.agent = as_agent(agent)
         self.worker_id = worker_id or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._hooks = tuple(hooks)
-        self._patience = patience_seconds
         self._make_tracer = tracer_class()
         self._boot = boot_of(self.agent, isolation)
         self.isolation = isolation
@@ -422,7 +421,7 @@ class Runner:
             await pool.close()
 
     async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
-        return await patiently(call, self._patience)
+        return await patiently(call, PATIENCE_SECONDS)
 
 
 async def _first_of(wanted: asyncio.Task[Any], stopping: asyncio.Task[Any]) -> bool:

@@ -1,6 +1,14 @@
-"""Reads one span in the attribute names of OpenTelemetry's gen_ai, OpenInference, Traceloop or Agent Lightning.
+"""Reads one span in the attribute names of OpenTelemetry's gen_ai, OpenInference, Traceloop or Agent Lightning: what it
+is, the messages and tokens of a call, and whether a tool failed.
 
-It sees each span alone; `tracing.steps` reads how spans belong together.
+It sees each span alone; `tracing.steps` reads how spans belong together. Messages come out in the form of chat
+completions: `{"role": …, "content": …, "tool_calls": […]}`.
+
+| dialect | messages | tokens |
+|---|---|---|
+| ours, OpenTelemetry | `gen_ai.input.messages` as JSON, with `content` or with `parts` | `gen_ai.usage.*` |
+| OpenInference | `llm.input_messages.0.message.role` … | `llm.token_count.*` |
+| Traceloop | `gen_ai.prompt.0.role`, `gen_ai.completion.0.role` … | `gen_ai.usage.*` |
 """
 
 from __future__ import annotations
@@ -8,6 +16,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final, Literal, TypeAlias, cast
 
@@ -15,7 +24,7 @@ import msgspec
 
 from agentlightning import semconv
 from agentlightning.tracing.attributes import listed, nested
-from agentlightning.types import Span
+from agentlightning.types import Attributes, Span
 
 Kind: TypeAlias = Literal["call", "tool", "agent", "other"]
 
@@ -232,3 +241,175 @@ def _langchain(span: Span, key: str) -> str | None:
         if isinstance(value, str):
             return value
     return text_of(span, _LANGCHAIN + key)
+
+
+# --- messages and tokens of a call -----------------------------------------------------------------------------------
+
+_INPUT_TOKENS: Final = (semconv.GEN_AI_INPUT_TOKENS, "gen_ai.usage.prompt_tokens", "llm.token_count.prompt")
+_OUTPUT_TOKENS: Final = (semconv.GEN_AI_OUTPUT_TOKENS, "gen_ai.usage.completion_tokens", "llm.token_count.completion")
+
+
+def input_messages(attributes: Attributes) -> list[dict[str, Any]]:
+    """The messages sent to the model; empty if the span has none."""
+    return _messages(attributes, semconv.GEN_AI_INPUT_MESSAGES, "llm.input_messages", "gen_ai.prompt")
+
+
+def output_messages(attributes: Attributes) -> list[dict[str, Any]]:
+    """The model's answer, one message per choice; empty if the span has none."""
+    return _messages(attributes, semconv.GEN_AI_OUTPUT_MESSAGES, "llm.output_messages", "gen_ai.completion")
+
+
+def model_name(attributes: Attributes) -> str | None:
+    """The model that answered, or else the requested one."""
+    return next((name for key in MODEL_NAMES if isinstance(name := attributes.get(key), str) and name), None)
+
+
+def token_counts(attributes: Attributes) -> tuple[int, int] | None:
+    """(tokens read, tokens written); None if the span has neither."""
+    read, written = (_first_integer(attributes, names) for names in (_INPUT_TOKENS, _OUTPUT_TOKENS))
+    return None if read is None and written is None else (read or 0, written or 0)
+
+
+def finish_reasons(attributes: Attributes) -> list[str]:
+    value = attributes.get(semconv.GEN_AI_FINISH_REASONS, ())
+    if isinstance(value, str):  # some write the list as JSON
+        return [str(reason) for reason in items(json_of(value))] or [value]
+    return [str(reason) for reason in value] if isinstance(value, Sequence) else []
+
+
+def content_text(content: object) -> str:
+    """The text of a message's content, with the type of each part that has none (images); other values as JSON."""
+    return " ".join(texts(content, others=True)) if isinstance(content, str | list) else _text(content)
+
+
+def _first_integer(attributes: Attributes, names: Sequence[str]) -> int | None:
+    return next((value for name in names if type(value := attributes.get(name)) is int), None)
+
+
+def _messages(attributes: Attributes, as_json: str, openinference: str, traceloop: str) -> list[dict[str, Any]]:
+    text = attributes.get(as_json)
+    if isinstance(text, str):
+        value = json_of(text)
+        messages = [{"role": "user", "content": value}] if isinstance(value, str) else items(value)
+        return [chat for message in messages if isinstance(message, dict) for chat in _of_parts(message)]
+    entries = [mapping(entry.get("message")) for entry in _entries(nested(attributes, openinference))]
+    return [_of_entries(entry) for entry in entries or _entries(nested(attributes, traceloop)) if entry]
+
+
+def _entries(node: Any) -> list[dict[str, Any]]:
+    """The values of `{"0": …, "1": …}` in the order of their numbers."""
+    group = mapping(node)
+    numbers = sorted(filter(str.isdecimal, group), key=lambda index: (len(index), index))
+    return [group[index] for index in numbers if isinstance(group[index], dict)]
+
+
+def _of_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """A message with OpenTelemetry's `parts`; one without is already in our form. Several tool results become one
+    message each."""
+    parts = message.get("parts")
+    if not isinstance(parts, list):
+        return [message]
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    for part in parts:
+        match part:
+            case {"type": "text", "content": str(text)}:
+                texts.append(text)
+            case {"type": "tool_call", "name": str(name)}:
+                calls.append(_tool_call(part.get("id"), name, part.get("arguments")))
+            case {"type": "tool_call_response"}:
+                content = _text(part.get("response", part.get("result")))
+                results.append({"role": "tool", "tool_call_id": part.get("id"), "content": content})
+            case _:
+                pass
+    if results and not texts and not calls:
+        return results
+    chat: dict[str, Any] = {"role": message.get("role", "user"), "content": "\n".join(texts)}
+    return [chat | ({"tool_calls": calls} if calls else {}), *results]
+
+
+def _of_entries(message: dict[str, Any]) -> dict[str, Any]:
+    parts = [mapping(entry.get("message_content")) for entry in _entries(message.get("contents"))]
+    texts = [str(part["text"]) for part in parts if "text" in part]
+    chat: dict[str, Any] = {
+        "role": message.get("role", "assistant"),
+        "content": message.get("content", "\n".join(texts) if texts else None),
+    }
+    chat |= {name: message[name] for name in ("name", "tool_call_id") if name in message}
+    calls: list[dict[str, Any]] = []
+    for entry in _entries(message.get("tool_calls")):
+        call = mapping(entry.get("tool_call")) or entry
+        function = mapping(call.get("function")) or call
+        calls.append(_tool_call(call.get("id"), function.get("name"), function.get("arguments")))
+    return chat | ({"tool_calls": calls} if calls else {})
+
+
+def _tool_call(call_id: Any, name: Any, arguments: Any) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": _text(arguments, "{}")}}
+
+
+def _text(value: Any, nothing: str = "") -> str:
+    return value if isinstance(value, str) else nothing if value is None else msgspec.json.encode(value).decode()
+
+
+# --- failures of tools -----------------------------------------------------------------------------------------------
+
+# docs/tasks.md has the list. A user's own pattern replaces the words that an answer begins with.
+_READ: Final = 2000  # characters of an answer
+_ENDS_AS_A_FAILURE: Final = "Fix the errors and try again."  # pydantic-ai's, before version 2
+_FAILED: Final = ("error", "failed", "failure", "timeout")
+_WORDS: Final = r"""
+    \W{0,4} (?:
+        (?: (?: an? | the | tool | call | command | query | request | connection | network | server | internal
+              | runtime | execution | validation | syntax | api | http | sql | fatal | unexpected | unknown | [45]\d\d
+            ) [ ] ){0,4}
+        (?: (?: error | exception | failure | failed ) (?: \W{0,3} $ | [ ]?[:!(\[\]] | [ ]-
+              | [ ] (?: \d | code | occurred | executing | calling | running | invoking | using | while | when | during
+                      | processing | parsing | reading | opening | fetching | connecting | in | to | with | after ) \b )
+          | timed?[ ]?out (?: \W{0,3} $ | [ ]?: (?![ ]?\d) | [ ] (?: after | while | waiting | expired | exceeded ) ) )
+      | (?-i: [\w.]{0,80} (?: Error | Exception | Timeout ) (?: $ | [:(] ) )
+      | Traceback[ ]\(most[ ]recent[ ]call
+      | HTTP (?: /[\d.]{1,3} )? [ ] (?: status[ ] )? (?: code[ ] )? [45]\d\d \b
+      | [45]\d\d [ ] (?: bad[ ]request | unauthorized | forbidden | not[ ]found | too[ ]many | service | bad[ ]gateway )
+      | (?: unknown | no[ ]such | invalid ) [ ] (?: tool | function | command | argument ) s? \b
+      | tool [ ] \S{1,80} [ ] (?: is[ ] | was[ ] )? not[ ] (?: found | available )
+      | permission[ ]denied
+      | I[ ]encountered[ ]an[ ]error
+    )
+"""
+_BEGINS_AS_A_FAILURE: Final = re.compile(_WORDS, re.IGNORECASE | re.VERBOSE)
+
+
+def tool_failed(span: Span, pattern: str | None = None) -> bool:
+    """Whether this span says that the tool failed; UNSET is success."""
+    return (
+        span.status.status_code == "ERROR"
+        or "error.type" in span.attributes
+        or any(event.name == "exception" for event in span.events)
+        or says_failure(result_of(span), pattern)
+    )
+
+
+def says_failure(result: object, pattern: str | None = None) -> bool:
+    """Whether what a tool answered is a failure: by the fields of a JSON object, or else by its first words; with a
+    `pattern`, where that is found in it instead."""
+    text = (content_of(result) or "") if isinstance(result, str) else ""
+    if _reports_failure(unwrapped(result)) or (text != result and _reports_failure(unwrapped(text))):
+        return True
+    if pattern:
+        return bool(re.search(pattern, text[:_READ]))
+    return bool(_BEGINS_AS_A_FAILURE.match(text[:_READ])) or text.endswith(_ENDS_AS_A_FAILURE)
+
+
+def _reports_failure(body: dict[str, Any]) -> bool:
+    if True in (body.get("is_error"), body.get("isError")) or body.get("status") in _FAILED:
+        return True
+    if any(type(body.get(name)) is int and 400 <= body[name] < 600 for name in ("status", "status_code", "statusCode")):
+        return True
+    if any(type(body.get(name)) is int and body[name] != 0 for name in ("exit_code", "exitCode", "returncode")):
+        return True
+    if any(type(body.get(name)) is bool for name in ("success", "ok")):
+        return False in (body.get("success"), body.get("ok"))
+    errors = [body.get(name) for name in ("error", "errors", "exception")]
+    return any(error is True or (isinstance(error, str | list | dict) and len(error) > 0) for error in errors)

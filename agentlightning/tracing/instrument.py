@@ -50,14 +50,6 @@ def instrument(*names: str) -> list[str]:
     return switched_on
 
 
-def instruments(name: str) -> bool:
-    """Whether `instrument` would find this name."""
-    try:
-        return bool(_matching(name, _switches()))
-    except ConfigError:
-        return False
-
-
 def instrument_from_environment() -> list[str]:
     """Instrument the frameworks that the environment names."""
     names = [name for name in os.environ.get(INSTRUMENT, "").split(",") if name]

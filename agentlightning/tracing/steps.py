@@ -18,8 +18,7 @@ import msgspec
 
 from agentlightning import semconv
 from agentlightning.tracing import dialects
-from agentlightning.tracing.dialects import Kind
-from agentlightning.tracing.tool_failures import tool_failed
+from agentlightning.tracing.dialects import Kind, tool_failed
 from agentlightning.types import Span
 
 _RESPONSE_ID: Final = re.compile(r"\b(?:chatcmpl|cmpl|resp|msg)[-_][\w-]+(?:\.[\w-]+)*")
@@ -60,7 +59,7 @@ class ToolRequest(msgspec.Struct, frozen=True):
 
 def read_steps(spans: Sequence[Span], failed_tool: str | None = None) -> list[Step]:
     """The steps of ONE attempt, by start time. Its spans may come in any order. `failed_tool` is your pattern for the
-    results of failed tools (see `tracing.tool_failures`)."""
+    results of failed tools (see `tracing.dialects`)."""
     return _Attempt(spans).steps(failed_tool)
 
 

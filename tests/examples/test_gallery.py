@@ -146,13 +146,6 @@ async def even_or_odd(task: dict, llm: agl.LLM, resources: dict) -> float:
     return 1.0 if said[0] == said[1] else -1.0
 
 
-def test_one_policy_plays_both_sides(tmp_path: Path) -> None:
-    rae = selfplay.RAE(steps=2, tasks_per_step=8, max_tokens=4)
-    first, second = trainer(tmp_path, algorithm=rae).fit(even_or_odd, TASKS).metrics[-2:]
-    assert first.values["calls"] == 16 and first.values["role_mean/first"] == -first.values["role_mean/second"]
-    assert rae.state()["first"] == second.values["role_mean/first"] != first.values["role_mean/first"]
-
-
 def test_two_policies_learn_from_opposite_rewards(tmp_path: Path) -> None:
     models = {"first": policy(), "second": policy()}
     grpo = agl.GRPO(steps=1, tasks_per_step=4, group_size=8, max_tokens=4, returns=selfplay.zero_sum)
@@ -192,14 +185,3 @@ def test_a_hinted_teacher_judges_what_was_sampled_without_the_hint() -> None:
         found = teacher.model(torch.tensor([[*hint, 5, 6, 7, 8, 9]])).logits[0].float().log_softmax(-1)
     expected = [found[len(hint) + 2, 8], found[len(hint) + 3, 9]]  # log-probabilities of the sampler are 0
     np.testing.assert_allclose(item.advantages, expected, atol=1e-4)
-
-
-def test_a_model_comes_closer_to_itself_with_a_hint(tmp_path: Path) -> None:
-    @agl.rollout
-    async def speaks(task: dict, llm: agl.LLM) -> None:
-        asked: Any = [{"role": "user", "content": "say"}]
-        await agl.openai_client(llm).chat.completions.create(model=llm.model, messages=asked)
-
-    chosen = distillation.SelfDistillation(teacher=policy(), hint=HINT, steps=8, tasks_per_step=32, max_tokens=6)
-    told = [one.values["teacher_kl"] for one in trainer(tmp_path, algorithm=chosen).fit(speaks, TASKS * 4).metrics[1:]]
-    assert 0 <= told[-1] < told[0]

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +11,6 @@ import pytest
 from agentlightning.algorithm.grpo import GRPO
 from agentlightning.data.credit_table import RewardedGroup
 from tests.examples.loading import EXAMPLES, load_example
-from tests.examples.training import steps_of
 from tests.transitions import transition
 
 GUESS = EXAMPLES / "guess_number"
@@ -69,27 +65,3 @@ def test_a_guess_is_credited_with_what_it_changed() -> None:
     expected = np.array([*changed, 0.0, changed[0], 0.0 - values["8"]])
     own = np.array([one.advantages[0] for rollout in found for one in rollout])
     assert own == pytest.approx(expected / expected.std(), abs=1e-4)
-
-
-SHORT = """
-import demonstrations
-
-demonstrations.GAMES = 400
-demonstrations.WARM_START_STEPS = 40
-make = demonstrations.make
-"""
-
-
-@pytest.mark.slow
-def test_it_trains(tmp_path: Path) -> None:
-    (tmp_path / "short.py").write_text(SHORT)
-    run, model = tmp_path / "run", tmp_path / "short.py:make"
-    small = (f"model={model}", "val_dataset=null", *(f"algorithm.{one}" for one in SMALL))
-    command = [sys.executable, "-m", "agentlightning.cli.main", "train", "run.yaml", "--run-dir", run]
-    command += [word for one in small for word in ("--set", one)]
-    done = subprocess.run(command, cwd=GUESS, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
-    last = steps_of(run)[-1]
-    assert last["step"] == 2
-    assert last["rollouts"] == 16 <= last["calls"]
-    assert last["grad_norm"] > 0

@@ -27,7 +27,6 @@ from tests.examples.loading import load_example  # noqa: E402
 hop = load_example("multi_hop_rag", "tasks", "demonstrations", "retriever", "agent")
 Index = hop.retriever.Index
 FACTS = hop.tasks.facts()
-TEXTS = ["Ana Wirth: She lives in Graz.", "Graz: A town on the Mur.", "Steel Rain: A film by Ana Wirth.", "—"]
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +46,6 @@ def test_a_query_of_entity_and_relation_finds_its_fact_and_a_question_no_answer(
         assert index.search(f"{entity} {relation}") == [f"{entity} {relation}: {value}"]
     for task in hop.tasks.heldout_tasks(300):
         assert task["answers"][0] not in index.search(task["question"])[0]
-
-
-def test_passages_come_best_first_and_only_if_they_have_something_in_common(tmp_path: Path) -> None:
-    hop.retriever.build_index(iter(TEXTS), tmp_path)
-    index = Index(tmp_path)
-    assert index.search("where is it that Ana Wirth lives", 9) == [TEXTS[0], TEXTS[2]]
-    assert index.search("Mur", 1) == [TEXTS[1]]
-    assert index.search("Vienna", 3) == index.search("", 3) == index.search("the", 3) == []
 
 
 # --- agent ---
@@ -105,16 +96,6 @@ async def test_the_model_is_told_of_calls_that_make_no_sense_and_what_is_not_fou
     told = [message["content"] for message in requests[-1]["messages"] if message["role"] == "tool"]
     assert all("error" in str(one).lower() for one in told[:3])
     assert "nothing found" in str(told[3])
-
-
-@pytest.mark.anyio
-async def test_calling_without_end_or_what_does_not_exist_is_no_answer(world: Path) -> None:
-    for script in (
-        [calling("search", {"query": "film"}, number) for number in range(9)],
-        [calling("teleport", {"query": "film"})],
-    ):
-        async with searching(world, *script) as (solve, _):
-            assert await solve("?") == ""
 
 
 @pytest.mark.anyio

@@ -35,16 +35,6 @@ async def test_clients_of_a_pool_share_connections_but_not_url_and_key(endpoint:
     }
 
 
-@pytest.mark.slow
-async def test_more_calls_than_any_default_limit_are_open_at_once(endpoint: Endpoint) -> None:
-    endpoint.hold_until = 300
-    pool = ClientPool()
-    client = pool.client(LLM(endpoint=endpoint.url, model="m"))
-    await asyncio.gather(*(client.chat.completions.create(model="m", messages=MESSAGES) for _ in range(300)))  # type: ignore[arg-type]
-    await pool.close()
-    assert endpoint.most_open == 300
-
-
 async def test_a_failed_call_is_not_repeated(endpoint: Endpoint) -> None:
     import openai
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 import agentlightning as agl
-from agentlightning.errors import AgentLightningError, ConfigError, InvalidError
+from agentlightning.errors import ConfigError, InvalidError
 from agentlightning.runner.command import CommandAgent, CommandFailedError, CommandOutput, command
 from agentlightning.runner.runner import Runner
 from agentlightning.semconv import LOG
@@ -156,11 +155,9 @@ async def test_a_grader_decides_alone(store: SqlStore, tmp_path: Path) -> None:
 async def test_a_shell_script_that_posts_its_reward(served: LightningStoreClient, store: SqlStore) -> None:
     post = 'curl -sf -d 0.7 "$AGL_REWARD_URL"'
     assert await reward(served, f"sh -c '{post}'") == 0.7
-    assert await reward(served, f"sh -c '{post}; echo 42'", reward="url") == 0.7
+    assert await reward(served, f"sh -c '{post}; echo 42'") == 0.7
     with pytest.raises(CommandFailedError):  # no URL for one whose stdout is the reward
         await reward(served, f"sh -c '{post}'", reward="stdout")
-    with pytest.raises(ConfigError, match="needs a server"):
-        await reward(store, f"sh -c '{post}'", reward="url")
 
 
 CALLS = """
@@ -206,14 +203,6 @@ async def test_a_status_other_than_0_fails_the_attempt_with_the_end_of_stderr(st
     assert agl.find_final_reward(spans) is None
     with pytest.raises(CommandFailedError, match="killed by signal 9"):
         await run(store, command("sh -c 'kill -9 $$'"))
-
-
-async def test_a_flood_is_bounded_and_does_not_block_its_program(store: SqlStore) -> None:
-    flooding = command("sh -c 'head -c 200000000 /dev/zero | tr \"\\0\" x; echo; echo 1'", reward="stdout")
-    spans = await run(store, flooding)
-    assert agl.find_final_reward(spans) == 1.0
-    assert 60_000 < len(log_of(spans)) < 70_000
-    assert "… 199934467 bytes left out …" in log_of(spans)
 
 
 FORKING = """
@@ -280,21 +269,3 @@ async def test_a_program_that_stops_at_sigterm_may_still_say_goodbye(store: SqlS
     spans = await store.query_spans(rollout.rollout_id)
     assert log_of(spans) == "bye\n"
     assert [span.name for span in spans] == [LOG]
-
-
-@on_linux
-async def test_without_a_runner_it_can_be_called_and_leaves_no_descriptor_open_on_a_full_disk(store: SqlStore) -> None:
-    rollout, agent = await store.start_rollout("hi"), command("cat")
-    answer = await command("echo 0.5", reward="stdout").rollout_async("hi", {}, rollout)
-    assert answer == {"reward": 0.5, "primary_key": None, "final": True}
-    with pytest.raises(AgentLightningError):
-        await command("false").rollout_async("hi", {}, rollout)
-    before = len(os.listdir("/proc/self/fd"))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1024 * 1024, limits[1]))  # a file that cannot grow, as on a full disk
-    try:
-        with pytest.raises(OSError, match="too large"):
-            await agent.rollout_async("x" * 4 * 1024 * 1024, {}, rollout)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert len(os.listdir("/proc/self/fd")) == before

@@ -51,24 +51,6 @@ def test_a_preset_names_the_attempts_model_and_nothing_of_the_users(given: Any, 
         (tomllib if path.endswith(".toml") else json).loads(text)
 
 
-def test_what_each_reads_by_a_way_of_its_own(given: Any, tmp_path: Path) -> None:
-    environment, written = given("codex")
-    config = tomllib.loads(written[".codex/config.toml"])
-    provider = config["model_providers"][config["model_provider"]]
-    assert (config["model"], provider["base_url"], provider["wire_api"]) == ('my"model', ENDPOINT, "responses")
-    assert environment["CODEX_HOME"] == str(tmp_path / ".codex")
-    environment, written = given("opencode")
-    config = json.loads(written[".config/opencode/opencode.json"])
-    assert config["provider"]["agentlightning"]["options"]["baseURL"] == ENDPOINT
-    assert config["model"] == 'agentlightning/my"model' and 'my"model' in config["provider"]["agentlightning"]["models"]
-    for name, variable, value in (
-        ("claude-code", "ANTHROPIC_BASE_URL", ENDPOINT.removesuffix("/v1")),
-        ("aider", "AIDER_MODEL", 'openai/my"model'),
-        ("mini-swe-agent", "MSWEA_MODEL_NAME", 'openai/my"model'),
-    ):
-        assert given(name)[0][variable] == value
-
-
 # --- a program that stands in for a harness ----------------------------------------------------------------------
 
 

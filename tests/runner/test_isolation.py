@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 import agentlightning as agl
@@ -25,7 +24,7 @@ from agentlightning.store.sql import SqlStore
 from agentlightning.types import LLM, Attempt, RolloutConfig, Span
 from tests.gateway.upstream import GOOD, Upstream, gateway_before
 from tests.runner.agents import isolated, kept
-from tests.runner.world import AGAIN, alive, enqueue, log_of, run_to_end, running, until
+from tests.runner.world import AGAIN, alive, enqueue, log_of, run_to_end, until
 
 pytestmark = pytest.mark.anyio
 
@@ -160,13 +159,6 @@ async def test_a_blocking_agent_is_killed_at_its_timeout_with_its_children_and_n
     assert [one.status for one in others] == ["succeeded", "succeeded"]
 
 
-@pytest.mark.slow
-async def test_an_async_agent_is_cancelled_first_and_may_clean_up(store: SqlStore) -> None:
-    (hung,) = await ran(store, *does("hang"), timeout=3.0, agent=isolated.acts_async)
-    assert hung.status == "timeout"
-    assert hung.messages() == ["begun", "cleaned up"]
-
-
 async def begun(store: SqlStore, rollout_id: str) -> list[int]:
     """Wait until `hang` hangs; its processes."""
 
@@ -175,16 +167,6 @@ async def begun(store: SqlStore, rollout_id: str) -> list[int]:
 
     await until(objects)
     return (await how_it_ended(store, rollout_id)).emitted()["pids"]
-
-
-@pytest.mark.slow
-async def test_a_cancelled_rollout_frees_its_process(brief_store: SqlStore) -> None:
-    (hung,) = await enqueue(brief_store, *does("hang"))
-    async with running(Runner(brief_store, isolated.acts, concurrency=1, isolation="process")):
-        await begun(brief_store, hung)
-        await brief_store.cancel_rollout(hung)
-        (after,) = await brief_store.wait_for_rollouts(await enqueue(brief_store, *does("nothing")), timeout=60)
-    assert after.status == "succeeded"
 
 
 # --- clients, and what an agent keeps --------------------------------------------------------------------------------
@@ -232,27 +214,6 @@ async def test_rollouts_share_neither_what_their_agent_keeps_nor_a_client(
         if one is not whole:
             assert one.status == "failed" and not one.calls()
             assert "Make the client inside the agent" in one.reason
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("isolation", ["none", "process"])
-@pytest.mark.parametrize("kind", kept.KINDS)
-async def test_resources_are_the_same_for_every_kind_of_agent_in_every_isolation(
-    store: SqlStore, kind: str, isolation: str
-) -> None:
-    llm = LLM(endpoint="http://127.0.0.1:9/v1", model="policy", gateway=True)
-    prompt = agl.PromptTemplate(template="Hi, {name}")
-    await store.add_resources({"llm": llm, "prompt": prompt, "judge": msgspec.structs.replace(llm, api_key="own")})
-    (one,) = await ran(store, "task", agent=kept.KINDS[kind], isolation=isolation)
-    assert (one.status, one.reward) == ("succeeded", 1.0), one.reason
-    assert one.emitted() == {
-        "main": True,
-        "type": "AgentResources",
-        "names": ["judge", "llm", "prompt"],
-        "types": ["LLM", "LLM", "PromptTemplate"],
-        "bound": True,
-        "prompt": "Hi, you",
-    }
 
 
 # --- which agents ----------------------------------------------------------------------------------------------------

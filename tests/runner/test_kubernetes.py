@@ -25,7 +25,7 @@ from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
 from agentlightning.store.sql import SqlStore
 from tests.runner.cluster import NAMESPACE, Cluster, fault, serving
-from tests.runner.world import AGAIN, enqueue, until
+from tests.runner.world import enqueue, until
 
 pytestmark = pytest.mark.anyio
 
@@ -241,28 +241,6 @@ async def test_clean_up_outlasts_an_api_that_fails_or_says_that_it_failed(
         await asyncio.sleep(0.5)
         cluster.faults = [fault(403, "Forbidden") for _ in range(99)]
     assert "could not be drained" in said[-1]
-
-
-@pytest.mark.slow
-async def test_jobs_run_the_real_runner_to_the_last_rollout(brief_store: SqlStore, cluster: Cluster) -> None:
-    """The image's `agl` is a process here; all else is as it would be in a cluster."""
-    key = "an admin's key"
-    (cluster.folder / "agent.py").write_text("def agent(task):\n    return 1.0\n")
-    cluster.secrets["agl", "AGL_KEY"] = key
-    cluster.run = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(EXAMPLES.parents[1])!r}); "
-                   "from agentlightning.cli.main import main; main()"]  # fmt: skip
-    ids = await enqueue(brief_store, *[0] * 6, config=AGAIN)
-    async with HttpServer(create_app(brief_store, admin_key=key), port=0) as server:
-        arguments = [f"--server={server.url}", "--isolation=none", "--concurrency=2", "--idle=0.5s", "agent.py:agent"]
-        said: list[str] = []
-        pool = Pool(brief_store, jobs_of(), arguments, 2, 2, said.append)
-        task = asyncio.create_task(pool.run())
-        ended = await brief_store.wait_for_rollouts(ids, timeout=60)
-        assert [one.status for one in ended] == ["succeeded"] * 6
-        await until(lambda: all(one.returncode == 0 for one in cluster.processes.values()), 60)  # idle: all have left
-        pool.stop()
-        await asyncio.wait_for(task, 30)
-    assert len(cluster.processes) == 2 and not any("failed" in line for line in said)
 
 
 async def test_the_command_passes_its_options_on_and_cleans_up_at_ctrl_c(store: SqlStore, cluster: Cluster) -> None:

@@ -68,10 +68,6 @@ class RunningPool:
         return await asyncio.wait_for(self.process.wait(), 60)
 
 
-def command_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text()
-
-
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
@@ -153,20 +149,3 @@ async def test_ctrl_c_lets_rollouts_at_hand_end_and_leaves_nothing_running(
         assert pool.runners() == []
     ended = await brief_store.query_rollouts(rollout_id_in=ids)
     assert sorted(one.status for one in ended) == ["queuing", "succeeded", "succeeded"]
-
-
-async def test_a_pool_that_is_killed_takes_its_runners_along_and_their_rollouts_are_queued_again(
-    brief_store: SqlStore, tmp_path: Path
-) -> None:
-    ids = await enqueue(brief_store, *[30.0] * 1, config=AGAIN)
-    async with pool_of(brief_store, tmp_path, "--ray", "2", "--concurrency", "1") as pool:
-        (runner,) = await pool.until_runners(1)
-        assert KEY not in command_of(runner)
-        await until_at_hand(brief_store, 1)
-        pool.process.kill()
-        await pool.until_runners(0)
-        await until(lambda: requeued(brief_store, ids))  # once the lease has run out
-
-
-async def requeued(store: SqlStore, ids: list[str]) -> bool:
-    return (await store.query_rollouts(rollout_id_in=ids))[0].status == "requeuing"

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
 import json
 import math
-import threading
 from collections.abc import Callable
 from functools import partial
 
@@ -22,7 +19,6 @@ from agentlightning.tracing.emit import (
     emit_object,
     emit_reward,
 )
-from agentlightning.types import Span
 
 
 def test_a_reward_is_an_annotation_with_the_names_of_0_3() -> None:
@@ -33,18 +29,6 @@ def test_a_reward_is_an_annotation_with_the_names_of_0_3() -> None:
     assert (span.rollout_id, span.attempt_id) == ("R", "A")
     assert span.resource == {"agentlightning.rollout_id": "R", "agentlightning.attempt_id": "A"}
     assert tracer.get_last_trace() == [span]
-
-
-def test_named_rewards_put_the_primary_one_first() -> None:
-    with recording():
-        span = emit_reward({"short": 0.2, "correct": 1.0}, primary_key="correct", attributes={"judge": {"model": "m"}})
-    assert span.attributes == {
-        "agentlightning.reward.0.name": "correct",
-        "agentlightning.reward.0.value": 1.0,
-        "agentlightning.reward.1.name": "short",
-        "agentlightning.reward.1.value": 0.2,
-        "judge.model": "m",
-    }
 
 
 NOT_NUMBERS = [math.nan, math.inf, -math.inf, "1.0", 1j, None, {}, {"a": math.nan}]
@@ -101,28 +85,6 @@ def test_an_exception_whose_text_fails_is_recorded_all_the_same() -> None:
     with recording():
         assert "cannot be shown" in str(emit_exception(Odd()).attributes["exception.message"])
         assert emit_exception(ValueError("file \udcff")).attributes["exception.message"] == "file ?"
-
-
-@pytest.mark.anyio
-async def test_hundreds_of_concurrent_tasks_and_their_threads_do_not_mix() -> None:
-    async def attempt(number: int) -> list[Span]:
-        with bind(AttemptTracer(f"rollout-{number}", f"attempt-{number}")) as tracer:
-            emit_reward(number)
-            await asyncio.sleep(0)
-            await asyncio.to_thread(emit_message, "from a pool")
-            thread = threading.Thread(target=contextvars.copy_context().run, args=(emit_message, "from a thread"))
-            thread.start()
-            await asyncio.gather(asyncio.to_thread(thread.join), asyncio.create_task(inner()))
-            return tracer.get_last_trace()
-
-    async def inner() -> None:
-        emit_message("from a task")
-
-    traces = await asyncio.gather(*(attempt(number) for number in range(300)))
-    for number, spans in enumerate(traces):
-        assert len(spans) == 4
-        assert {span.rollout_id for span in spans} == {f"rollout-{number}"}
-        assert len({span.span_id for span in spans}) == 4
 
 
 def test_spans_are_drained_once_and_dropped_with_a_warning_after_the_end(caplog: pytest.LogCaptureFixture) -> None:

@@ -148,8 +148,3 @@ import agents.tracing as tracing
 print(json.dumps([*before, tracing.disabled, list(tracing.get_trace_provider()._multi_processor._processors)]))
 """
     assert told(site, program)[0] == ["1", False, False, ["the user's own"]]
-
-
-def test_without_the_sdk_nothing_happens(tmp_path: Path) -> None:
-    program = 'quiet_openai_agents(); print(json.dumps("OPENAI_AGENTS_DISABLE_TRACING" in os.environ))'
-    assert told(tmp_path, program)[0] is False

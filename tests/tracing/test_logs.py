@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Generator
 from contextlib import contextmanager
 
 import pytest
 
-import agentlightning as agl
 from agentlightning.semconv import LOG, LOG_STREAM, LOG_TEXT
-from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.context import AttemptTracer, recording
 from agentlightning.tracing.logs import AttemptLogs, Excerpt, record_log
 
@@ -45,13 +42,6 @@ def test_of_a_flood_the_beginning_and_the_end_are_kept_and_the_rest_is_counted(s
     assert excerpt.text() == "000000000\n000000001\n\n… 9960 bytes left out …\n000000998\n000000999\n"
 
 
-@pytest.mark.parametrize(("written", "text"), [("aaéaa".encode(), "aaéaa"), (b"caf\xe9", "caf\ufffd")])
-def test_what_fits_is_kept_whole_also_where_its_middle_is_within_a_letter(written: bytes, text: str) -> None:
-    excerpt = Excerpt(6)
-    excerpt.write(written)
-    assert (excerpt.text(), excerpt.left_out) == (text, 0)
-
-
 def test_records_of_an_attempt_become_one_span_and_those_of_others_none() -> None:
     handler = AttemptLogs()
     with plain_logging() as root, recording() as tracer, handler.installed():
@@ -80,22 +70,6 @@ def test_what_python_says_on_stderr_is_said_once_unless_the_user_has_a_handler(
         logger.info("on course")
         logger.removeHandler(handler)
     assert capsys.readouterr().err == ("" if own else "low on fuel\n")
-
-
-@pytest.mark.anyio
-async def test_a_runner_keeps_what_its_agents_log_apart() -> None:
-    store = await SqlStore.open(":memory:")
-
-    async def agent(task: str) -> None:
-        await asyncio.to_thread(logger.info, "the task is %s", task)
-
-    with plain_logging() as root:
-        for task in ("one", "two"):
-            rollout = await agl.Runner(store, agent).run_one(task)
-            (log,) = await store.query_spans(rollout.rollout_id)
-            assert str(log.attributes[LOG_TEXT]).endswith(f"INFO travel: the task is {task}\n")
-        assert root.handlers == []
-    await store.close()
 
 
 def test_a_log_is_a_span_from_its_first_write_to_its_last_whatever_it_holds() -> None:

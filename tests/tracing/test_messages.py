@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from agentlightning import semconv
-from agentlightning.tracing.messages import finish_reasons, input_messages, model_name, output_messages, token_counts
+from agentlightning.tracing.dialects import finish_reasons, input_messages, model_name, output_messages, token_counts
 from agentlightning.types import Attributes
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "search", "arguments": '{"to":"Oslo"}'}}

@@ -201,27 +201,6 @@ def test_without_opentelemetry_everything_else_is_the_same() -> None:
     assert run_program(WITHOUT_SDK) == "agentlightning.annotation agentlightning.operation\n"
 
 
-def test_both_tracers_give_the_same_spans_of_the_same_agent() -> None:
-    def shape(tracer: AttemptTracer) -> list[tuple[object, ...]]:
-        @agl.operation(step="plan")
-        def plan(task: int) -> int:
-            agl.emit_annotation({"task": task})
-            return task
-
-        with bind(tracer):
-            with agl.operation(name="outer"):
-                plan(3)
-            agl.emit_reward({"correct": 1.0, "short": 0.5}, primary_key="correct")
-        spans = tracer.get_last_trace()
-        names = {span.span_id: (span.name, span.attributes.get("agentlightning.operation.name")) for span in spans}
-        return [
-            (span.name, span.attributes, span.status, names.get(span.parent_id or ""), span.trace_id, span.resource)
-            for span in spans
-        ]
-
-    assert shape(AttemptTracer("rollout", "a")) == shape(OpenTelemetryTracer("rollout", "a"))
-
-
 def test_a_disabled_sdk_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tracer_class() is OpenTelemetryTracer
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")

@@ -7,16 +7,15 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import msgspec
 import pytest
 
 from agentlightning import semconv
 from agentlightning.errors import ConfigError
 from agentlightning.tracing.context import recording
 from agentlightning.tracing.dialects import arguments_of, result_of
-from agentlightning.tracing.emit import MAX_SHOWN, emit_message
+from agentlightning.tracing.emit import MAX_SHOWN
 from agentlightning.tracing.operation import MAX_LEVELS, MAX_VALUES, operation
-from agentlightning.types import Attributes, Span
+from agentlightning.types import Span
 
 
 def passed(span: Span) -> dict[str, Any]:
@@ -29,22 +28,6 @@ def recorded(output: Any) -> dict[str, Any]:
     with recording() as tracer, operation() as running:
         running.set_output(output)
     return passed(tracer.get_last_trace()[0])
-
-
-def test_a_decorated_function_records_arguments_result_and_children() -> None:
-    @operation
-    def add(a: int, b: int = 2) -> int:
-        emit_message("adding")
-        return a + b
-
-    with recording() as tracer:
-        assert add(1, b=3) == 4
-    message, span = tracer.get_last_trace()
-    assert span.name == semconv.OPERATION
-    assert passed(span) == {"name": "add", "input.a": 1, "input.b": 3, "output": 4}
-    assert message.parent_id == span.span_id
-    assert span.parent_id is None
-    assert span.start_time <= message.start_time <= span.end_time
 
 
 @pytest.mark.anyio
@@ -190,19 +173,12 @@ def test_a_call_with_wrong_arguments_fails_as_it_would_anyway(call: tuple[Any, .
 
 
 @pytest.mark.parametrize("value", ["Oslo", 3, [1, 2], {"rows": [{"a": 1}, {"a": [True]}], "n": {"m": 1}}, ["x", 1]])
-def test_what_was_recorded_is_read_back_whichever_way_it_was_written(value: Any) -> None:
+def test_what_was_recorded_is_read_back(value: Any) -> None:
     with recording() as tracer, operation() as running:
         running.set_input(value, to=value)
         running.set_output(value)
     (span,) = tracer.get_last_trace()
-    whole: Attributes = {
-        semconv.OPERATION_INPUT: json.dumps({"args": [value], "kwargs": {"to": value}}),  # as one JSON text each
-        semconv.OPERATION_OUTPUT: json.dumps(value),
-    }
-    before = msgspec.structs.replace(span, attributes=whole)
     assert json.loads(arguments_of(span) or "") == {"args": [value], "to": value}
-    assert json.loads(arguments_of(before) or "") == {"args": [value], "kwargs": {"to": value}}
-    assert json.loads(result_of(before) or "") == value
     assert result_of(span) == (value if isinstance(value, str) else json.dumps(value))
 
 

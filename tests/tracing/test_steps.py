@@ -117,12 +117,6 @@ def test_the_clock_of_the_gateway_may_differ_from_the_agents(framework: str, ahe
     assert [step.call for step in steps if step.kind == "tool"] == [step.span for step in calls[:2]]
 
 
-@pytest.mark.parametrize("framework", ALL)
-def test_the_order_of_the_spans_does_not_matter(framework: str) -> None:
-    spans = recorded(framework)
-    assert read_steps(spans[::-1]) == read_steps(spans)
-
-
 def test_no_status_is_success_and_an_exception_event_is_failure() -> None:
     quiet = span("quiet", 0, 1, tool__name="quiet")
     loud = msgspec.structs.replace(span("loud", 1, 2, tool__name="loud"), events=(SpanEvent(name="exception"),))
@@ -253,14 +247,6 @@ def test_calls_at_the_same_time_are_told_apart_by_answers_and_system_prompts(
     steps = [step for step in read_steps([*spans, *calls]) if step.kind == "call"]
     assert [step.span for step in steps] == calls
     assert [step.agent for step in steps] == agents
-
-
-def test_reports_within_each_other_are_of_one_call() -> None:
-    told = {"openinference__span__kind": "LLM", "llm__model_name": "policy"}
-    reports = [span("outer", 1, 4, **told), span("inner", 1.1, 4, "outer", **told), span("later", 5, 9, **told)]
-    calls = [gateway("one", 2, 3), gateway("two", 3.5, 7)]
-    steps = read_steps([*reports, *calls])
-    assert [step.span for step in steps] == calls
 
 
 def test_a_call_that_the_gateway_did_not_see_is_a_step_without_one() -> None:

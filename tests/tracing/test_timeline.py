@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from agentlightning.tracing.context import recording
 from agentlightning.tracing.steps import read_steps
-from agentlightning.tracing.timeline import drawn, timeline
+from agentlightning.tracing.tree import drawn, timeline
 from agentlightning.types import Attempt, AttemptStatus
 
 TOOL = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "search"}

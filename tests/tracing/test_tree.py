@@ -9,8 +9,6 @@ import pytest
 from rich.console import Console
 
 from agentlightning import semconv
-from agentlightning.tracing.context import recording
-from agentlightning.tracing.operation import operation
 from agentlightning.tracing.rewards import reward_attributes
 from agentlightning.tracing.tree import one_line, rollout_tree
 from agentlightning.types import Rollout, Span, SpanStatus
@@ -69,18 +67,6 @@ def test_agents_are_branches_and_wrappers_that_only_hold_steps_are_left_out() ->
         '│   └── tool search  1.00 s  failed  {"to": "Oslo"}  ! no flights',
         "└── reward correct 1, short 0.2",
     ]
-
-
-def test_an_operation_shows_what_went_in_and_came_out() -> None:
-    with recording() as tracer, operation(name="search", step="plan") as running:
-        running.set_input(city="Oslo", limit=3)
-        running.set_output({"price": 120})
-    (made,) = tracer.get_last_trace()
-    line = shown(msgspec.structs.replace(made, start_time=1.0, end_time=1.5))[-1]
-    assert (
-        line
-        == '└── agentlightning.operation  0.50 s  name=search, step=plan  {"city": "Oslo", "limit": 3} → {"price": 120}'
-    )
 
 
 def test_plumbing_is_one_line_with_a_count_and_what_says_something_is_not() -> None:

@@ -22,7 +22,7 @@ from agentlightning.algorithm.rl.groups import withdraw_rollouts
 from agentlightning.data.conversations import read_calls
 from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.errors import TrainingError
-from agentlightning.tracing.messages import model_name, token_counts
+from agentlightning.tracing.dialects import model_name, token_counts
 from agentlightning.tracing.steps import read_steps
 from agentlightning.types import EnqueueRolloutRequest, Mode, Rollout, RolloutConfig, Span
 

@@ -26,7 +26,7 @@ from agentlightning.errors import ConfigError, InUseError, TrainingError
 from agentlightning.store.base import LightningStore
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
-from agentlightning.tracing.messages import input_messages, model_name
+from agentlightning.tracing.dialects import input_messages, model_name
 from agentlightning.types import Span
 
 _STORE_FILE: Final = "store.sqlite"

@@ -16,8 +16,12 @@ from agentlightning.gateway.backend import Delta, Started, Usage
 from agentlightning.gateway.request import NOT_JSON, CallRefused, CallRequest
 
 
-class StreamWriter(Protocol):
-    """Writes one streamed answer as server-sent events; empty bytes where the client gets nothing."""
+class Writer(Protocol):
+    """Writes one answer: whole, or as server-sent events, and empty bytes where the client gets nothing."""
+
+    def whole(self) -> bytes:
+        """The body of an answer that is not streamed."""
+        ...
 
     def started(self, event: Started) -> bytes:
         """What comes before the first token."""
@@ -48,11 +52,7 @@ class Endpoint:
         not supported."""
         raise NotImplementedError
 
-    def whole(self, request: CallRequest, answer: Answer) -> bytes:
-        """The body of an answer that is not streamed."""
-        raise NotImplementedError
-
-    def stream(self, request: CallRequest, answer: Answer) -> StreamWriter:
+    def writer(self, request: CallRequest, answer: Answer) -> Writer:
         raise NotImplementedError
 
     def error(self, error: BackendError) -> bytes:
@@ -92,10 +92,7 @@ def openai_error(error: BackendError) -> dict[str, Any]:
     return {"message": str(error), "type": error_kind(error.status, "openai"), "param": param, "code": error.code}
 
 
-# What the messages of each role may hold; other kinds of parts have no place there in chat completions.
-_CONTENT: Final = ("text", "image_url")
-_SHOWN: Final = {"assistant": ("text", "thought", "function"), "user": (*_CONTENT, "tool")}
-_PARTS: Final = {"image_url": "an image", "thought": "a thought", "function": "a tool call", "tool": "a tool's result"}
+_PARTS: Final = {"image_url": "an image", "thought": "a thought", "function": "a tool call", None: "a tool's result"}
 
 
 def chat_of(field: str, turns: Iterable[tuple[str, Sequence[dict[str, Any]]]]) -> list[dict[str, Any]]:
@@ -104,22 +101,33 @@ def chat_of(field: str, turns: Iterable[tuple[str, Sequence[dict[str, Any]]]]) -
     the results of tools come before what else the user says. CallRefused (400) for what cannot stand there."""
     chat: list[dict[str, Any]] = []
     for role, parts in turns:
-        for kind in {part.get("type", "tool") for part in parts}.difference(_SHOWN.get(role, _CONTENT)):
-            why = f"a message of role {role} holds {_PARTS[kind]}, which cannot be shown to the model there; send text"
-            raise CallRefused(f"{field}: {why}", code="unsupported_content", param=field)
-        if role == "assistant":
-            text = "".join([part["text"] for part in parts if part["type"] == "text"])
-            thoughts = "".join([part["text"] for part in parts if part["type"] == "thought"])
-            calls = [part for part in parts if part["type"] == "function"]
-            message = {"role": role, "content": text or (None if calls else "")}
-            more = {"reasoning_content": thoughts, "tool_calls": calls}
-            chat.append(message | {name: value for name, value in more.items() if value})
-        else:
-            results = [part for part in parts if "type" not in part]
-            said = [part for part in parts if "type" in part]
-            chat += results
-            if said or not results:
-                chat.append({"role": role, "content": content_of(said)})
+        of_model, before = role == "assistant", len(chat)
+        said: list[dict[str, Any]] = []
+        calls: list[dict[str, Any]] = []
+        text: list[str] = []
+        thoughts: list[str] = []
+        for part in parts:
+            kind = part.get("type")
+            if kind == "text" and of_model:
+                text.append(part["text"])
+            elif kind == "text" or (kind == "image_url" and not of_model):
+                said.append(part)
+            elif kind == "function" and of_model:
+                calls.append(part)
+            elif kind == "thought" and of_model:
+                thoughts.append(part["text"])
+            elif kind is None and role == "user":
+                chat.append(part)
+            else:
+                why = f"a message of role {role} holds {_PARTS[kind]}, which cannot be shown to the model there"
+                raise CallRefused(f"{field}: {why}; send text", code="unsupported_content", param=field)
+        if of_model:
+            message: dict[str, Any] = {"role": role, "content": "".join(text) or (None if calls else "")}
+            if thoughts:
+                message["reasoning_content"] = "".join(thoughts)
+            chat.append(message | {"tool_calls": calls} if calls else message)
+        elif said or len(chat) == before:
+            chat.append({"role": role, "content": content_of(said)})
     return chat
 
 
@@ -165,17 +173,20 @@ class BlockWriter:
         self._calls = 0
 
     def delta(self, event: Delta) -> bytes:
-        message = event.delta
-        texts = [("thought", thoughts_of(message)), ("text", message.get("content"))]
-        texts.append((self.refusal, message.get("refusal")))
-        sent = [self._add(kind, text) for kind, text in texts if text]
+        message, sent = event.delta, b""
+        if thoughts := thoughts_of(message):
+            sent += self._add("thought", thoughts)
+        if text := message.get("content"):
+            sent += self._add("text", text)
+        if refusal := message.get("refusal"):
+            sent += self._add(self.refusal, refusal)
         for part in message.get("tool_calls") or ():
             index, function = part.get("index", self._calls), part.get("function") or {}
             if self._open != index and index < self._calls:
                 raise BackendError(f"the backend went on with tool call {index}, which it had ended")
             self._calls = index + 1
-            sent.append(self._add(index, function.get("arguments") or "", part.get("id"), function.get("name")))
-        return b"".join(sent)
+            sent += self._add(index, function.get("arguments") or "", part.get("id"), function.get("name"))
+        return sent
 
     def _add(self, kind: str | int, text: str, call_id: str | None = None, name: str | None = None) -> bytes:
         """More of the open block, or the begin of one; the first part of a tool call brings its id and name."""

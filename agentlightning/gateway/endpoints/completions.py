@@ -115,10 +115,7 @@ class ChatCompletions(Endpoint):
             **sampling_fields(values, min(limits.values(), default=None)),
         )
 
-    def whole(self, request: CallRequest, answer: Answer) -> bytes:
-        return _whole(request, answer)
-
-    def stream(self, request: CallRequest, answer: Answer) -> ChunkWriter:
+    def writer(self, request: CallRequest, answer: Answer) -> ChunkWriter:
         return ChunkWriter(request, answer)
 
 
@@ -197,31 +194,6 @@ def _choice(index: int, content: dict[str, Any], ended: Choice | None = None) ->
     return body
 
 
-def _whole(request: CallRequest, answer: Answer) -> bytes:
-    chat = request.prompt is None
-    choices: list[dict[str, Any]] = []
-    for index, choice in enumerate(answer.choices):
-        body = _choice(index, {"message": choice.message()} if chat else {"text": choice.string("content")}, choice)
-        if request.logprobs:
-            body["logprobs"] = _logprobs(request, choice.logprob_entries)
-        if request.return_token_ids:
-            body |= {"token_ids": choice.token_ids, "policy_versions": choice.versions}
-        choices.append(body)
-    response = {
-        "id": answer.response_id,
-        "object": "chat.completion" if chat else "text_completion",
-        "created": answer.created,
-        "model": answer.model,
-        "choices": choices,
-        "usage": _usage(answer.token_counts()),
-        **answer.started.extra,
-    }
-    if request.return_token_ids:
-        for holder in (response,) if chat else choices:
-            holder["prompt_token_ids"] = answer.prompt_token_ids
-    return msgspec.json.encode(response)
-
-
 class _TokenLogprob(msgspec.Struct):
     token: str
     logprob: float | None = None
@@ -245,7 +217,7 @@ _PLACE: Final = b"\0"  # which JSON does not hold
 
 
 class ChunkWriter:
-    """Writes one streamed answer: each event is `data: {…}` of one kind of object, and the last is `[DONE]`."""
+    """Writes one answer. In a stream each event is `data: {…}` of one kind of object, and the last is `[DONE]`."""
 
     def __init__(self, request: CallRequest, answer: Answer) -> None:
         self._request = request
@@ -295,6 +267,30 @@ class ChunkWriter:
         if self._request.include_usage:
             ends.append(self._event([], usage=_usage(self._answer.token_counts())))
         return b"".join(ends) + b"data: [DONE]\n\n"
+
+    def whole(self) -> bytes:
+        request, answer, chat = self._request, self._answer, self._chat
+        choices: list[dict[str, Any]] = []
+        for index, choice in enumerate(answer.choices):
+            body = _choice(index, {"message": choice.message()} if chat else {"text": choice.string("content")}, choice)
+            if request.logprobs:
+                body["logprobs"] = _logprobs(request, choice.logprob_entries)
+            if request.return_token_ids:
+                body |= {"token_ids": choice.token_ids, "policy_versions": choice.versions}
+            choices.append(body)
+        response = {
+            "id": answer.response_id,
+            "object": "chat.completion" if chat else "text_completion",
+            "created": answer.created,
+            "model": answer.model,
+            "choices": choices,
+            "usage": _usage(answer.token_counts()),
+            **answer.started.extra,
+        }
+        if request.return_token_ids:
+            for holder in (response,) if chat else choices:
+                holder["prompt_token_ids"] = answer.prompt_token_ids
+        return msgspec.json.encode(response)
 
     def error(self, error: BackendError) -> bytes:
         return server_sent({"error": openai_error(error)})

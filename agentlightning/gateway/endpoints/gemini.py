@@ -10,6 +10,7 @@ Knows the wire format. No backends, no rollouts, no HTTP server.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import groupby
 from typing import Annotated, Any, Final, Literal
 
@@ -163,14 +164,7 @@ class GenerateContent(Endpoint):
             **sampling_fields(values | self._addressed, values.get("max_tokens")),
         )
 
-    def whole(self, request: CallRequest, answer: Answer) -> bytes:
-        candidates = [
-            _candidate(index, [*_text_parts(choice.message()), *map(_call, choice.tool_calls)], choice)
-            for index, choice in enumerate(answer.choices)
-        ]
-        return msgspec.json.encode(_response(answer, candidates, usageMetadata=_usage(answer.token_counts())))
-
-    def stream(self, request: CallRequest, answer: Answer) -> ContentWriter:
+    def writer(self, request: CallRequest, answer: Answer) -> ContentWriter:
         return ContentWriter(answer)
 
     def error(self, error: BackendError) -> bytes:
@@ -266,6 +260,8 @@ class _Reader:
 
     def part(self, part: _Part) -> dict[str, Any]:
         match part:
+            case _Part(text=str(text), function_call=None, function_response=None):
+                return {"type": "thought" if part.thought else "text", "text": text}
             case _Part(function_call=_FunctionCall() as call):
                 self._calls += 1
                 call_id = call.id or f"call_{self._calls}"
@@ -273,8 +269,6 @@ class _Reader:
                 return function_call(call_id, call.name, json.dumps(call.args or {}, ensure_ascii=False))
             case _Part(function_response=_FunctionResponse() as result):
                 return self._result(result)
-            case _Part(text=str(text)):
-                return {"type": "thought" if part.thought else "text", "text": text}
             case _Part(inline_data=_Blob(mime_type, data)) if mime_type.startswith("image/"):
                 return image(f"data:{mime_type};base64,{data}")
             case _:
@@ -344,7 +338,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 class ContentWriter:
-    """Writes one streamed answer: texts as they come, function calls, which this protocol has whole, at the end."""
+    """Writes one answer: texts as they come, function calls, which this protocol has whole, at the end."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
@@ -357,11 +351,18 @@ class ContentWriter:
         return server_sent(_response(self._answer, [_candidate(event.index, parts)])) if parts else b""
 
     def end(self) -> bytes:
+        return server_sent(self._ended(lambda choice: []))
+
+    def whole(self) -> bytes:
+        return msgspec.json.encode(self._ended(lambda choice: _text_parts(choice.message())))
+
+    def _ended(self, texts: Callable[[Choice], list[dict[str, Any]]]) -> dict[str, Any]:
         answer = self._answer
         ends = [
-            _candidate(index, [*map(_call, choice.tool_calls)], choice) for index, choice in enumerate(answer.choices)
+            _candidate(index, [*texts(choice), *map(_call, choice.tool_calls)], choice)
+            for index, choice in enumerate(answer.choices)
         ]
-        return server_sent(_response(answer, ends, usageMetadata=_usage(answer.token_counts())))
+        return _response(answer, ends, usageMetadata=_usage(answer.token_counts()))
 
     def error(self, error: BackendError) -> bytes:
         return server_sent(_error(error))

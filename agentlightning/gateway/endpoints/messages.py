@@ -109,7 +109,7 @@ class _ThinkingConfig(msgspec.Struct):
 # Read, and without effect: they change nothing about what is answered.
 _NEUTRAL: Final = ("metadata", "service_tier", "cache_control", "diagnostics", "user_profile_id")
 _DROPPED: Final = ("context_management", "fallbacks", "speed")  # hints to Anthropic's own servers
-_ONLY_THERE: Final = ("container", "mcp_servers", "compaction", "inference_geo", "thread")
+_ONLY_THERE: Final = frozenset({"container", "mcp_servers", "compaction", "inference_geo"})
 # Upon this error Anthropic's SDKs send the whole conversation with every call instead.
 _NO_THREADS: Final = "thread_unsupported_request"
 _Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
@@ -129,7 +129,7 @@ _FIELDS = Fields(
         "output_format": _Format,
         **dict.fromkeys((*_NEUTRAL, *_DROPPED), Any),
     },
-    refused=CHAT_ONLY,
+    refused=CHAT_ONLY | _ONLY_THERE,
 )
 
 
@@ -142,11 +142,8 @@ class Messages(Endpoint):
 
     def read(self, body: bytes) -> CallRequest:
         values, extra, raw = _FIELDS.read(body, *self._required)
-        for name in extra:
-            if name in _ONLY_THERE:
-                message = f"{name} is not supported: only Anthropic's own API does this; leave it out"
-                code = _NO_THREADS if name == "thread" else "unsupported_parameter"
-                raise CallRefused(message, code=code, param=name)
+        if "thread" in extra:
+            raise CallRefused("thread is not supported: send all messages", code=_NO_THREADS, param="thread")
         tool_choice: _ToolChoice | None = values.get("tool_choice")
         if tool_choice is not None and tool_choice.disable_parallel_tool_use:
             extra["parallel_tool_calls"] = False
@@ -169,10 +166,7 @@ class Messages(Endpoint):
             **sampling_fields(values | {"stop": values.get("stop_sequences")}, values.get("max_tokens")),
         )
 
-    def whole(self, request: CallRequest, answer: Answer) -> bytes:
-        return MessageWriter(answer).whole()
-
-    def stream(self, request: CallRequest, answer: Answer) -> MessageWriter:
+    def writer(self, request: CallRequest, answer: Answer) -> MessageWriter:
         return MessageWriter(answer)
 
     def error(self, error: BackendError) -> bytes:
@@ -222,23 +216,22 @@ def _parts(content: str | Sequence[_Block] | None) -> list[dict[str, Any]]:
 
 def _part(block: _Block) -> dict[str, Any]:
     """Chat completions have no mark of failure: a failed call's result begins with `Error: `."""
-    match block:
-        case _Block(type="text", text=str(text)):
-            return {"type": "text", "text": text}
-        case _Block(type="image", source=_Source("base64") as source):
-            return image(f"data:{source.media_type};base64,{source.data}")
-        case _Block(type="image", source=_Source("url") as source):
-            return image(source.url)
-        case _Block(type="thinking", thinking=str(thinking)):
-            return {"type": "thought", "text": thinking}
-        case _Block(type="tool_use", id=str(call_id), name=str(name), input=dict(arguments)):
-            return function_call(call_id, name, msgspec.json.encode(arguments).decode())
-        case _Block(type="tool_result", tool_use_id=str(call_id), content=content, is_error=failed):
-            if failed and isinstance(content, list):
-                content = [_Block("text", "Error: "), *content]
-            elif failed:
-                content = f"Error: {content or ''}"
-            return {"role": "tool", "tool_call_id": call_id, "content": content_of(_parts(content))}
+    match block.type:
+        case "text" if block.text is not None:
+            return {"type": "text", "text": block.text}
+        case "tool_use" if block.id is not None and block.name is not None and block.input is not None:
+            return function_call(block.id, block.name, msgspec.json.encode(block.input).decode())
+        case "tool_result" if block.tool_use_id is not None:
+            parts = _parts(block.content)
+            if block.is_error and (isinstance(block.content, list) or not parts):
+                parts = [{"type": "text", "text": "Error: "}, *parts]
+            elif block.is_error:
+                parts[0]["text"] = f"Error: {parts[0]['text']}"
+            return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content_of(parts)}
+        case "image" if (source := block.source) is not None:
+            return image(source.url if source.type == "url" else f"data:{source.media_type};base64,{source.data}")
+        case "thinking" if block.thinking is not None:
+            return {"type": "thought", "text": block.thinking}
         case _:
             raise CallRefused(f"messages: a block of type {block.type!r} lacks a field", param="messages")
 
@@ -324,7 +317,7 @@ class MessageWriter(BlockWriter):
 
     def _piece(self, kind: str | int, text: str) -> bytes:
         type, field = _DELTAS.get(kind, ("input_json_delta", "partial_json"))
-        return self._block_event("delta", delta={"type": type, field: text})
+        return _event("content_block_delta", index=len(self._blocks) - 1, delta={"type": type, field: text})
 
     def _end(self, kind: str | int, text: str) -> bytes:
         block = self._blocks[-1]

@@ -160,10 +160,7 @@ class Responses(Endpoint):
             **sampling_fields(values, values.get("max_output_tokens")),
         )
 
-    def whole(self, request: CallRequest, answer: Answer) -> bytes:
-        return ResponseWriter(request, answer).whole()
-
-    def stream(self, request: CallRequest, answer: Answer) -> ResponseWriter:
+    def writer(self, request: CallRequest, answer: Answer) -> ResponseWriter:
         return ResponseWriter(request, answer)
 
 
@@ -277,29 +274,30 @@ def _chat(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     turns: list[tuple[str, list[dict[str, Any]]]] = []
-    kinds: set[str] = set()  # of what the assistant's turn that is under way holds
+    spoke = called = False  # in the assistant's turn that is under way
     for position, raw in enumerate(items):
-        where = f"input[{position}]"
-        role = "assistant"
-        match _item(where, raw):
+        where, role, begins = f"input[{position}]", "assistant", False
+        item = _item(where, raw)
+        match item:
             case _Message("assistant", content):
                 # Text after text is a turn of its own; after a call whose result has not come it belongs to that turn.
-                parts, ends = [{"type": "text", "text": _text(content)}], {"text"} if "function" not in kinds else ()
+                parts, begins = [{"type": "text", "text": _text(content)}], spoke and not called
             case _Message(role, content):
-                parts, ends = _parts(where, content), ()
-            case _Reasoning() as item:
-                thought = _thought(where, item)
-                parts, ends = [{"type": "thought", "text": thought}] if thought else [], {"text", "function"}
+                parts = _parts(where, content)
+            case _Reasoning():
+                if not (thought := _thought(where, item)):
+                    continue
+                parts, begins = [{"type": "thought", "text": thought}], spoke or called
             case _FunctionCall(call_id, name, arguments, namespace):
-                parts, ends = [function_call(call_id, _flat_name(namespace, name), arguments)], ()
+                parts = [function_call(call_id, _flat_name(namespace, name), arguments)]
             case _FunctionCallOutput(call_id, output):
                 content = content_of(_parts(where, output))
-                role, parts, ends = "user", [{"role": "tool", "tool_call_id": call_id, "content": content}], ()
-        if role != "assistant" or not turns or turns[-1][0] != role or kinds.intersection(ends):
+                role, parts = "user", [{"role": "tool", "tool_call_id": call_id, "content": content}]
+        if begins or role != "assistant" or not turns or turns[-1][0] != role:
             turns.append((role, []))
-            kinds.clear()
+            spoke = called = False
         turns[-1][1].extend(parts)
-        kinds.update(part.get("type", "") for part in parts)
+        spoke, called = spoke or isinstance(item, _Message), called or isinstance(item, _FunctionCall)
     return chat_of("input", turns)
 
 

@@ -74,21 +74,6 @@ async def test_token_ids_and_logprobs_are_those_of_the_span(gateway_world: World
     assert semconv.GEN_AI_INPUT_MESSAGES not in span.attributes
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_choices_stop_strings_and_seeds(gateway_world: World, stream: bool) -> None:
-    client = gateway_world.client(await gateway_world.attempt(mode="test"))
-
-    async def texts(**options: Any) -> list[str]:
-        answer = await client.completions.create(
-            **{"model": "policy", "prompt": prompt("count"), "n": 3, "seed": 4, "stream": stream, **options}
-        )
-        choices = [choice for part in await parts(answer, stream) for choice in part.choices]
-        return ["".join(choice.text for choice in choices if choice.index == index) for index in range(3)]
-
-    assert await texts(temperature=0, stop=["4"]) == ["1 2 3 "] * 3
-    assert await texts(temperature=2) == await texts(temperature=2) != await texts(temperature=2, seed=5)
-
-
 @pytest.mark.parametrize(
     ("fields", "says"),
     [

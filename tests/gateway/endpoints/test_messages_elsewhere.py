@@ -248,8 +248,8 @@ def test_messages_are_read_into_the_form_of_chat_completions(messages: list[Any]
         ({"tools": [SEARCH, {"name": "x"}]}, "tools[1]", "input_schema"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "name"),
         ({"output_config": {"task_budget": {}}}, "output_config", "task_budget"),
-        ({"thread": {"type": "create"}}, "thread", "Anthropic's own API"),
-        ({"stop": "x"}, "stop", "chat completions"),
+        ({"thread": {"type": "create"}}, "thread", "send all messages"),
+        ({"stop": "x"}, "stop", "another name"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_used_is_refused_by_name(more: dict[str, Any], param: str, says: str) -> None:

@@ -66,6 +66,7 @@ SEEN = [
         ([{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}], [assistant("no")]),
         ([said("x"), A, B], [assistant("x", A_CALL, B_CALL)]),
         ([A, RESULT_OF_A, said("x"), B], [assistant(None, A_CALL), TOOL_MESSAGE, assistant("x", B_CALL)]),
+        ([said("x"), {"type": "reasoning", "id": "r", "summary": []}, A], [assistant("x", A_CALL)]),
         ([thought("hm"), said("x"), A], [assistant("x", A_CALL, reasoning_content="hm")]),
         ([said("x"), thought("hm"), A], [assistant("x"), assistant(None, A_CALL, reasoning_content="hm")]),
         (
@@ -98,7 +99,7 @@ def test_a_turn_of_very_many_items_is_one_message(item: Any) -> None:
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice", "allowed_tools"),
         ({"top_logprobs": 2}, "top_logprobs", "message.output_text.logprobs"),
         ({"background": True}, "background", "OpenAI's own API"),
-        ({"messages": []}, "messages", "chat completions"),
+        ({"messages": []}, "messages", "another name"),
         ({"stop": ["x"] * 101}, "stop", "length <= 100"),
         ({"tools": [TOOL] * 10_001}, "tools", "length <= 10000"),
         ({"input": [said("x")] * 100_001}, "input", "length <= 100000"),
@@ -132,12 +133,12 @@ def test_calls_have_the_agents_own_names(tool: str, own: dict[str, str]) -> None
     parts = [{"id": "c", "function": {"name": tool, "arguments": "{"}}, {"function": {"arguments": "}"}}]
     events = [Delta(0, {"tool_calls": [{"index": 0, **part}]}) for part in parts]
     answer = Answer(1, "resp_1", "policy")
-    writer = Responses().stream(read, answer)
+    writer = Responses().writer(read, answer)
     sent = b"".join(writer.delta(event) for event in events)
     for event in (*events, Finished(0, "tool_calls")):
         answer.add(event)
     sent += writer.end()
-    whole = json.loads(Responses().whole(read, answer))
+    whole = json.loads(Responses().writer(read, answer).whole())
     item = {"type": "function_call", "call_id": "c", "arguments": "{}", **own}
     assert whole["output"][0].items() >= item.items()
     streamed = [json.loads(line[6:]) for line in sent.decode().split("\n") if line.startswith("data: ")]

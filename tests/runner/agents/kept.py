@@ -63,55 +63,10 @@ async def first_comes(task: str, llm: agl.LLM) -> float:
     return 1.0
 
 
-def _seen(resources: Any) -> float:
-    llm = resources["llm"]
-    agl.emit_object(
-        {
-            "main": resources["main_llm"] == llm,
-            "type": type(resources).__name__,
-            "names": sorted(resources),
-            "types": sorted(type(one).__name__ for one in resources.values()),
-            "bound": llm.get_base_url("x", "y") == llm.endpoint and llm.api_key.startswith("agl-"),
-            "prompt": resources["prompt"].format(name="you"),
-        }
-    )
-    return 1.0
-
-
 def function(task: Any, resources: Any) -> float:
-    return _seen(resources)
+    return 1.0
 
 
 @agl.rollout
 async def decorated(task: Any, rollout: Any, resources: Any) -> float:
-    return _seen(resources)
-
-
-class Sync(agl.LitAgent):
-    def rollout(self, task: Any, resources: Any, rollout: Any) -> float:
-        return _seen(resources)
-
-    def bound(self, task: Any, resources: Any) -> float:
-        return _seen(resources)
-
-    def __call__(self, task: Any, resources: Any) -> float:
-        return _seen(resources)
-
-
-class Async(agl.LitAgent):
-    async def validation_rollout_async(self, task: Any, resources: Any, rollout: Any) -> float:
-        return 0.0
-
-    async def training_rollout_async(self, task: Any, resources: Any, rollout: Any) -> float:
-        return _seen(resources)
-
-
-KINDS = {
-    "function": function,
-    "decorated": decorated,
-    "sync": Sync(),
-    "async": Async(),
-    "bound method": Sync().bound,
-    "name": f"{__name__}:decorated",
-    "file": f"{__file__}:function",
-}
+    return 1.0
