@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -289,6 +290,14 @@ def test_a_cursor_of_another_query_is_refused(database):
 def test_a_damaged_cursor_is_refused(cursor):
     with pytest.raises(InvalidError, match="cursor"):
         NO_DATABASE.page(ROLLOUTS, None, [], 5, cursor)
+
+
+def test_a_cursor_that_was_made_up_is_refused(database):
+    _, cursor = database.page(ROLLOUTS, None, [], 5)
+    packed = base64.urlsafe_b64decode(cursor + "==")
+    assert packed.endswith(b"[4]")
+    with pytest.raises(InvalidError, match="damaged"):
+        database.page(ROLLOUTS, None, [], 5, base64.urlsafe_b64encode(packed[:-3] + b"[7]").decode())
 
 
 def test_rows_that_come_and_go_meanwhile_neither_repeat_nor_hide_others(database):

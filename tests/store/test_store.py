@@ -249,6 +249,13 @@ async def test_a_span_comes_back_as_it_was_written(store):
     assert await store.query_spans(leased.rollout_id) == [span]
 
 
+async def test_a_nul_in_a_name_is_kept_as_the_replacement_character(store):
+    leased = await lease_new(store)
+    await store.add_span(span_of(leased, name="a\0b", attributes={"text": "c\0d"}))
+    (span,) = await store.query_spans(leased.rollout_id)
+    assert (span.name, span.attributes["text"]) == ("a\ufffdb", "c\0d")
+
+
 async def test_token_ids_must_be_32_bit(store):
     leased = await lease_new(store)
     with pytest.raises(InvalidError, match="32 bits"):
