@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final, TypeVar, cast
 
-from agentlightning.errors import ConfigError, InvalidError
+from agentlightning.errors import ConfigError, InvalidError, docs_page
 from agentlightning.semconv import LINK, TAG
 from agentlightning.types import Attributes
 
@@ -124,7 +124,7 @@ def find(name: str) -> Any:
         module, _, attribute = RENAMED[name].partition(":")
         return getattr(importlib.import_module(module), attribute)
     if name in _GONE.split():
-        instead = _INSTEAD.get(name, "docs/reference/compatibility.md says what to do instead")
+        instead = _INSTEAD.get(name, f"{docs_page('reference/compatibility.md')} says what to do instead")
         why = f"agentlightning.{name} of Agent Lightning 0.3 does not exist here: {instead}"
         return Refused(name, (), {"__module__": "agentlightning", "_instead": why})
     raise AttributeError(name)
