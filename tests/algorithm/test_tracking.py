@@ -198,19 +198,12 @@ def test_gradients_explode_where_they_leave_what_was_usual_behind() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("allowed", [2, 0])
-def test_an_exploding_gradient_is_noted_and_ends_the_run_where_that_was_asked_for(
-    tmp_path: Path, spoil: Any, allowed: int
-) -> None:
+def test_an_exploding_gradient_is_noted_and_ends_the_run_where_that_was_asked_for(tmp_path: Path, spoil: Any) -> None:
     spoil(1e5, first=6)
     progress = Notes()
-    asked = algorithm(steps=9, stop_on_explosion=allowed, checkpoint_every=1)
-    trained = trainer(tmp_path, algorithm=asked, progress=progress)
-    if allowed:
-        with pytest.raises(TrainingError, match=r"step 7: grad_norm is .* for 2 steps in a row\. The batch is kept"):
-            trained.fit(agents.vowels, TASKS)
-    else:
-        assert trained.fit(agents.vowels, TASKS).stopped_because == "all steps done"
+    asked = algorithm(steps=9, stop_on_explosion=2, checkpoint_every=1)
+    with pytest.raises(TrainingError, match=r"step 7: grad_norm is .* for 2 steps in a row\. The batch is kept"):
+        trainer(tmp_path, algorithm=asked, progress=progress).fit(agents.vowels, TASKS)
     assert sum("times what was usual" in note for note in progress.notes) == 1
     latest = Checkpoints(tmp_path / "run" / "checkpoints").latest()
     assert latest is not None

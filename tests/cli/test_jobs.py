@@ -66,28 +66,22 @@ def test_a_dry_run_measures_two_groups_and_keeps_nothing(project: Path) -> None:
     assert told["calls"] == 16 + 2 * 3 and 0 < told["answer_tokens"] <= 8 * told["calls"] <= 2 * told["prompt_tokens"]
     assert told["rollout_seconds"] > 0
     assert sorted(project.iterdir()) == before
-    flags = ("--agent", "agent.py:agent", "--train-dataset", "tasks.jsonl", "--model", "model")
-    _, err = finish(start(project, "train", "--dry-run", "--algorithm", "baseline", *flags), 1)
-    assert "--dry-run measures reinforcement learning" in err
 
 
 @pytest.mark.slow
 def test_a_chat_keeps_the_conversation_until_it_begins_anew(project: Path) -> None:
-    def talk(*arguments: str, said: str, code: int = 0) -> tuple[str, str]:
+    def talk(*arguments: str, said: str) -> str:
         command = [sys.executable, "-m", "agentlightning.cli.main", "chat", *arguments]
         done = subprocess.run(command, cwd=project, input=said, capture_output=True, text=True, check=False)
-        assert done.returncode == code, done.stderr
-        assert "Traceback" not in done.stderr
-        return done.stdout, done.stderr
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
-    out, _ = talk("model", "--max-tokens", "4", "--json", "--temperature", "0", said="one\n/new\n\none\none\n/quit\n")
+    out = talk("model", "--max-tokens", "4", "--json", "--temperature", "0", said="one\n/new\n\none\none\n/quit\n")
     first, again, third = [json.loads(line) for line in out.splitlines()]
     assert first == again and third["question"] == "one"
     with staying_up(project, "serve", "model", "--port", "0") as (_, url):
-        out, _ = talk(f"{url}/v1", "--max-tokens", "4", "--temperature", "0", said="one\n")
+        out = talk(f"{url}/v1", "--max-tokens", "4", "--temperature", "0", said="one\n")
         assert out == f"{first['answer']}\n"
-    _, err = talk(url, said="one\ntwo\n", code=1)
-    assert err.count("error: nothing answers at") == 2
 
 
 @pytest.mark.slow
@@ -108,12 +102,9 @@ def test_serve_answers_openai_and_anthropic_clients_that_have_the_key(project: P
 
 
 @pytest.mark.slow
-def test_serve_refuses_the_network_without_a_key_a_taken_port_and_a_path_without_a_model(project: Path) -> None:
+def test_serve_refuses_the_network_without_a_key_or_a_taken_port(project: Path) -> None:
     _, err = finish(start(project, "serve", "model", "--host", "0.0.0.0", AGL_KEY=""), code=1)
     assert "key" in err
     with staying_up(project, "server", "--port", "0") as (_, url):
         _, err = finish(start(project, "serve", "model", "--port", url.rpartition(":")[2]), code=1)
         assert "taken" in err
-    _, err = finish(start(project, "serve", "./absent"), code=1)
-    assert err.startswith("error: ")
-    assert "does not exist" in err

@@ -68,6 +68,13 @@ def test_made_again_with_its_weights_a_step_has_the_loss_it_had(
             for name in group:
                 expected = (rewards[name] - np.mean(values)) / (np.std(values, ddof=1) + 1e-6)
                 assert advantages[name] == pytest.approx(expected, abs=1e-5)
+    for at, said in (
+        ("0:0", "call 0, token 0:"),
+        ("7", "has no call 7 that trains"),
+        ("x", "write CALL or CALL:TOKEN"),
+    ):
+        assert (replay([str(directory), "--explain", name, at]) == 0) is (at == "0:0")
+        assert said in "".join(capsys.readouterr())
     of_critic = 0.5 * metrics.get("value_loss", 0.0)
     assert np.mean(list(losses.values())) == pytest.approx(metrics["loss"] - of_critic, abs=1e-6)
     assert ratios[1] == pytest.approx([1.0] * len(ratios[1]), abs=1e-4)
@@ -76,24 +83,3 @@ def test_made_again_with_its_weights_a_step_has_the_loss_it_had(
 
 def _columns(stages: list[dict[str, Any]], *names: str) -> list[list[dict[str, Any]]]:
     return [[stage for stage in stages if stage["name"] == name] for name in names]
-
-
-@pytest.mark.slow
-def test_words_say_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    chosen = agl.GRPO(reward=PENALISED, **(SMALL | {"steps": 1}))
-    policy().save(tmp_path / "model")
-    result = trainer(tmp_path, algorithm=chosen, model=tmp_path / "model").fit(agents.vowels, TASKS, TASKS[:2])
-    directory = tmp_path / "run"
-    recorded = json.loads((directory / "batches.jsonl").read_text())
-    name, held_out = recorded["groups"][0][0], result.evaluations[0].tasks[0].rollout.rollout_id
-    assert replay([str(directory), "--explain", name, "0:0"]) == 0
-    table = capsys.readouterr().out
-    assert table.startswith("step 1, call 0, token 0:") and "length_penalty" in table and "rollout-mean over" in table
-    for rollout, at, said in (
-        (name, "7", "has no call 7 that trains"),
-        (name, "0:99", "there is no 99"),
-        (name, "x", "write CALL or CALL:TOKEN"),
-        (held_out, "0", "held out or dropped"),
-    ):
-        assert replay([str(directory), "--explain", rollout, at]) != 0
-        assert said in capsys.readouterr().err
