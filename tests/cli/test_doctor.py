@@ -15,8 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from agentlightning.cli.main import run
-from tests.gateway.servers import UNTOLD
-from tests.gateway.upstream import GOOD, Upstream
+from tests.gateway.upstream import GOOD, UNTOLD, Upstream
 from tests.gateway.world import serving
 
 pytestmark = pytest.mark.anyio

@@ -16,8 +16,8 @@ from agentlightning.gateway.generation import call_seed
 from agentlightning.tracing.context import bind
 from agentlightning.tracing.opentelemetry import OpenTelemetryTracer
 from agentlightning.types import AttemptedRollout, Span
-from tests.gateway.servers import until
 from tests.gateway.talker import PLAIN, SEARCH_TOOL, make_talker, user
+from tests.gateway.upstream import until
 from tests.gateway.world import World
 
 pytestmark = pytest.mark.anyio

@@ -22,9 +22,8 @@ from agentlightning.errors import InvalidError, UnavailableError
 from agentlightning.gateway.recorder import Recorder
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import UNATTRIBUTED, AttemptedRollout, Span
-from tests.gateway.servers import until
 from tests.gateway.talker import user
-from tests.gateway.upstream import GOOD, Upstream, gateway_before
+from tests.gateway.upstream import GOOD, Upstream, gateway_before, until
 from tests.gateway.world import World
 
 pytestmark = pytest.mark.anyio

@@ -26,8 +26,8 @@ from agentlightning.gateway.models import ModelEntry
 from agentlightning.gateway.replicas import Replicas, servers_of
 from agentlightning.gateway.updates import declare_version, load_weights
 from agentlightning.types import AttemptedRollout
-from tests.gateway.servers import Server, until
 from tests.gateway.talker import make_talker, user
+from tests.gateway.upstream import Server, until
 from tests.gateway.world import World, fronting, serving
 
 pytestmark = pytest.mark.anyio
