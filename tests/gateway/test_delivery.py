@@ -132,19 +132,6 @@ async def test_an_answer_whose_client_left_while_it_was_stored_is_not_trained(tm
     assert learned.transitions == () and learned.excluded == Counter({NOT_RECEIVED: 1})
 
 
-async def test_a_client_that_gives_up_and_asks_again_is_trained_once(tmp_path: Path) -> None:
-    async with told_world(tmp_path) as (built, store):
-        attempted = await built.attempt()
-        client = built.client(attempted, timeout=0.5, max_retries=1)
-        asked = asyncio.create_task(client.chat.completions.create(model="policy", messages=user("hello")))
-        await asyncio.wait_for(store.reached.wait(), 60)
-        await until(lambda: built.gateway.running == 2)  # it asked again while the first call is still being stored
-        store.may_write.set()
-        assert (await asked).choices[0].message.content == "Hi!"
-        await until(lambda: not built.gateway.running)
-        assert trained(await traced(built, attempted)) == [1]
-
-
 async def test_what_an_agent_says_of_an_answer_takes_it_out_of_no_training(usual: World) -> None:
     attempted = await usual.attempt()
     for count in range(3):  # as SDKs say that they did not hear an answer, which was sent
