@@ -16,8 +16,7 @@ from starlette.routing import Route
 
 from agentlightning.cli.main import run
 from agentlightning.errors import ConfigError
-from tests.gateway.servers import UNTOLD
-from tests.gateway.upstream import GOOD, Upstream
+from tests.gateway.upstream import GOOD, UNTOLD, Upstream
 from tests.gateway.world import serving
 
 pytestmark = pytest.mark.anyio

@@ -19,18 +19,16 @@ from starlette.routing import Route
 from agentlightning import semconv
 from agentlightning.engine.engine import Engine
 from agentlightning.engine.service import EngineService
-from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Backend, Sampling
 from agentlightning.gateway.backends.factory import make_backend
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.chat.token_backend import TokenBackend
-from agentlightning.gateway.models import ModelEntry, ModelTable
+from agentlightning.gateway.models import ModelEntry
 from agentlightning.learner.tiny import make_model, make_tokenizer
-from agentlightning.store.sql import SqlStore
 from agentlightning.types import Mode
 from tests.gateway.backends.test_sglang import Sglang
 from tests.gateway.upstream import GOOD, Upstream
-from tests.gateway.world import World, serving, serving_gateway
+from tests.gateway.world import World, fronting, serving
 
 pytestmark = pytest.mark.anyio
 
@@ -132,15 +130,11 @@ async def connected(routes: list[Route], kind: Any, **options: Any) -> AsyncIter
 
 @asynccontextmanager
 async def gateway(kind: str, directory: Path) -> AsyncIterator[World]:
-    store = await SqlStore.open(directory / "store.sqlite", synchronous="NORMAL")
     async with answering(kind, directory / "tokenizer") as backend:
         own = backend.captures_tokens
         decided = SHORT if own else None
-        built = Gateway(ModelTable([ModelEntry("policy", backend, trainable=own, train=decided, val=decided)]), store)
-        async with serving_gateway(built) as url:
-            yield World(url, store, built, None)  # type: ignore[arg-type]
-        await built.close()
-    await store.close()
+        async with fronting(ModelEntry("policy", backend, trainable=own, train=decided, val=decided)) as built:
+            yield built
 
 
 # --- what they say -------------------------------------------------------------------------------------------------

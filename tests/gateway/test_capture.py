@@ -16,8 +16,8 @@ from agentlightning.gateway.generation import call_seed
 from agentlightning.tracing.context import bind
 from agentlightning.tracing.opentelemetry import OpenTelemetryTracer
 from agentlightning.types import AttemptedRollout, Span
-from tests.gateway.servers import until
 from tests.gateway.talker import PLAIN, SEARCH_TOOL, make_talker, user
+from tests.gateway.upstream import until
 from tests.gateway.world import World
 
 pytestmark = pytest.mark.anyio
@@ -117,16 +117,6 @@ async def test_the_agents_trace_is_continued(gateway_world: World) -> None:
     assert (span.trace_id, span.parent_id) == (tracer.trace_id, None)
     _, span = await call(gateway_world, attempted)
     assert span.trace_id != trace_id and span.parent_id is None
-
-
-async def test_a_call_is_durable_before_its_end_is_sent(gateway_world: World) -> None:
-    attempted = await gateway_world.attempt()
-    stream = await gateway_world.client(attempted).chat.completions.create(
-        model="policy", messages=user("hello"), stream=True
-    )
-    async for chunk in stream:
-        if chunk.choices[0].finish_reason:
-            assert len(await gateway_world.spans(attempted)) == 1
 
 
 async def test_a_client_that_leaves_cancels_its_call_and_the_part_is_not_trained(gateway_world: World) -> None:

@@ -22,9 +22,8 @@ from agentlightning.errors import InvalidError, UnavailableError
 from agentlightning.gateway.recorder import Recorder
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import UNATTRIBUTED, AttemptedRollout, Span
-from tests.gateway.servers import until
 from tests.gateway.talker import user
-from tests.gateway.upstream import GOOD, Upstream, gateway_before
+from tests.gateway.upstream import GOOD, Upstream, gateway_before, until
 from tests.gateway.world import World
 
 pytestmark = pytest.mark.anyio
@@ -131,19 +130,6 @@ async def test_an_answer_whose_client_left_while_it_was_stored_is_not_trained(tm
     assert (note.name, note.attributes[semconv.CALL_DISCARDS]) == (semconv.UNDELIVERED, [0])
     assert note.parent_id == call.parent_id and note.tokens is None
     assert learned.transitions == () and learned.excluded == Counter({NOT_RECEIVED: 1})
-
-
-async def test_a_client_that_gives_up_and_asks_again_is_trained_once(tmp_path: Path) -> None:
-    async with told_world(tmp_path) as (built, store):
-        attempted = await built.attempt()
-        client = built.client(attempted, timeout=0.5, max_retries=1)
-        asked = asyncio.create_task(client.chat.completions.create(model="policy", messages=user("hello")))
-        await asyncio.wait_for(store.reached.wait(), 60)
-        await until(lambda: built.gateway.running == 2)  # it asked again while the first call is still being stored
-        store.may_write.set()
-        assert (await asked).choices[0].message.content == "Hi!"
-        await until(lambda: not built.gateway.running)
-        assert trained(await traced(built, attempted)) == [1]
 
 
 async def test_what_an_agent_says_of_an_answer_takes_it_out_of_no_training(usual: World) -> None:

@@ -17,8 +17,8 @@ from agentlightning.gateway.gates import Gate, Holding
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import Attempt, AttemptedRollout, RolloutConfig
-from tests.gateway.servers import until
 from tests.gateway.talker import PLAIN, user
+from tests.gateway.upstream import until
 from tests.gateway.world import World, world
 
 pytestmark = pytest.mark.anyio

@@ -16,9 +16,8 @@ from agentlightning.data.transitions import trace_rollout
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.types import AttemptedRollout, Span
-from tests.gateway.servers import until
 from tests.gateway.talker import user
-from tests.gateway.upstream import DONE, GOOD, chunk, piece, whole
+from tests.gateway.upstream import DONE, GOOD, chunk, piece, until, whole
 from tests.gateway.world import World, fronting
 
 pytestmark = pytest.mark.anyio

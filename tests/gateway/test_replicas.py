@@ -15,8 +15,8 @@ from agentlightning.gateway.backend import BackendEvent, ModelCall, RelayedCall,
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.gateway.replicas import Replicas
-from tests.gateway.servers import Server, until
 from tests.gateway.talker import user
+from tests.gateway.upstream import Server, until
 from tests.gateway.world import fronting
 
 pytestmark = pytest.mark.anyio

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import openai
 import pytest
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from agentlightning import semconv
 from agentlightning.data.transitions import trace_rollout
@@ -26,9 +22,9 @@ from agentlightning.gateway.models import ModelEntry
 from agentlightning.gateway.replicas import Replicas, servers_of
 from agentlightning.gateway.updates import declare_version, load_weights
 from agentlightning.types import AttemptedRollout
-from tests.gateway.servers import Server, until
 from tests.gateway.talker import make_talker, user
-from tests.gateway.world import World, fronting, serving
+from tests.gateway.upstream import Server, until
+from tests.gateway.world import World, fronting
 
 pytestmark = pytest.mark.anyio
 
@@ -153,26 +149,16 @@ async def test_a_replica_that_failed_gets_no_calls_and_the_others_answer_under_t
 
 
 async def test_sglang_loads_from_disk_and_is_told_what_to_call_the_weights() -> None:
-    told: list[tuple[str, Any]] = []
-    statuses = [200, 400]
-
-    async def control(request: Request) -> Response:
-        told.append((request.url.path, await request.json()))
-        status = statuses.pop(0)
-        return JSONResponse({"success": status == 200, "message": "Failed to update weights"}, status)
-
-    routes = [Route("/update_weights_from_disk", control, methods=["POST"])]
-    async with serving(Starlette(routes=routes)) as url:
-        connection = Connection(f"{url}/v1")
-        servers: Sequence[SglangBackend] = [
-            SglangBackend(connection, ChatTemplate.from_pretrained(make_talker().tokenizer))
-        ]
+    path = "/update_weights_from_disk"
+    engine = Server([path])
+    async with engine.http:
+        connection = Connection(engine.url)
+        servers = [SglangBackend(connection, ChatTemplate.from_pretrained(make_talker().tokenizer))]
         await load_weights(servers, 7, "/w/7")
-        assert told == [
-            ("/update_weights_from_disk", {"model_path": "/w/7", "weight_version": "7", "abort_all_requests": True})
-        ]
-        assert connection.version == 7
-        with pytest.raises(BackendError, match="Failed to update weights"):
+        asked = {"model_path": "/w/7", "weight_version": "7", "abort_all_requests": True}
+        assert (engine.told, connection.version) == ([(path, asked)], 7)
+        engine.fails = {path: 400}
+        with pytest.raises(BackendError, match="it broke"):
             await load_weights(servers, 8, "/w/8")
         assert "nobody knows the weights" in (connection.unusable or "")
         await connection.close()

@@ -1,20 +1,24 @@
-"""A server that stands in for vLLM: it gives the answers it was made with, streamed or whole, and remembers what it was
-asked."""
+"""Servers that stand in for vLLM: they give the answers they were made with, streamed or whole, remember what they were
+asked, and can be slow, full, broken and unhealthy at will."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anyio
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry
+from agentlightning.server.serve import HttpServer
 from agentlightning.store.sql import SqlStore
 from tests.gateway.world import GREEDY, World, fronting, serving
 
@@ -39,6 +43,7 @@ GOOD = [
     chunk(usage={"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}),
     DONE,
 ]
+UNTOLD = [chunk({"index": 0, "delta": {"content": "Hi!"}, "finish_reason": "stop"}), DONE]  # no ids
 
 
 def whole(events: list[str]) -> dict[str, Any]:
@@ -68,17 +73,14 @@ class Upstream:
         self.headers: list[dict[str, str]] = []
 
     async def answer(self, request: Request) -> Response:
-        self.asked.append(await request.json())
+        asked = await request.json()
+        self.asked.append(asked)
         self.headers.append(dict(request.headers))
         if self.status != 200:
             return JSONResponse(self.error, self.status)
-        if not self.asked[-1]["stream"]:
+        if not asked.get("stream"):
             return JSONResponse(whole(self.events))
-        return StreamingResponse(self._sent(), media_type="text/event-stream")
-
-    async def _sent(self) -> AsyncIterator[str]:
-        for event in self.events:
-            yield event
+        return StreamingResponse(iter(self.events), media_type="text/event-stream")
 
     @asynccontextmanager
     async def backend(self, **options: Any) -> AsyncIterator[HttpBackend]:
@@ -89,6 +91,93 @@ class Upstream:
                 yield backend
             finally:
                 await backend.close()
+
+
+class Server(Upstream):
+    """Of `http`. `behaviour` says what becomes of a call; while `hold` is set calls wait before that. What it is `told`
+    on its `control` routes it does once it has `loaded`; `fails` holds the status of a path, 200 for an answer that
+    says so."""
+
+    def __init__(self, control: Sequence[str] = ()) -> None:
+        super().__init__(GOOD)
+        self.behaviour = "answers"
+        self.healthy = True
+        self.running = 0
+        self._go_on = asyncio.Event()
+        self._go_on.set()
+        self._end = asyncio.Event()
+        paths = ("/v1/chat/completions", "/v1/embeddings", "/tokenize")
+        routes = [Route(path, self.answer, methods=["POST"]) for path in paths]
+        routes += [Route(path, self._control, methods=["POST"]) for path in control]
+        routes.append(Route("/health", self._health))
+        self.told: list[tuple[str, Any]] = []
+        self.fails: dict[str, int] = {}
+        self.loaded = asyncio.Event()
+        self.loaded.set()
+        self.http = HttpServer(Starlette(routes=routes))
+
+    @property
+    def url(self) -> str:
+        return f"{self.http.url}/v1"
+
+    def hold(self) -> None:
+        self._go_on.clear()
+
+    def release(self) -> None:
+        self._go_on.set()
+
+    def end(self) -> None:
+        self.release()
+        self.loaded.set()
+        self._end.set()
+
+    async def _control(self, request: Request) -> Response:
+        path = request.url.path
+        query = f"?{request.url.query}" if request.url.query else ""
+        self.told.append((path + query, json.loads(await request.body() or b"null")))
+        if path == "/collective_rpc":
+            await self.loaded.wait()
+        status = self.fails.get(path)
+        if status is None:
+            return JSONResponse({"status": "done"})
+        return JSONResponse({"detail": "Not Found" if status == 404 else "it broke", "success": False}, status)
+
+    async def _health(self, request: Request) -> Response:
+        return Response(status_code=200 if self.healthy else 503)
+
+    async def answer(self, request: Request) -> Response:
+        self.events = UNTOLD if self.behaviour == "tells no ids" else GOOD
+        answer = await super().answer(request)
+        self.running += 1
+        try:
+            await self._go_on.wait()
+        finally:
+            self.running -= 1
+        match self.behaviour:
+            case "hangs":
+                await self._end.wait()
+            case "500" | "503" | "400":
+                return JSONResponse({"error": {"message": "not now"}}, int(self.behaviour))
+            case "breaks off":
+                return BrokenOff()
+            case "breaks off in mid-answer":
+                return StreamingResponse(iter(GOOD[:2]), media_type="text/event-stream")
+        return JSONResponse({"count": 7}) if request.url.path == "/tokenize" else answer
+
+
+class BrokenOff(Response):
+    """Says that it will send more than it does."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-length", b"1000"), (b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"{", "more_body": True})
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with anyio.fail_after(30):
+        while not condition():  # noqa: ASYNC110 - what servers do is not announced
+            await anyio.sleep(0.005)
 
 
 @asynccontextmanager

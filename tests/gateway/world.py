@@ -95,10 +95,10 @@ class World:
 
 
 @asynccontextmanager
-async def fronting(*models: ModelEntry, store: SqlStore | None = None) -> AsyncIterator[World]:
+async def fronting(*models: ModelEntry, store: SqlStore | None = None, **options: Any) -> AsyncIterator[World]:
     """A gateway of these models, which records in this store, or in one in memory."""
     own = store or await SqlStore.open(":memory:")
-    gateway = Gateway(ModelTable(models), own)
+    gateway = Gateway(ModelTable(models), own, **options)
     async with serving_gateway(gateway) as url:
         built = World(url, own, gateway, None)  # type: ignore[arg-type]
         try:
@@ -112,20 +112,14 @@ async def fronting(*models: ModelEntry, store: SqlStore | None = None) -> AsyncI
 
 
 @asynccontextmanager
-async def world(
-    directory: Path, *, store: bool = True, policy: Any = None, length: int = 512, **gateway_options: Any
-) -> AsyncIterator[World]:
-    sql = await SqlStore.open(directory / "store.sqlite", synchronous="NORMAL")
+async def world(directory: Path, *, policy: Any = None, length: int = 512, **options: Any) -> AsyncIterator[World]:
+    """A gateway of one model, `policy`, behind a running engine, which records in a store in the directory."""
+    store = await SqlStore.open(directory / "store.sqlite", synchronous="NORMAL")
     try:
         async with talking(policy, length=length) as (backend, service):
             entry = ModelEntry("policy", backend, train=GREEDY, val=Sampling(temperature=0.0, max_tokens=4))
-            gateway = Gateway(ModelTable([entry]), sql if store else None, **gateway_options)
-            async with serving_gateway(gateway) as url:
-                built = World(url, sql, gateway, service)
-                try:
-                    yield built
-                finally:
-                    for client in built.clients:
-                        await client.close()
+            async with fronting(entry, store=store, **options) as built:
+                built.service = service
+                yield built
     finally:
-        await sql.close()
+        await store.close()

@@ -24,7 +24,7 @@ from agentlightning.store.base import CALLS
 from agentlightning.store.calls import Call
 from agentlightning.store.client import LightningStoreClient, form_of
 from agentlightning.store.sql import SqlStore
-from tests.gateway.servers import Server, until
+from tests.gateway.upstream import Server, until
 
 pytestmark = pytest.mark.anyio
 KEY = "a key of the admin"

@@ -21,8 +21,7 @@ from agentlightning.gateway.backends.http import HttpBackend
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.server.app import create_app
 from agentlightning.server.serve import HttpServer
-from tests.gateway.servers import until
-from tests.gateway.upstream import DONE, GOOD, Upstream, chunk, piece
+from tests.gateway.upstream import DONE, GOOD, Upstream, chunk, piece, until
 from tests.gateway.world import fronting, serving
 
 pytestmark = pytest.mark.anyio

@@ -25,7 +25,7 @@ from agentlightning.server.models import HoldModel, ListModels, RegisterModel, R
 from agentlightning.server.service import Running, running_server
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.types import AttemptedRollout, Span
-from tests.gateway.servers import Server
+from tests.gateway.upstream import Server
 from tests.server.conftest import until
 from tests.server.test_forwarder import collecting
 

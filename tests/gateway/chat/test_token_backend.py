@@ -33,15 +33,6 @@ async def engine() -> AsyncIterator[Setting]:
         yield pair
 
 
-async def test_a_seed_fixes_an_answer_and_choices_differ(engine: Setting) -> None:
-    call = chat_call(sampling=replace(FREE, n=3))
-    one, again = await answered(engine[0], call), await answered(engine[0], call)
-    assert [choice.token_ids for choice in one.choices] == [choice.token_ids for choice in again.choices]
-    assert len({tuple(choice.token_ids) for choice in one.choices}) == 3
-    alone = await answered(engine[0], chat_call(sampling=FREE))
-    assert alone.choices[0].token_ids == one.choices[0].token_ids
-
-
 async def test_every_token_carries_the_version_that_sampled_it(engine: Setting) -> None:
     backend, service = engine
     await service.update_weights(1)

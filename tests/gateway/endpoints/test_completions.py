@@ -98,7 +98,7 @@ async def test_what_cannot_be_had_is_refused_by_name(gateway_world: World, field
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_gateway_before_a_gateway_records_the_engines_ids_and_versions(tmp_path: Path, stream: bool) -> None:
     async with (
-        world(tmp_path, store=False) as back,
+        world(tmp_path) as back,
         fronting(ModelEntry("policy", HttpBackend(f"{back.url}/v1"), train=GREEDY)) as front,
     ):
         await back.service.update_weights(5)
