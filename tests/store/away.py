@@ -14,22 +14,25 @@ ADMIN_KEY = "an admin's key"
 
 
 class CuttingProxy:
-    """Forwards bytes to a server. Each of the next `cuts` answers is thrown away, with its connection."""
+    """Forwards bytes to a server. Each of the next `cuts` answers to what holds `word` is thrown away, with its
+    connection; or, not `delivered`, the question is."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, word: bytes, delivered: bool) -> None:
         self._host, self._port = urlsplit(url).hostname, urlsplit(url).port
+        self._word = word
+        self._delivered = delivered
         self.url = ""
         self.cuts = 0
         self.cut = 0
 
     async def serve(self, from_client: StreamReader, to_client: StreamWriter) -> None:
         from_server, to_server = await asyncio.open_connection(self._host, self._port)
-        asking = asyncio.create_task(forward(from_client, to_server))
+        asked = asyncio.Event()
+        asking = asyncio.create_task(self._ask(from_client, to_server, asked))
         try:
             while data := await from_server.read(65536):
-                if self.cuts:
-                    self.cuts -= 1
-                    self.cut += 1
+                if self.cuts and asked.is_set():
+                    self._count()
                     return
                 to_client.write(data)
         finally:
@@ -37,18 +40,26 @@ class CuttingProxy:
             to_client.close()
             to_server.close()
 
+    async def _ask(self, from_client: StreamReader, to_server: StreamWriter, asked: asyncio.Event) -> None:
+        while data := await from_client.read(65536):
+            if self.cuts and self._word in data:
+                if not self._delivered:
+                    self._count()
+                    break
+                asked.set()
+            to_server.write(data)
+        to_server.close()
 
-async def forward(reader: StreamReader, writer: StreamWriter) -> None:
-    while data := await reader.read(65536):
-        writer.write(data)
-    writer.close()
+    def _count(self) -> None:
+        self.cuts -= 1
+        self.cut += 1
 
 
 @asynccontextmanager
-async def cutting(url: str) -> AsyncIterator[CuttingProxy]:
-    proxy = CuttingProxy(url)
+async def cutting(url: str, word: bytes = b"", delivered: bool = True) -> AsyncIterator[CuttingProxy]:
+    proxy = CuttingProxy(url, word, delivered)
     server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
-    proxy.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    proxy.url = url.replace(f":{urlsplit(url).port}", f":{server.sockets[0].getsockname()[1]}")
     yield proxy
     server.close()
 

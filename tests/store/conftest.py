@@ -15,7 +15,7 @@ from agentlightning.server.serve import HttpServer
 from agentlightning.store.base import LightningStore
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.sql import SqlStore
-from agentlightning.types import AttemptedRollout, Span
+from agentlightning.types import AttemptedRollout, SampledChoice, Span, SpanEvent, SpanLink, SpanStatus, TokenCapture
 
 _numbers = itertools.count()
 
@@ -28,6 +28,37 @@ def span_of(of: AttemptedRollout | tuple[str, str], span_id: str | None = None, 
         attempt_id=attempt_id,
         span_id=span_id or f"{next(_numbers):016x}",
         **{"sequence_id": 0, "trace_id": "7" * 32, "name": "n", "start_time": 1.0, "end_time": 2.0, **fields},
+    )
+
+
+TOKENS = TokenCapture(
+    prompt_token_ids=(1, 2**31 - 1, 0),
+    choices=(
+        # logprobs are float32
+        SampledChoice(
+            token_ids=(5, 6), logprobs=(-0.10000000149011612, -2.5), finish_reason="stop", versions=((3, 1), (4, 1))
+        ),
+        SampledChoice(token_ids=(), logprobs=(), finish_reason="abort"),
+    ),
+)
+
+
+def full_span(of: AttemptedRollout | tuple[str, str]) -> Span:
+    """A call with everything that a span can have."""
+    return span_of(
+        of,
+        "call",
+        sequence_id=7,
+        name="Grüße 🛩️ 東京",
+        parent_id="ab",
+        start_time=1.1,
+        end_time=2.2,
+        status=SpanStatus(status_code="ERROR", description="it broke"),
+        attributes={"text": "naïve 🤖", "count": 3, "cost": 0.1, "ok": True, "tags": ["a", "b"], "mixed": [0.5, True]},
+        events=(SpanEvent(name="exception", attributes={"exception.type": "ValueError", "k": 1}, timestamp=0.3),),
+        links=(SpanLink(trace_id="t", span_id="s", attributes={"n": 1}),),
+        resource={"service.name": "agent"},
+        tokens=TOKENS,
     )
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from contextlib import AsyncExitStack
 
 import pytest
 
 from agentlightning.errors import ConflictError, NotFoundError
 from agentlightning.store import retention
 from agentlightning.store.base import CALLS
-from agentlightning.store.sql import SqlStore
 from agentlightning.types import And, AttemptStatus, Condition, EnqueueRolloutRequest, RolloutConfig, Span
+from tests.store.conftest import opened
 
 pytestmark = pytest.mark.anyio
 
@@ -23,9 +22,7 @@ ENDS: list[AttemptStatus] = ["succeeded", "failed", "timeout", "unresponsive", "
 @pytest.mark.parametrize("operations", [300, pytest.param(5000, marks=pytest.mark.soak)])
 async def test_whatever_happens_at_once_leaves_nothing_wrong(address: str, operations: int) -> None:
     chance = random.Random(operations)
-    async with AsyncExitStack() as stack:
-        store = await SqlStore.open(address, lease_seconds=0.2)
-        stack.push_async_callback(store.close)
+    async with opened(address, lease_seconds=0.2) as store:
         await store.start_run("train", {}, "run")
         names = [f"r{number}" for number in range(operations // 10)]
 
@@ -73,9 +70,7 @@ async def test_whatever_happens_at_once_leaves_nothing_wrong(address: str, opera
 async def test_a_rollout_made_anew_in_the_transaction_that_finished_and_deleted_it_is_not_finished(
     address: str,
 ) -> None:
-    async with AsyncExitStack() as stack:
-        store = await SqlStore.open(address)
-        stack.push_async_callback(store.close)
+    async with opened(address) as store:
         request = EnqueueRolloutRequest(input=1, rollout_id="again")
         await store.enqueue_many_rollouts(requests=[request])
 

@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import psycopg
 import pytest
@@ -22,6 +21,7 @@ from agentlightning.store.postgres import PostgresConnection
 from agentlightning.store.sql import StoreReader
 from agentlightning.types import EnqueueRolloutRequest, RolloutConfig
 from tests.postgres import PostgresServer
+from tests.store.away import cutting
 from tests.store.conftest import opened, span_of
 from tests.store.server_process import LONGEST_FILE, ServerProcess
 from tests.store.storm import BATCH, Storm
@@ -48,14 +48,12 @@ async def connected(server: ServerProcess, *, patience: float = 60.0) -> AsyncIt
         await client.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
 @pytest.mark.parametrize(
-    ("rounds", "writes"),
+    ("kind", "rounds", "writes"),
     [
-        pytest.param(2, 150),
-        pytest.param(12, 400, marks=pytest.mark.slow),
-        pytest.param(60, 1000, marks=pytest.mark.soak),
+        ("sqlite", 2, 150),
+        *(pytest.param(kind, 12, 400, marks=pytest.mark.slow) for kind in ("sqlite", "postgres")),
+        *(pytest.param(kind, 60, 1000, marks=pytest.mark.soak) for kind in ("sqlite", "postgres")),
     ],
 )
 async def test_a_server_killed_in_a_write_storm_loses_and_doubles_nothing(kind, rounds, writes, tmp_path, request):
@@ -154,54 +152,12 @@ def workers_in(connection: PostgresConnection) -> list[str]:
     return [name for (name,) in connection.execute("SELECT worker_id FROM workers")]
 
 
-class Cut:
-    """A wire to PostgreSQL, cut at the first COMMIT after it was `armed`: before it gets there, or its answer back."""
-
-    def __init__(self, url: str, *, delivered: bool) -> None:
-        self._url = urlsplit(url)
-        self._delivered = delivered
-        self.armed = False
-        self.cuts = 0
-
-    @contextlib.asynccontextmanager
-    async def url(self) -> AsyncIterator[str]:
-        server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
-        async with server:
-            port = server.sockets[0].getsockname()[1]
-            yield self._url.geturl().replace(f":{self._url.port}/", f":{port}/")
-
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection(self._url.hostname, self._url.port)
-        answers = asyncio.create_task(self._answer(there, writer))
-        try:
-            while data := await reader.read(65536):
-                if self.armed and b"COMMIT" in data:
-                    self.armed = False
-                    self.cuts += 1
-                    if self._delivered:
-                        answers.cancel()
-                        await asyncio.wait([answers])
-                        back.write(data)
-                        await there.read(1)  # it has answered, and so it has committed
-                    return
-                back.write(data)
-        finally:
-            answers.cancel()
-            writer.close()
-            back.close()
-
-    async def _answer(self, there: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await there.read(65536):
-            writer.write(data)
-
-
 @pytest.mark.parametrize("delivered", [True, False])
 async def test_a_commit_whose_answer_is_lost_is_neither_lost_nor_doubled(delivered, postgres_database):
-    wire = Cut(postgres_database, delivered=delivered)
-    async with wire.url() as url, opened(url) as store:
-        wire.armed = True
+    async with cutting(postgres_database, b"COMMIT", delivered) as wire, opened(wire.url) as store:
+        wire.cuts = 1
         queued = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=i) for i in range(3)])
-        assert wire.cuts == 1
+        assert wire.cut == 1
         reader = await StoreReader.open(postgres_database)
         assert await reader.query_rollouts() == queued
         await reader.close()

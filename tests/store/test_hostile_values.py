@@ -13,7 +13,7 @@ import pytest
 
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError
 from agentlightning.store.base import CALLS
-from agentlightning.types import LLM, Condition, EnqueueRolloutRequest, Metrics, Order, SpanEvent, SpanLink
+from agentlightning.types import LLM, Condition, Metrics, Order, SpanEvent, SpanLink
 from tests.server.places import EVERY, Place, call_about, furnish, span_of
 from tests.store.conftest import open_store
 
@@ -129,13 +129,6 @@ async def test_a_span_longer_than_a_number_can_say_is_refused_and_harms_no_query
 async def test_half_a_pair_in_a_key_is_no_key(store, key):
     with contextlib.suppress(InvalidError):  # what no database can be asked for
         assert await store.find_key(key) is None
-
-
-async def test_the_largest_integers_come_back(store):
-    values = [2**64 - 1, -(2**63), 2**53 + 1]
-    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=values, metadata={"values": values})])
-    leased = await store.dequeue_rollout()
-    assert (leased.input, leased.metadata) == (values, {"values": values})
 
 
 async def test_resources_of_another_kind_are_refused_and_leave_the_store_readable(store):

@@ -10,7 +10,7 @@ from agentlightning.semconv import ANNOTATION, REWARD_FINAL, REWARD_RETURNED
 from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.rewards import find_final_reward, reward_attributes
 from agentlightning.types import Condition, EnqueueRolloutRequest, Order, RolloutConfig, Span
-from tests.store.conftest import open_store, span_of
+from tests.store.conftest import span_of
 
 pytestmark = pytest.mark.anyio
 RETRIED = RolloutConfig(max_attempts=2, retry_condition=("failed",))
@@ -77,13 +77,8 @@ async def test_rollouts_are_sorted_by_reward_and_by_when_they_were_made(store):
     assert [one.rollout_id for one in newest.items] == made[::-1]
 
 
-@pytest.mark.parametrize("kind", ["memory", "postgres"])
-async def test_a_lease_that_is_withdrawn_leaves_the_outcome_of_the_attempt_before(request, kind):
-    async with open_store(kind, request) as store:
-        await _lease_and_withdraw(store)
-
-
-async def _lease_and_withdraw(store: SqlStore) -> None:
+@pytest.mark.parametrize("store", ["memory", "postgres"], indirect=True)
+async def test_a_lease_that_is_withdrawn_leaves_the_outcome_of_the_attempt_before(store):
     await store.enqueue_many_rollouts([EnqueueRolloutRequest(input="task", config=RETRIED)])
     leased = await begin(store)
     ids = leased.rollout_id, leased.attempt.attempt_id

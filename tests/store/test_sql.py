@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-import sys
 from pathlib import Path
 
 import pytest
@@ -37,61 +36,6 @@ async def test_everything_is_there_after_closing_and_opening_again(tmp_path):
     assert await store.next_policy_version(run.run_id) == 2
     assert await store.get_next_span_sequence_id(leased.rollout_id, leased.attempt.attempt_id) == 2
     await store.close()
-
-
-WRITER = """
-import asyncio, sys
-from agentlightning.store.sql import SqlStore
-from agentlightning.types import Span
-
-async def main():
-    store = await SqlStore.open(sys.argv[1])
-
-    async def agent(name):
-        rollout = await store.start_rollout(name)
-        number = 0
-        while True:
-            await store.add_many_spans([
-                Span(rollout_id=rollout.rollout_id, attempt_id=rollout.attempt.attempt_id, sequence_id=0, trace_id="t",
-                     span_id=f"{number}-{part}", name="x" * 500, start_time=0.0, end_time=1.0) for part in range(3)])
-            print(rollout.rollout_id, number, flush=True)
-            number += 1
-
-    await asyncio.gather(*(agent(i) for i in range(8)))
-
-asyncio.run(main())
-"""
-
-
-async def test_what_was_acknowledged_survives_kill_9_and_nothing_is_half_there(tmp_path):
-    path = tmp_path / "store.db"
-    for _ in range(2):
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", WRITER, str(path), stdout=asyncio.subprocess.PIPE
-        )
-        output = b"".join([await process.stdout.readline() for _ in range(200)])
-        process.kill()
-        output += await process.stdout.read()
-        await process.wait()
-
-        acknowledged: dict[str, set[int]] = {}
-        for line in output.decode().splitlines(keepends=True):
-            if line.endswith("\n"):
-                rollout_id, number = line.split()
-                acknowledged.setdefault(rollout_id, set()).add(int(number))
-        assert len(acknowledged) == 8
-        store = await SqlStore.open(path)
-        for rollout_id, numbers in acknowledged.items():
-            spans = await store.query_spans(rollout_id)
-            stored: dict[int, int] = {}
-            for span in spans:
-                number = int(span.span_id.split("-")[0])
-                stored[number] = stored.get(number, 0) + 1
-            assert numbers <= set(stored), "every acknowledged batch is there"
-            assert set(stored.values()) == {3}, "no batch is half there"
-            assert sorted(span.sequence_id for span in spans) == list(range(1, len(spans) + 1))
-            assert (await store.get_rollout_by_id(rollout_id)).status == "running"
-        await store.close()
 
 
 async def test_operations_that_share_a_commit_fail_alone():

@@ -15,13 +15,9 @@ from agentlightning.types import (
     Metrics,
     PromptTemplate,
     RolloutConfig,
-    SampledChoice,
-    SpanEvent,
-    SpanLink,
-    SpanStatus,
     TokenCapture,
 )
-from tests.store.conftest import span_of
+from tests.store.conftest import full_span, span_of
 
 pytestmark = pytest.mark.anyio
 
@@ -226,25 +222,7 @@ async def test_metrics_of_a_step_are_recorded_and_replaced(store):
 
 async def test_a_span_comes_back_as_it_was_written(store):
     leased = await lease_new(store)
-    tokens = TokenCapture(
-        prompt_token_ids=(1, 2**31 - 1, 0),
-        choices=(
-            SampledChoice(token_ids=(5, 6), logprobs=(-0.5, -1.25), finish_reason="stop", versions=((3, 1), (4, 1))),
-            SampledChoice(token_ids=(), logprobs=(), finish_reason="abort"),
-        ),
-    )
-    span = span_of(
-        leased,
-        sequence_id=7,
-        name="Grüße 🛩️ 東京",
-        parent_id="ab",
-        status=SpanStatus(status_code="ERROR", description="it broke"),
-        attributes={"text": "naïve 🤖", "count": 3, "cost": 0.1, "ok": True, "tags": ["a", "b"], "scores": [0.1, 2.5]},
-        events=(SpanEvent(name="exception", attributes={"exception.type": "ValueError"}, timestamp=1.5),),
-        links=(SpanLink(trace_id="t", span_id="s", attributes={"n": 1}),),
-        resource={"service.name": "agent"},
-        tokens=tokens,
-    )
+    span = full_span(leased)
     assert await store.add_span(span) == span
     assert await store.query_spans(leased.rollout_id) == [span]
 
@@ -362,11 +340,15 @@ async def test_an_id_that_cannot_stand_in_a_url_is_refused(store, name):
         await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1, rollout_id=name)])
 
 
-@pytest.mark.parametrize("value", [None, 0.1, -(2**53), "Ω≈ç√ 🚀", [], {"deep": {"er": [None, {"x": "\u0000"}]}}])
+VALUES = [None, 0.1, 2**64 - 1, [-(2**63), 2**53 + 1], "Ω≈ç√ 🚀", [], {"deep": {"er": [None, {"x": "\u0000"}]}}]
+
+
+@pytest.mark.parametrize("value", VALUES)
 async def test_an_input_comes_back_as_it_was_given(store, value):
-    queued = await store.enqueue_rollout(value)
+    queued = await store.enqueue_rollout(value, metadata={"value": value})
     assert (await store.get_rollout_by_id(queued.rollout_id)).input == value
-    assert (await store.dequeue_rollout()).input == value
+    leased = await store.dequeue_rollout()
+    assert (leased.input, leased.metadata) == (value, {"value": value})
 
 
 async def test_what_is_returned_is_a_copy(store):

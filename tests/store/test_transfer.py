@@ -11,30 +11,12 @@ from agentlightning.errors import ConfigError, ConflictError, InvalidError
 from agentlightning.semconv import REWARD, reward_value
 from agentlightning.store.base import LightningStore
 from agentlightning.store.transfer import Exported, Imported, export_rollouts, import_rollouts
-from agentlightning.types import (
-    Condition,
-    EnqueueRolloutRequest,
-    RolloutConfig,
-    SampledChoice,
-    SpanEvent,
-    SpanLink,
-    SpanStatus,
-    TokenCapture,
-)
-from tests.store.conftest import opened, span_of
+from agentlightning.types import Condition, EnqueueRolloutRequest, RolloutConfig
+from tests.store.conftest import TOKENS, full_span, opened, span_of
 
 pytestmark = pytest.mark.anyio
 
 SUFFIXES = ["jsonl", "jsonl.gz"]
-LOGPROB = -0.10000000149011612  # a float32
-
-TOKENS = TokenCapture(
-    prompt_token_ids=(1, 2**31 - 1, 0),
-    choices=(
-        SampledChoice(token_ids=(5, 6), logprobs=(LOGPROB, -2.5), finish_reason="stop", versions=((3, 1), (4, 1))),
-        SampledChoice(token_ids=(), logprobs=(), finish_reason="abort"),
-    ),
-)
 
 
 async def live(store: LightningStore, number: int, **fields) -> str:
@@ -51,25 +33,11 @@ async def live(store: LightningStore, number: int, **fields) -> str:
     await store.update_attempt(*ids, status="failed", metadata={"why": "…"})
     second = await store.start_attempt(first.rollout_id, worker_id="w")
     ids = first.rollout_id, second.attempt.attempt_id
-    common = {"trace_id": "ab" * 16, "start_time": 1.1, "end_time": 2.2}
     await store.extend_attempts([ids], 0.1)
     await store.add_many_spans(
         [
-            span_of(
-                ids,
-                "call",
-                **common,
-                sequence_id=7,
-                name="chat",
-                parent_id="p",
-                status=SpanStatus(status_code="ERROR", description="no"),
-                attributes={"list": [1, 2], "mixed": [0.5, True], "text": "é"},
-                events=(SpanEvent(name="e", attributes={"k": 1}, timestamp=0.3),),
-                links=(SpanLink(trace_id="t", span_id="s"),),
-                resource={"service.name": "x"},
-                tokens=TOKENS,
-            ),
-            span_of(ids, "reward", **common, name=REWARD, attributes={reward_value(0): 0.3}),
+            full_span(ids),
+            span_of(ids, "reward", name=REWARD, attributes={reward_value(0): 0.3}),
         ]
     )
     await store.update_attempt(*ids, status="succeeded")
@@ -93,7 +61,7 @@ async def test_rollouts_come_back_as_they_were(store, tmp_path, suffix):
     async with opened() as other:
         assert await import_rollouts(other, path) == Imported(rollouts=3)
         assert await all_of(other) == before
-        (call, reward) = await other.query_spans(before[0][0].rollout_id)
+        (reward, call) = await other.query_spans(before[0][0].rollout_id)
         assert reward.attributes == {reward_value(0): 0.3}
         assert call.tokens == TOKENS
         assert await other.check_store() == []
