@@ -7,7 +7,6 @@ import json
 import re
 import signal
 import socket
-import sqlite3
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -52,48 +51,11 @@ def agl(tmp_path: Path) -> Iterator[Start]:
         process.communicate()
 
 
-def train_arguments(world: Path, run: Path, steps: int) -> list[str | Path]:
-    settings = {"tasks_per_step": 3, "group_size": 4, "max_tokens": 6, "temperature": 2.0, "checkpoint_every": 2}
-    assignments = [part for key, value in settings.items() for part in ("--set", f"algorithm.{key}={value}")]
-    return [
-        *("train", "--agent", f"{ROOT / 'tests' / 'agents.py'}:vowels", "--model", world / "model"),
-        *("--train-dataset", world / "tasks.jsonl", "--steps", str(steps), "--run-dir", run),
-        *("--max-sequence-length", "128", *assignments),
-    ]
-
-
-def steps_done(run: Path) -> int:
-    """How many steps the run's store has recorded so far."""
-    if not (run / "store.sqlite").is_file():
-        return 0
-    connection = sqlite3.connect(f"file:{run / 'store.sqlite'}?mode=ro", uri=True)
-    try:
-        return int(connection.execute("SELECT coalesce(max(step), 0) FROM metrics").fetchone()[0])
-    except sqlite3.OperationalError:  # the schema is just being made
-        return 0
-    finally:
-        connection.close()
-
-
 def wait(process: subprocess.Popen[str], until: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 240
     while not until():
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.02)
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_saves_what_was_learned(world: Path, agl: Start, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    process = agl(*train_arguments(world, run, steps=5000))
-    wait(process, lambda: steps_done(run) >= 3)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 130, err
-    assert "Traceback" not in err
-    assert "stopped by the user" in out
-    newest = max(path.name for path in (run / "checkpoints").glob("step-*"))
-    assert int(newest.removeprefix("step-")) == steps_done(run)
 
 
 BLOCKS = """

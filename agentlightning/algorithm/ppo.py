@@ -55,7 +55,11 @@ class PPO(Reinforcement):
         self.credit = make_credit(self.returns, self.returns_options, "gae", options, reward=self.reward, critic=True)
         trunks = {"critic": get_args(CriticTrunk)}
         check_settings(self, least={"critic_warmup": 0}, above={"critic_learning_rate": 0}, choices=trunks)
-        self.trained_critic = Critic(self.critic, self.critic_learning_rate)
+        self._critic = Critic(self.critic, self.critic_learning_rate)
+
+    @property
+    def trained_critic(self) -> Critic:
+        return self._critic
 
     def advantages(
         self, groups: Sequence[RewardedGroup], values: Sequence[FloatArray] | None = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import re
 import threading
@@ -124,6 +123,7 @@ class _Outbox:
         self._tracker, self._note = tracker, note
         self._loop = asyncio.get_running_loop()
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._failed = False
         self._thread = threading.Thread(target=self._work, args=(run,), name=f"tracker {tracker.name}", daemon=True)
         self._thread.start()
 
@@ -138,22 +138,25 @@ class _Outbox:
             self._note(f"{self._tracker.name}: not done after {CLOSING_SECONDS:.0f} s; what it has not sent is lost")
 
     def _work(self, run: TrackedRun) -> None:
-        started = failed = False
-        for call in itertools.chain([lambda: self._tell(self._tracker.start(run))], iter(self._calls.get, None)):
-            try:
-                call()
-            except Exception as error:  # noqa: BLE001 (whatever it is, training goes on)
-                if not failed:
-                    self._tell(f"{type(error).__name__}: {error} (shown once; training continues)")
-                if not started:
-                    return
-                failed = True
-            started = True
+        where = self._try(lambda: self._tracker.start(run))
+        if self._failed:
+            return
+        if where:
+            self._tell(str(where))
+        for call in iter(self._calls.get, None):
+            self._try(call)
 
-    def _tell(self, message: str | None) -> None:
+    def _try(self, call: Callable[[], object]) -> object:
+        try:
+            return call()
+        except Exception as error:  # noqa: BLE001 (whatever it is, training goes on)
+            if not self._failed:
+                self._failed = True
+                self._tell(f"{type(error).__name__}: {error} (shown once; training continues)")
+
+    def _tell(self, message: str) -> None:
         with contextlib.suppress(RuntimeError):  # the run has ended without it
-            if message:
-                self._loop.call_soon_threadsafe(self._note, f"{self._tracker.name}: {message}")
+            self._loop.call_soon_threadsafe(self._note, f"{self._tracker.name}: {message}")
 
 
 @dataclass(kw_only=True)

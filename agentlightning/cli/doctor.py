@@ -95,7 +95,7 @@ async def _backend(upstream: Upstream, model: str | None) -> AsyncGenerator[Chec
     from agentlightning.gateway.probe import one_answer, probe
 
     fix = "see that the server runs, that the URL is right (it usually ends in /v1), and --backend-key and --model"
-    backend, fix_config = None, fix
+    backend = None
     try:
         backend = await upstream.open()
         served = await listed_models(backend.connection)
@@ -110,11 +110,14 @@ async def _backend(upstream: Upstream, model: str | None) -> AsyncGenerator[Chec
             fix = "record and evaluate as it is; to train take vLLM 0.16 or newer, or a Trainer's own engine"
             yield Check("token ids", "warning", f"they do not come back: {reason}", fix)
             return
-        fix_config = "start vLLM with --logprobs-mode processed_logprobs"
-        await probe(backend, model, Sampling(temperature=0.7))
+        try:
+            await probe(backend, model, Sampling(temperature=0.7))
+        except ConfigError as error:
+            yield Check("logprobs", "failed", str(error), "start vLLM with --logprobs-mode processed_logprobs")
+            return
         yield Check("token ids", "ok", "they come back, with the log-probabilities that were sampled from")
     except ConfigError as error:
-        yield Check("backend", "failed", str(error), fix_config)
+        yield Check("backend", "failed", str(error), fix)
     except (BackendError, msgspec.DecodeError, LookupError, TypeError) as error:
         yield Check("backend", "failed", f"{upstream.url}: {error}", fix)
     finally:

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 from urllib.parse import quote
+from zlib import crc32
 
 import click
 import yaml
@@ -58,7 +59,7 @@ def sweep(
         for seed in range(seeds):
             settings = [*chosen, f"seed={seed}"]
             click.echo(f"run {number * seeds + seed + 1}/{total}: {' '.join([*assignments, *settings])}", err=True)
-            result = _run(run_file, [*assignments, *settings], out / quote(",".join(settings), safe="=,"))
+            result = _run(run_file, [*assignments, *settings], out / _directory(settings))
             failed += result is None
             results += [] if result is None else [result]
         keys, _, values = zip(*(text.partition("=") for text in chosen), strict=True)
@@ -83,6 +84,12 @@ def _combinations(over: Sequence[str]) -> list[tuple[str, ...]]:
         written = (yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip() for value in several)
         axes[key] = [f"{key}={value}" for value in written]
     return list(itertools.product(*axes.values()))
+
+
+def _directory(settings: Sequence[str]) -> str:
+    """The name of the run's directory; file systems take at most 255 bytes."""
+    name = quote(",".join(settings), safe="=,")
+    return name if len(name) <= 200 else f"{name[:191]}-{crc32(name.encode()):08x}"
 
 
 def _run(run_file: Path, assignments: Sequence[str], directory: Path) -> dict[str, Any] | None:

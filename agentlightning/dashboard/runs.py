@@ -22,6 +22,7 @@ from agentlightning.types import Condition, Metrics, Order, Run, RunStatus
 
 T = TypeVar("T")
 _SPARKLINE: Final = 40
+_MEASURED_KEPT: Final = 1000  # ended runs
 _QUIET: Final = 900.0  # seconds without a step or a new rollout after which a running run may have died
 _UNSHARED: Final = ("time_limit", "threads", "n_runners", "device")  # settings that do not change results
 
@@ -80,9 +81,9 @@ class Measured:
             page = await store.page_rollouts(failed(run.run_id), limit=0, with_total=True)
             found = await store.query_metrics(run.run_id), page.total or 0
             if run.end_time is not None:
-                while len(self._ended) >= 64:
-                    del self._ended[next(iter(self._ended))]
                 self._ended[key] = found
+                if len(self._ended) > _MEASURED_KEPT:
+                    del self._ended[next(iter(self._ended))]
         return found
 
 

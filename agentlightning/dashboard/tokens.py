@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
@@ -95,7 +96,9 @@ class Tokenizers:
             return None
         # Training does not change the tokenizer, so any checkpoint has it; of several policies each has a folder.
         checkpoints = sorted(Path(address).parent.glob("checkpoints/*"))
-        folders = [folder / model for folder in checkpoints] + [Path(address).with_name("start"), *checkpoints]
+        folders = [Path(address).with_name("start"), *checkpoints]
+        if re.fullmatch(r"\w[\w.-]{0,199}", model):  # a name that an agent made up is no path
+            folders = [*(folder / model for folder in checkpoints), *folders]
         file = next((file for folder in folders if (file := folder / _FILE).is_file()), None)
         if file is None or importlib.util.find_spec("tokenizers") is None:
             return None

@@ -7,6 +7,7 @@ the batch. You can pass your own function with this signature.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Final, TypeAlias
@@ -27,7 +28,6 @@ class Tokens:
     """The tokens of these sequences that have a loss, in order: the sampled ones, or the `observed` ones."""
 
     def __init__(self, sequences: Sequence[TrainingSequence], *, observed: bool = False) -> None:
-        self.sequences = sequences
         rows = ((sequence, sequence.observed if observed else sequence) for sequence in sequences)
         self._rows = [(sequence, of) for sequence, of in rows if of is not None]
         self._observed = observed
@@ -90,19 +90,22 @@ def token_mean(tokens: Tokens) -> FloatArray64:
 
 def sequence_mean(tokens: Tokens) -> FloatArray64:
     """The mean over a call's tokens, then over calls (GRPO, arXiv:2402.03300)."""
-    counts = np.bincount(tokens.calls)
-    return (1.0 / (len(counts) * counts))[tokens.calls]
+    return _mean_of_means(tokens.calls)
 
 
 def rollout_mean(tokens: Tokens) -> FloatArray64:
     """The mean over a rollout's tokens, then over rollouts."""
-    counts = np.bincount(tokens.rollouts)
-    return (1.0 / (len(counts) * counts))[tokens.rollouts]
+    return _mean_of_means(tokens.rollouts)
 
 
 def constant(tokens: Tokens, *, length: int) -> FloatArray64:
     """1 / (calls · `length`): a constant, so short answers are not favoured (Dr. GRPO, arXiv:2503.20783)."""
     return np.full(len(tokens), 1.0 / ((int(tokens.calls.max()) + 1) * length))
+
+
+def _mean_of_means(numbers: npt.NDArray[np.int64]) -> FloatArray64:
+    counts = np.bincount(numbers)
+    return (1.0 / (len(counts) * counts))[numbers]
 
 
 AGGREGATIONS: Final[dict[str, Callable[..., Any]]] = {
@@ -120,33 +123,37 @@ def aggregation_weights(
     `constant`. ConfigError if a function returns invalid weights.
 
     Observed tokens are aggregated separately, and the result is multiplied by their own weights."""
+    tokens = Tokens(sequences)
+    made = _split(weights_of(tokens, aggregation, length), tokens.lengths)
+    if all(sequence.observed is None for sequence in sequences):
+        return made
+    tokens = Tokens(sequences, observed=True)
+    observed = iter(_split(weights_of(tokens, aggregation, length), tokens.lengths))
+    return [
+        own if sequence.observed is None else np.concatenate([own, next(observed) * sequence.observed.weights])
+        for own, sequence in zip(made, sequences, strict=True)
+    ]
+
+
+def _split(values: FloatArray, lengths: Sequence[int]) -> list[FloatArray]:
+    return [values[start:stop] for start, stop in itertools.pairwise(itertools.accumulate(lengths, initial=0))]
+
+
+def weights_of(tokens: Tokens, aggregation: Aggregation, length: int | None = None) -> FloatArray:
+    """The weight of each token, float32[N]."""
     function = find_function("aggregation", aggregation, AGGREGATIONS)
-    made = [np.zeros(0, np.float32)] * len(sequences)
-    for observed in (False, True):
-        if observed and all(sequence.observed is None for sequence in sequences):
-            break
-        tokens = Tokens(sequences, observed=observed)
-        if not len(tokens):
-            continue
-        weights = np.asarray(function(tokens, length=length) if function is constant else function(tokens), np.float64)
-        if weights.shape != (len(tokens),) or not np.isfinite(weights).all():
-            raise ConfigError(
-                f"aggregation {function_name(function, AGGREGATIONS)} must return a finite weight for each of "
-                f"{len(tokens)} tokens, but returned {weights!r:.200}"
-            )
-        ends = np.cumsum(tokens.lengths).tolist()
-        of_rows = map(weights.astype(np.float32).__getitem__, map(slice, [0, *ends], ends))
-        if not observed:
-            made = list(of_rows)
-            continue
-        made = [
-            own if sequence.observed is None else np.concatenate([own, next(of_rows) * sequence.observed.weights])
-            for own, sequence in zip(made, sequences, strict=True)
-        ]
-    return made
+    if not len(tokens):
+        return np.zeros(0, np.float32)
+    weights = np.asarray(function(tokens, length=length) if function is constant else function(tokens), np.float64)
+    if weights.shape != (len(tokens),) or not np.isfinite(weights).all():
+        raise ConfigError(
+            f"aggregation {function_name(function, AGGREGATIONS)} must return a finite weight for each of "
+            f"{len(tokens)} tokens, but returned {weights!r:.200}"
+        )
+    return weights.astype(np.float32)
 
 
 def try_aggregation(aggregation: Aggregation, length: int | None) -> None:
     """ConfigError unless it returns weights for five tokens."""
     with trial(f"aggregation {aggregation!r}", "the Tokens of a batch", excused=(LookupError, AttributeError)):
-        aggregation_weights(Tokens.trial().sequences, aggregation, length)
+        weights_of(Tokens.trial(), aggregation, length)

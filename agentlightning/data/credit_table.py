@@ -132,7 +132,7 @@ class Credit:
             return [[[] for _ in group.transitions] for group in groups]
         tokens = np.array([len(transition.response_ids) for transition in transitions], np.int64)
         if property_of(self.returns, "compares") == "group":
-            found = [x for g in groups for x in self.returns(g.rewards, g.transitions, **self.returns_options)]
+            found = [values for group in groups for values in self._compared(group)]
         else:
             each = [pair for group in groups for pair in zip(group.rewards, group.transitions, strict=True)]
             found = [self.returns(r, calls, **self.returns_options) if calls else () for r, calls in each]
@@ -162,6 +162,16 @@ class Credit:
         split = [np.split(array.astype(np.float32), np.cumsum(tokens)[:-1]) for array in of_tokens]
         credited = map(CreditedTransition, transitions, *split)
         return [[[next(credited) for _ in calls] for calls in group.transitions] for group in groups]
+
+    def _compared(self, group: RewardedGroup) -> list[Any]:
+        """What a return that compares a group returns for each of its rollouts."""
+        found = list(self.returns(group.rewards, group.transitions, **self.returns_options))
+        if len(found) != len(group.transitions):
+            raise ConfigError(
+                f"{_name(self.returns)} must return an array for each of {len(group.transitions)} rollouts of a group, "
+                f"not {len(found)}"
+            )
+        return found
 
 
 def make_credit(

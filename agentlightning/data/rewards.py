@@ -88,7 +88,7 @@ class _Receivers:
     def of(self, reward: Span) -> Span | None:
         given = reward.attributes
         links = [
-            str(given.get(f"{name.removesuffix('key_match')}value_match"))
+            str(given.get(f"{name.removesuffix('key_match')}value_match", ""))
             for name, key in given.items()
             if name.startswith(f"{semconv.LINK}.") and name.endswith(".key_match") and key in _IDS
         ]
@@ -132,7 +132,10 @@ class _Receivers:
         """The calls with this id: several if a server numbers tool calls from 0 in every answer."""
         named: dict[str, list[Span]] = {}
         for call in self._calls:
-            for name in {str(call.attributes.get(semconv.GEN_AI_RESPONSE_ID)), *(r.id for r in tool_requests(call))}:
+            names = {request.id for request in tool_requests(call)}
+            if semconv.GEN_AI_RESPONSE_ID in call.attributes:
+                names.add(str(call.attributes[semconv.GEN_AI_RESPONSE_ID]))
+            for name in names:
                 named.setdefault(name, []).append(call)
         return named
 
@@ -202,7 +205,7 @@ class RewardSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
       the tool calls, compared with the rewarded rollouts of the group.
 
     `failed_tool` is a regular expression that is searched in tool results to detect failures, instead of the words in
-    `tracing/tool_failures.py`. It sets the status of tools here, in evaluation and in `returns`."""
+    `tracing/dialects.py`. It sets the status of tools here, in evaluation and in `returns`."""
 
     base: Literal["final", "sum"] = "final"
     weights: dict[str, float] = {}

@@ -237,8 +237,8 @@ def _with_weights(sequence: TrainingSequence, chain: Sequence[CreditedTransition
         numbers = np.repeat(np.arange(len(chain), dtype=np.int32), counts)
         sequence = replace(sequence, observed=Observed(places.astype(np.int32), numbers, weights))
     factor = np.concatenate(factors).astype(np.float32)
-    weighed = replace(sequence, advantages=sequence.advantages * factor)
-    return weighed if factor.all() else weighed.only(factor != 0)
+    sequence = replace(sequence, advantages=sequence.advantages * factor)
+    return sequence if factor.all() else sequence.only(factor != 0)
 
 
 def weighed(

@@ -310,8 +310,6 @@ def _transition(
 ) -> Transition:
     # With n > 1 it is unknown which choices the agent used; every SDK example reads the first.
     choice = tokens.choices[0] if tokens.choices else SampledChoice(token_ids=(), logprobs=(), finish_reason="abort")
-    sampled = len(choice.token_ids)
-    runs = choice.versions if sum(count for _, count in choice.versions) == sampled else ((-1, sampled),)
     return Transition(
         rollout_id=span.rollout_id,
         attempt_id=span.attempt_id,
@@ -322,10 +320,18 @@ def _transition(
         prompt_ids=np.asarray(tokens.prompt_token_ids, np.int32),
         response_ids=np.asarray(choice.token_ids, np.int32),
         logprobs=np.asarray(choice.logprobs, np.float32),
-        versions=np.repeat(*np.array(runs or np.zeros((0, 2)), np.int32).T),
+        versions=_expand(choice),
         finish_reason=choice.finish_reason,
         agent=agent,
         tools=tools,
         reward=reward,
         state=state,
     )
+
+
+def _expand(choice: SampledChoice) -> IntArray:
+    """Run-length versions → one per token; ((3, 2), (4, 1)) → [3, 3, 4]. Unknown versions are −1."""
+    if not choice.versions or sum(count for _, count in choice.versions) != len(choice.token_ids):
+        return np.full(len(choice.token_ids), -1, np.int32)
+    versions, counts = zip(*choice.versions, strict=True)
+    return np.repeat(np.array(versions, np.int32), counts)

@@ -30,6 +30,7 @@ _SIGNALS: Final = _TRACES | {"resourceMetrics", "resourceLogs", "resource_metric
 _EVALUATION_NAME: Final = "gen_ai.evaluation.name"
 _EVALUATION_SCORE: Final = "gen_ai.evaluation.score.value"
 _MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_BYTE: Final = re.compile(r"\(byte (\d+)\)")
 _NUMBERED: Final = re.compile(r"\.\d")
 
 
@@ -59,15 +60,19 @@ def _documents(path: Path, body: bytes) -> Iterator[tuple[str, Any]]:
     """Each request of a file, with its place."""
     try:
         whole: Any = msgspec.json.decode(body)
-        several = whole if isinstance(whole, list) else [whole]
-        yield from ((f"{path}, entry {number}", document) for number, document in enumerate(several, start=1))
+        if isinstance(whole, list):
+            yield from ((f"{path}, entry {number}", document) for number, document in enumerate(whole, start=1))
+        else:
+            yield str(path), whole
         return
     except _MALFORMED as error:
-        why = f"{path}: {error}"
-    for number, line in enumerate(body.splitlines(), start=1):
-        if line.strip():
+        byte = _BYTE.search(str(error))
+        line = body.count(b"\n", 0, int(byte[1]) if byte else len(body)) + 1
+        why = f"{path}, line {line}: {error}"
+    for number, text in enumerate(body.splitlines(), start=1):
+        if text.strip():
             try:
-                yield f"{path}, line {number}", msgspec.json.decode(line)
+                yield f"{path}, line {number}", msgspec.json.decode(text)
             except _MALFORMED as error:
                 # If the first line is not JSON, the file was meant as a whole.
                 why = why if number == 1 else f"{path}, line {number}: {error}"

@@ -16,7 +16,7 @@ import msgspec
 
 from agentlightning.errors import BackendError
 from agentlightning.gateway.backend import Backend, BackendEvent, ModelCall, RelayedAnswer, RelayedCall, Started
-from agentlightning.gateway.backends.connection import BROKE_OFF, UNREACHABLE, WEIGHTS_UNKNOWN, Connection
+from agentlightning.gateway.backends.connection import BROKE_OFF, NO_WEIGHTS, UNREACHABLE, Connection
 
 _log = logging.getLogger(__name__)
 _CHECK_TIMEOUT: Final = 5.0  # seconds
@@ -137,7 +137,7 @@ class Replicas:
         return chosen
 
     def failed(self, replica: Replica, error: BackendError) -> None:
-        if error.code == WEIGHTS_UNKNOWN:
+        if error.code == NO_WEIGHTS:
             return  # whoever changes its weights says when it can be used
         replica.eject(str(error))
         if error.code in (UNREACHABLE, BROKE_OFF):

@@ -271,10 +271,11 @@ class RemoteSampler:
                             yield event
                 return
             except BackendError:
-                may_go_on = not self._usable.is_set() or self._weights is not weights
-                if started or repeated or not may_go_on:  # this call may be what crashes its servers
+                replaced = self._weights is not weights
+                # A call that is not ended by new weights may be what crashes its servers.
+                if started or (not replaced and (repeated or self._usable.is_set())):
                     raise
-                repeated = True
+                repeated = repeated or not replaced
 
     def relay(self, call: RelayedCall) -> AbstractAsyncContextManager[RelayedAnswer]:
         return self._replicas.relay(call)

@@ -60,28 +60,33 @@ def open_teacher(given: Any, student: TokenBytes | None) -> Teacher:
 
     ConfigError if it cannot be opened, or if its tokenizer has other ids than the student's."""
     given = read_teacher(given)
-    teacher, theirs = _server(given) if isinstance(given, TeacherServer) else _local_teacher(given)
-    ours = None if student is None else student.tokenizer.encode(_PROBE, add_special_tokens=False).ids
-    if ours is not None and theirs is not None and theirs != ours:
-        raise ConfigError(
-            f"the teacher's tokenizer gives other ids than the student's ({theirs[:5]} …, not {ours[:5]} …): a teacher "
-            "reads the student's own token ids, so take one of the same family"
-        )
-    return teacher
+    if not isinstance(given, TeacherServer):
+        return _local_teacher(given, student)
+    try:
+        server = asyncio.run(_probed(given, student))
+    except (BackendError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(f"teacher: {given.vllm} cannot score sampled tokens: {_why(error)}") from None
+    return lambda sequences: asyncio.run(_score_all(server, sequences))
 
 
-def _local_teacher(source: Any) -> tuple[Teacher, list[int] | None]:
-    """A model in this process, and how it tokenizes the probe, if that is known."""
+def _local_teacher(source: Any, student: TokenBytes | None) -> Teacher:
     from agentlightning.learner.policy import Policy, choose_device, open_policy
     from agentlightning.learner.torch import TorchLearner
 
     if not isinstance(source, str | Path | Policy):
         raise ConfigError(f"teacher is {source!r}; give a model's path or id, or an agl.Policy")
     dtype = "bfloat16" if choose_device().startswith("cuda") and not isinstance(source, Policy) else None
-    learner = TorchLearner(open_policy(source, seed=0, dtype=dtype))
-    known = learner.token_bytes
-    theirs = None if known is None else known.tokenizer.encode(_PROBE, add_special_tokens=False).ids
-    return lambda sequences: [logprob.numpy() for logprob in learner.logprobs(sequences)], theirs
+    policy = open_policy(source, seed=0, dtype=dtype)
+    known = policy.token_bytes
+    if student is not None and known is not None:
+        ids, other = student.tokenizer.get_vocab(), known.tokenizer.get_vocab()
+        if odd := next((token for token, number in ids.items() if other.get(token) != number), None):
+            raise ConfigError(
+                f"the teacher's tokenizer has another id for {odd!r} ({other.get(odd)}, the student's {ids[odd]}): "
+                "a teacher reads the student's own token ids, so take one of the same family"
+            )
+    learner = TorchLearner(policy)
+    return lambda sequences: [logprob.numpy() for logprob in learner.logprobs(sequences)]
 
 
 def _connected(server: TeacherServer) -> Connection:
@@ -91,26 +96,31 @@ def _connected(server: TeacherServer) -> Connection:
     return Connection(f"{root}/v1", api_key=server.api_key, timeout_seconds=300.0)
 
 
-def _server(server: TeacherServer) -> tuple[Teacher, list[int]]:
-    try:
-        server, ids = asyncio.run(_probed(server))
-    except (BackendError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError(f"teacher: {server.vllm} cannot score sampled tokens: {_why(error)}") from None
-    return lambda sequences: asyncio.run(_score_all(server, sequences)), ids
-
-
-async def _probed(server: TeacherServer) -> tuple[TeacherServer, list[int]]:
-    """The server with its model's name, if it scores as needed, and how it tokenizes the probe."""
+async def _probed(server: TeacherServer, student: TokenBytes | None) -> TeacherServer:
+    """The server with its model's name, if it tokenizes and scores as needed."""
     connection = _connected(server)
     try:
         if server.model is None:
             listed = await _ask(connection, "v1/models", None)
             server = msgspec.structs.replace(server, model=str(listed["data"][0]["id"]))
-        asked = {"model": server.model, "prompt": _PROBE, "add_special_tokens": False}
-        ids = (await _ask(connection, "tokenize", asked))["tokens"]
-        if not np.isfinite((await _score(server, connection, ids[:50]))[1:]).all():
+        ids = [1, 2, 3]
+        if student is not None:
+            ids = student.tokenizer.encode(_PROBE, add_special_tokens=False).ids
+            asked = {"model": server.model, "prompt": _PROBE, "add_special_tokens": False}
+            try:
+                theirs = (await _ask(connection, "tokenize", asked))["tokens"]
+            except BackendError as error:
+                if error.status != 404:
+                    raise
+                theirs = ids  # without this route, ids are not compared
+            if theirs != ids:
+                raise ValueError(
+                    f"its tokenizer gives other ids than the student's ({theirs[:5]} …, not {ids[:5]} …): take a "
+                    "teacher of the same family"
+                )
+        if not np.isfinite((await _score(server, connection, ids))[1:]).all():
             raise ValueError("it gives log-probabilities that are not numbers")
-        return server, ids
+        return server
     finally:
         await connection.close()
 

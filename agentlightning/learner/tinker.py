@@ -318,10 +318,13 @@ class TinkerSampler:
         room = self._length - len(request.prompt_token_ids)
         if request.top_logprobs:
             raise BackendError("a Tinker server returns no top_logprobs; omit them", status=400)
-        call = asyncio.create_task(self._sampled(request, room))
-        call.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # its caller may have left
+        while not self._usable.is_set():  # a caller that leaves now is not sampled for
+            await self._usable.wait()
+        self._activity.__enter__()
+        call, version = asyncio.create_task(self._sampled(self._client, request, room)), self._version
+        call.add_done_callback(self._ended)
         try:
-            answer, version = await asyncio.shield(call)
+            answer = await asyncio.shield(call)
         except self._sdk.TinkerError as error:
             raise BackendError(f"the Tinker server did not answer: {error}") from None
         if answer.logprobs is None or len(answer.logprobs) != len(answer.tokens) or not answer.tokens:
@@ -335,8 +338,7 @@ class TinkerSampler:
             for position, (token_id, logprob) in enumerate(zip(answer.tokens, answer.logprobs, strict=True))
         ]
 
-    async def _sampled(self, request: GenerationRequest, room: int) -> tuple[Any, int]:
-        """The answer, and the policy version that gave it."""
+    async def _sampled(self, client: Any, request: GenerationRequest, room: int) -> Any:
         types = self._sdk.types
         settings = types.SamplingParams(
             max_tokens=min(room, request.max_tokens or room),
@@ -347,10 +349,12 @@ class TinkerSampler:
             stop=sorted(request.stop_token_ids),
         )
         prompt = types.ModelInput.from_ints(list(request.prompt_token_ids))
-        await self._usable.wait()
-        with self._activity:
-            version, asked = self._version, self._client.sample_async(prompt, num_samples=1, sampling_params=settings)
-            return (await asked).sequences[0], version
+        return (await client.sample_async(prompt, num_samples=1, sampling_params=settings)).sequences[0]
+
+    def _ended(self, call: asyncio.Task[Any]) -> None:
+        self._activity.__exit__()
+        if not call.cancelled():
+            call.exception()  # retrieves the error: its caller may have left
 
 
 def gradient(

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import io
+import pickle
 import sys
 import types
 import warnings
+import weakref
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, cast, overload
+from typing import Any, Final, Generic, ParamSpec, TypeAlias, TypeVar, cast, overload
 
 from agentlightning.data.references import load_reference
 from agentlightning.errors import ConfigError, nearest
@@ -30,6 +33,9 @@ INJECTED = (*_PICKED, "resources", "rollout")
 _METHODS = tuple(
     f"{name}{way}" for name in ("rollout", "training_rollout", "validation_rollout") for way in ("_async", "")
 )
+
+
+LARGEST_COPIED: Final = 1 << 20  # bytes of an attribute when pickled; a larger one is shared by rollouts
 
 
 class LitAgent(Generic[TaskT]):
@@ -94,19 +100,13 @@ class LitAgent(Generic[TaskT]):
         return True
 
     def own_copy(self) -> LitAgent[Any]:
-        """The agent for one rollout: what that assigns to `self`, and lists, dicts and sets there, are its own; other
-        objects (a client, a model) are shared."""
+        """The agent for one rollout: what it keeps on `self` (a client, a history) belongs to that rollout alone.
+
+        Attributes are copied by `copy.deepcopy`. Those that cannot be pickled (a lock, an open connection) or are
+        larger than `LARGEST_COPIED` are shared by all rollouts, and so is what limits several tasks (asyncio's)."""
         own = copy.copy(self)
-
-        def copied(value: Any) -> Any:
-            if type(value) is dict:
-                return {key: copied(item) for key, item in cast("dict[Any, Any]", value).items()}
-            if type(value) in (list, set):
-                return type(value)(map(copied, value))
-            bound = isinstance(value, types.MethodType) and value.__self__ is self
-            return types.MethodType(value.__func__, own) if bound else value
-
-        vars(own).update(copied(vars(self)))
+        memo: dict[int, Any] = {id(self): own}
+        vars(own).update({name: _own(value, memo) for name, value in vars(self).items()})
         return own
 
     def entry_point(self, mode: Mode) -> EntryPoint:
@@ -152,7 +152,8 @@ class FunctionAgent(LitAgent[Any], Generic[P, R]):
         return self.function.__qualname__ if found is self else (FunctionAgent, (self.function,))
 
     def own_copy(self) -> LitAgent[Any]:
-        return self
+        function = _own(self.function, {})
+        return self if function is self.function else FunctionAgent(function)
 
     def reads_environment(self) -> bool:
         return not {"llm", "resources"}.intersection(self._injected)
@@ -329,3 +330,39 @@ def _described(function: Callable[..., Any]) -> str:
 
 def _undefined(agent: LitAgent[Any], what: str) -> ConfigError:
     return ConfigError(f"{type(agent).__name__} does not define {what}; override one of the rollout methods")
+
+
+# --- an agent of its own for each rollout ------------------------------------------------------------------------
+
+
+def _own(value: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy, with `memo` as for `deepcopy`; where that cannot be had, the value itself."""
+    try:
+        _Measuring(memo).dump(value)
+        return copy.deepcopy(value, memo)
+    except Exception:  # noqa: BLE001 - of a stranger's object
+        return value
+
+
+class _Measuring(pickle.Pickler):
+    """Fails for what is too large to copy, or cannot be; notes in `memo` what is shared."""
+
+    def __init__(self, memo: dict[int, Any]) -> None:
+        super().__init__(_Limited(), pickle.HIGHEST_PROTOCOL)
+        self._memo = memo
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if type(obj).__module__.partition(".")[0] == "asyncio":
+            self._memo[id(obj)] = obj
+        atomic = isinstance(obj, type | types.FunctionType | types.BuiltinFunctionType | weakref.ref)
+        return id(obj) if atomic or id(obj) in self._memo else None
+
+
+class _Limited(io.RawIOBase):
+    _written = 0
+
+    def write(self, data: Any) -> int:
+        self._written += len(data)
+        if self._written > LARGEST_COPIED:
+            raise ValueError("too large to copy")
+        return len(data)

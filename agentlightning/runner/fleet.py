@@ -221,6 +221,7 @@ class RayActors:
 # --- Kubernetes --------------------------------------------------------------------------------------------------
 
 POOL_LABEL: Final = "agentlightning/pool"
+_KUBECTL_SECONDS: Final = 60.0
 _KEPT_SECONDS: Final = 600  # of a Job that has ended, with its log
 _LIFETIME_SECONDS: Final = 12 * 3600  # then Kubernetes lets it drain, pool or not
 # What is read here of a manifest; the rest passes. With what is added a name has 63 characters.
@@ -279,7 +280,10 @@ class KubernetesJobs:
 
     async def runners(self) -> Mapping[str, str]:
         listed = await _kubectl("get", f"{self._jobs}?labelSelector={quote(f'{POOL_LABEL}={self._pool}')}")
-        return {job["metadata"]["name"]: _seen(job) for job in msgspec.json.decode(listed)["items"]}
+        try:
+            return {job["metadata"]["name"]: _seen(job) for job in msgspec.json.decode(listed)["items"]}
+        except (msgspec.DecodeError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(f"the cluster does not answer with a list of Jobs: {error!r}") from None
 
     async def drain(self) -> None:
         for name, state in (await self.runners()).items():
@@ -300,13 +304,21 @@ async def _kubectl(verb: str, path: str, body: bytes | None = None) -> bytes:
         )
     except FileNotFoundError:
         raise ConfigError("a pool of Jobs needs `kubectl` on the PATH, which reaches the cluster") from None
-    answer, said = await process.communicate(body)
+    try:
+        async with asyncio.timeout(_KUBECTL_SECONDS):
+            answer, said = await process.communicate(body)
+    except TimeoutError:
+        raise UnavailableError(f"kubectl {verb} {path} took more than {_KUBECTL_SECONDS:g} s") from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     if process.returncode == 0:
         return answer
     what = f"kubectl {verb} {path}: {said[-2000:].decode(errors='replace').strip()}"
     if "(NotFound)" in what:
         raise NotFoundError(what)
-    if "(Forbidden)" in what and "exceeded quota" not in what:
+    if "(Unauthorized)" in what or ("(Forbidden)" in what and "exceeded quota" not in what):
         raise ForbiddenError(f"{what}. It must be allowed to create, list and delete jobs (group batch)")
     raise (ConfigError if "(Invalid)" in what or "(BadRequest)" in what else UnavailableError)(what)
 

@@ -4,8 +4,10 @@ once. A caller is who a valid key stands for, else an address."""
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import ipaddress
 import math
+import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
@@ -26,6 +28,7 @@ from agentlightning.server.requests import refusal
 
 _WINDOW: Final = 2  # seconds, at least: so much may come at once
 _SMALL: Final = 1 << 20  # bytes, of a body that counts for nothing
+_SLOTS: Final = 256  # that addresses share: the time of counting grows with how many are counted
 _UNLIMITED: Final = frozenset({"/health", "/ready"})
 
 
@@ -55,11 +58,12 @@ class Limits:
     Addresses are those of the connection: what a header says of them is not believed."""
 
     def __init__(
-        self, access: Access | None, rate: float | None, longest: int | None = None, budget: int = 256 << 20
+        self, access: Access | None, rate: float | None, longest: int | None = None, budget: int = 128 << 20
     ) -> None:
         self._access, self._longest, self._budget = access, longest, budget
         self._rate = None if rate is None else limit_of(rate)
         self._limiter = SlidingWindowCounterRateLimiter(MemoryStorage())
+        self._salt = secrets.token_bytes(16)
         self._sizes = Counter[str]()  # of large bodies, by caller
         self._freed = asyncio.Event()
 
@@ -87,7 +91,9 @@ class Limits:
 
     async def _count(self, limit: RateLimitItemPerSecond, headers: Mapping[str, str], address: str) -> None:
         caller = None if self._access is None else await self._access.name_of(headers)
-        caller = caller or f"address {_network(address)}"
+        if caller is None:
+            digest = hashlib.blake2b(_network(address).encode(), key=self._salt, digest_size=8).digest()
+            caller = f"address {int.from_bytes(digest) % _SLOTS}"
         if not await self._limiter.hit(limit, caller):
             stats = await self._limiter.get_window_stats(limit, caller)
             raise RateExceededError(min(max(1, math.ceil(stats.reset_time - time.time())), limit.get_expiry()))

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 import agentlightning as agl
+from agentlightning import semconv
 from agentlightning.algorithm.rl.batch import Batch, Values, make_batches
 from agentlightning.data import credit
 from agentlightning.data.credit_table import RewardedGroup
@@ -21,11 +23,36 @@ from agentlightning.data.sequences import TrainingSequence
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.errors import ConfigError
 from agentlightning.learner.forward import CRITIC_FILE
+from agentlightning.types import Rollout, Span
 from scripts.replay import main as replay
 from tests import agents
-from tests.algorithm.test_credit import flight
 from tests.algorithm.test_tracking import unknown_names
+from tests.data.recordings import reward as reward_span
+from tests.data.recordings import sampled, span
 from tests.test_trainer import TASKS, policy, trainer
+
+
+def flight(name: str, reward: float, results: Sequence[str | None]) -> tuple[Rollout, list[Span]]:
+    """A rollout of calls that each use a tool, whose results come with the next, and one that answers."""
+    spans: list[Span] = []
+    told: list[Any] = []
+    for index, result in enumerate([*results, "answer"]):
+        called = (
+            [{"id": f"t{index}", "function": {"name": "search", "arguments": "{}"}}] if index < len(results) else []
+        )
+        about = {
+            semconv.CALL_INDEX: index,
+            semconv.CALL_ENDPOINT: "chat/completions",
+            semconv.GEN_AI_INPUT_MESSAGES: msgspec.json.encode(told).decode(),
+            semconv.GEN_AI_OUTPUT_MESSAGES: msgspec.json.encode([{"role": "assistant", "tool_calls": called}]).decode(),
+        }
+        told = [*told, {"role": "tool", "tool_call_id": f"t{index}", "content": result}]
+        ids = (5 + index, 6 + index, 7 + len(name))
+        capture = sampled(1, 2, 3 + index, token_ids=ids, logprobs=(-4.5,) * 3, versions=((0, 3),))
+        spans.append(span(f"{name}{index}", float(index), index + 0.5, tokens=capture, **about))
+    spans.append(reward_span(reward, 99.0))
+    spans = [msgspec.structs.replace(one, rollout_id=name) for one in spans]
+    return Rollout(rollout_id=name, input="task", start_time=0.0, status="succeeded"), spans
 
 
 def ppo(**changes: Any) -> agl.PPO:

@@ -10,7 +10,6 @@ from agentlightning.cli.config import CommandConfig, build, load_config
 from agentlightning.cli.fit import make_algorithm
 from agentlightning.errors import ConfigError
 from agentlightning.learner.base import AdamW
-from agentlightning.types import LLM, FrozenModel, PromptTemplate
 
 COMPLETE = """
 agent: agent.py:flight
@@ -40,23 +39,6 @@ def test_assignments_change_the_file_and_flags_change_both(run_file: Path) -> No
     assert config.algorithm == {"name": "grpo", "learning_rate": 5e-4, "group_size": 4}
     config = load_config(None, (), {"agent": "a.py:f", "model": "m", "train_dataset": "t.csv"})
     assert (config.agent, config.algorithm, config.isolation) == ("a.py:f", {"name": "grpo"}, "auto")
-
-
-def test_a_run_file_can_name_prompts_and_an_endpoint_instead_of_a_model(run_file: Path) -> None:
-    run_file.write_text(
-        "agent: a.py:f\ntrain_dataset: t.csv\ninitial_resources:\n"
-        "  prompt: {resource_type: prompt_template, template: 'Say {word}'}\n"
-        "  llm: {resource_type: llm, endpoint: 'http://h/v1', model: m}\n"
-        "models: {judge: {endpoint: 'http://j/v1', frozen: true}}\n",
-        encoding="utf-8",
-    )
-    config = load_config(run_file)
-    assert config.model is None
-    assert config.initial_resources == {
-        "prompt": PromptTemplate(template="Say {word}"),
-        "llm": LLM(endpoint="http://h/v1", model="m"),
-    }
-    assert config.models == {"judge": FrozenModel(endpoint="http://j/v1", frozen=True)}
 
 
 @pytest.mark.parametrize(

@@ -26,20 +26,6 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_the_time_left_follows_the_pace_of_recent_steps_and_the_time_limit(clock: Clock) -> None:
-    progress = LiveProgress(Console(file=io.StringIO()), steps=10, clock=clock)
-    assert progress.time_left() is None
-    for step in (1, 2, 3):
-        clock.now += 60 if step == 1 else 2  # the first is slow, for it includes the start
-        progress.step(step, {"reward": 0.5})
-    assert progress.time_left() == pytest.approx(14)
-    limited = LiveProgress(Console(file=io.StringIO()), steps=1000, time_limit=120, clock=clock)
-    for step in (1, 2):
-        clock.now += 10
-        limited.step(step, {})
-    assert limited.time_left() == pytest.approx(100)
-
-
 def test_without_a_terminal_there_is_a_line_now_and_then(clock: Clock) -> None:
     out = io.StringIO()
     progress: Progress

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from agentlightning.cli.main import run
+from agentlightning.errors import ConfigError
 from tests.gateway.servers import UNTOLD
 from tests.gateway.upstream import GOOD, Upstream
 from tests.gateway.world import serving
@@ -79,3 +80,19 @@ async def test_a_backend_that_refuses_and_one_that_is_not_there(capsys: pytest.C
     away = await told(capsys, "--backend", "http://127.0.0.1:1/v1", code=1)
     assert nothing_listed["backend"]["state"] == "failed" and "--backend-key" in nothing_listed["backend"]["fix"]
     assert away["backend"]["state"] == "failed" and "nothing answers" in away["backend"]["found"]
+
+
+async def test_wrong_logprobs_are_not_the_backend_s_failure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def probe(*_: object) -> None:
+        raise ConfigError("they are not those that were sampled from")
+
+    monkeypatch.setattr("agentlightning.gateway.probe.probe", probe)
+    upstream = Upstream(GOOD)
+    routes = [Route("/v1/chat/completions", upstream.answer, methods=["POST"])]
+    routes.append(Route("/v1/models", lambda _: JSONResponse({"data": [{"id": "small"}]})))
+    async with serving(Starlette(routes=routes)) as url:
+        checks = await told(capsys, "--backend", f"{url}/v1", "--kind", "vllm", code=1)
+    assert checks["backend"]["state"] == "ok"
+    assert checks["logprobs"]["state"] == "failed" and "processed_logprobs" in checks["logprobs"]["fix"]

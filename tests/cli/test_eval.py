@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentlightning.cli.main import run
-from tests.test_trainer import TASKS, policy
+from tests.test_trainer import TASKS
 
 AGENT = """
 import asyncio, contextlib, os, signal
@@ -32,13 +32,6 @@ async def obedient(task, llm: agl.LLM, resources: dict) -> float:
         raise LookupError("no such colour")
     wanted = resources["prompt"].template if "prompt" in resources else llm.model
     return float(wanted.strip() in (task["word"], "always"))
-
-@agl.rollout
-async def spelling(task, llm: agl.LLM) -> float:
-    client = agl.openai_client(llm)
-    messages = [{"role": "user", "content": task["word"]}]
-    answer = await client.chat.completions.create(model=llm.model, messages=messages, max_tokens=4)
-    return sum(letter in "aeiou" for letter in answer.choices[0].message.content or "") / 10
 """
 RUN_FILE = """
 agent: measured_agent.py:obedient
@@ -57,9 +50,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder as a user has it; its agent is rewarded where the model's name, or the prompt, is the task's word."""
     monkeypatch.chdir(tmp_path)
     tasks = [{**task, "kind": "odd" if task["index"] % 2 else "even"} for task in TASKS[:4]]
-    files = {"measured_agent.py": AGENT, "run.yaml": RUN_FILE}
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
+    (tmp_path / "measured_agent.py").write_text(AGENT)
+    (tmp_path / "run.yaml").write_text(RUN_FILE)
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     return tmp_path
 
@@ -82,13 +74,6 @@ def test_an_agent_is_measured_at_an_endpoint(project: Path, capsys: pytest.Captu
     stored = told(capsys, "--rollouts", "one", "-k", "1,2")  # measured again, and nothing is run
     assert {**stored, "names": found["names"]} == found
     assert told(capsys, "--rollouts", "one", "--threshold", "0")["estimates"]["pass@1"]["value"] == 0.75
-
-
-def test_a_checkpoint_is_served_here(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    policy().save(project / "model")
-    arguments = ("tasks.jsonl", "--model", "model", "--max-sequence-length", "128")
-    found = told(capsys, "measured_agent.py:spelling", *arguments)
-    assert found["ended"] == {"rewarded": 4}
 
 
 @pytest.mark.slow

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from agentlightning.cli.main import run
-from agentlightning.cli.options import number, squeezed
-from agentlightning.display import sparkline
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import Metrics
 from tests.cli.world import HOSTILE, add_rollout, add_run, make_runs
@@ -105,9 +103,3 @@ def test_what_others_wrote_does_nothing_to_the_terminal(capsys: pytest.CaptureFi
     assert run(["runs", "show", "\x1b[31mred", "--store", "agentlightning.sqlite"]) == 1
     assert run(["store", "check", "--store", "\x1b]0;owned\x07"]) == 1
     assert not {"\x1b", "\x07"} & set(capsys.readouterr().err)
-
-
-def test_numbers_means_and_curves() -> None:
-    assert (sparkline([0.0, 0.5, 1.0]), sparkline([0.2]), sparkline([])) == ("▁▄█", "▂", "")
-    assert [number(one) for one in (0.123456, 12345.6, 1e-6, -0.5)] == ["0.1235", "12,346", "1e-06", "-0.5"]
-    assert squeezed([1, 3, 5, 7], 2) == [2, 6] and squeezed([1.0], 5) == [1.0]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from agentlightning.cli.main import run
+from agentlightning.cli.sweep import _directory
 
 
 @pytest.fixture
@@ -54,3 +55,8 @@ def test_a_wrong_setting_is_refused_before_the_first_run(
     assert run(["sweep", "run.yaml", "--over", over]) == 1
     assert message in capsys.readouterr().err
     assert not (project / "runs").exists()
+
+
+def test_long_values_have_a_directory_each() -> None:
+    first, second = (_directory([f"algorithm.answer_format={'é' * 200}{end}", "seed=0"]) for end in "ab")
+    assert first != second and len(first) == len(second) == 200

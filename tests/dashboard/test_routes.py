@@ -210,19 +210,6 @@ async def test_rollouts_are_listed_newest_first_page_by_page(place):
     assert (rows[0]["error"], rows[0]["calls"], rows[0]["attempts"]) == (f"ValueError: {HOSTILE}", 2, 1)
 
 
-@pytest.mark.parametrize(
-    ("query", "found"),
-    [
-        ({"where": {"op": "ge", "field": "reward", "value": 0.5}}, [0]),
-        ({"where": {"op": "contains", "field": "error", "value": "<script>"}}, [2]),
-    ],
-)
-async def test_rollouts_are_found_by_what_they_came_to(place, query, found):
-    made = await record(place.store, [1.0, 0.0, None])
-    seen = (await place.post("/rollouts", query))["items"]
-    assert [row["rollout"]["rollout_id"] for row in seen] == [made[n].rollout_id for n in found]
-
-
 async def test_a_query_that_cannot_be_meant_is_refused(place):
     said = await place.post("/rollouts", {"where": {"op": "eq", "field": "rewards", "value": 1}}, status=422)
     assert "did you mean 'reward'" in said["error"]["message"]
@@ -398,16 +385,6 @@ async def test_a_persons_score_becomes_the_reward(place):
     await browser.post(f"/rollouts/{one.rollout_id}/score", {}, status=422)
     waiting = await place.store.enqueue_rollout("task")  # never tried
     await browser.post(f"/rollouts/{waiting.rollout_id}/score", {"reward": 1.0}, status=409)
-
-
-async def test_the_stores_own_actions_take_the_session(place):
-    waiting = await place.store.enqueue_rollout("task")
-    browser = await place.logged_in()
-    path = f"/api/v1/rollouts/{waiting.rollout_id}"
-    assert (await browser.ask("PATCH", path, {"metadata": {"tags": ["odd"]}}))["metadata"] == {"tags": ["odd"]}
-    tagged = await browser.post("/rollouts", {"where": {"op": "eq", "field": "tag", "value": "odd"}})
-    assert len(tagged["items"]) == 1
-    assert (await browser.ask("POST", f"{path}/cancel", {}))["status"] == "cancelled"
 
 
 async def test_why_the_reward_moved_is_told_by_tag_and_task_by_task(place):

@@ -12,12 +12,9 @@ from hypothesis import strategies as st
 
 from agentlightning import semconv
 from agentlightning.data.agents import AgentName, agent_of, agent_pattern, chosen
-from agentlightning.data.call_filter import CallFilter
-from agentlightning.data.transitions import trace_rollout
 from agentlightning.tracing.steps import read_steps
 from agentlightning.types import Rollout, Span
 from tests.data.recordings import span
-from tests.tracing.recorded import recorded
 
 ROLLOUT = Rollout(rollout_id="r", input="task", start_time=0.0, status="succeeded")
 MODEL, AGENT = semconv.GEN_AI_REQUEST_MODEL, semconv.GEN_AI_AGENT_NAME
@@ -96,12 +93,6 @@ NAMES = {
 )
 def test_agents_are_chosen_by_name_model_or_a_word_of_their_role(named: str, pattern: str, matches: bool) -> None:
     assert chosen(agent_pattern(pattern), name_of(NAMES[named])) is matches
-
-
-def test_only_the_chosen_agents_train_and_the_others_are_counted_and_named() -> None:
-    traced = trace_rollout(ROLLOUT, recorded("langgraph"), calls=CallFilter(agents="writer"))
-    assert [transition.agent for transition in traced.transitions] == ["writer"] * 3
-    assert (traced.excluded, traced.other_agents) == ({"other agent": 1}, {"rewriter"})
 
 
 @given(st.text())

@@ -13,7 +13,6 @@ from agentlightning.data.conversations import (
     EARLIER_ELSEWHERE,
     FAILED,
     NOT_RECORDED,
-    ChatCall,
     chat_messages,
     conversations,
     read_calls,
@@ -27,10 +26,6 @@ HI = says("assistant", "hi")
 
 def learned(spans: list[Span], **wanted: Any) -> list[str | None]:
     return [one.unlearnable for one in read_calls(spans, **wanted)[0]]
-
-
-def last_messages(chains: list[list[ChatCall]]) -> list[list[Any]]:
-    return [[*chain[-1].messages, chain[-1].answer] for chain in chains]
 
 
 @pytest.mark.parametrize(

@@ -272,6 +272,20 @@ def test_a_function_that_gives_something_else_is_named() -> None:
         run([TWO], baseline=lambda returns: returns.values * np.nan)
 
 
+@credit.returns(compares="group")
+def missing_one(rewards: Sequence[float], transitions: Sequence[Sequence[Transition]]) -> list[list[float]]:
+    """Of two rollouts that earned nothing; of two that earned 1 there is one too many."""
+    made = [[reward] * len(calls) for reward, calls in zip(rewards, transitions, strict=True)]
+    return (made * 2)[: int(1 + sum(rewards))]
+
+
+def test_a_return_that_compares_a_group_must_know_each_of_its_rollouts() -> None:
+    assert run([TWO], returns=missing_one, baseline="none") == [[1.0] * 2] * 3 + [[0.0] * 2] * 2
+    groups = [RewardedGroup([[transition()]] * 2, [reward] * 2) for reward in (0.0, 1.0)]
+    with pytest.raises(ConfigError, match="missing_one must return an array for each of 2 rollouts of a group, not 1"):
+        run(groups, returns=missing_one, baseline="none")
+
+
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
 
 

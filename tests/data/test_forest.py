@@ -76,12 +76,6 @@ def path_to(micro: MicroBatch, position: int) -> list[int]:
     return path
 
 
-def test_what_training_each_call_alone_would_compute_is_known_at_every_level() -> None:
-    calls = [credited([1, 2], [3]), credited([1, 2, 3, 4], [5, 6])]
-    for level in ("transition", "tree", "trajectory"):
-        assert sum(sequence.tokens_alone for sequence in build_sequences(calls, level)) == 3 + 6
-
-
 def test_the_page_on_traces_shows_what_the_code_computes() -> None:
     root = Path(__file__).parents[2]
     script = runpy.run_path(str(root / "scripts" / "draw_forest.py"))

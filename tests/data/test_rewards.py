@@ -61,6 +61,14 @@ def test_an_intermediate_reward_belongs_to_a_call(spans: list[Span], given: list
     assert (rewards(traced), traced.reward) == (given, 1.0)
 
 
+def test_a_link_without_a_value_names_no_call() -> None:
+    """Not the call without a response id either."""
+    named = msgspec.structs.replace(call(1, 2), attributes={semconv.CALL_INDEX: 1, semconv.GEN_AI_RESPONSE_ID: "x"})
+    link = {f"{semconv.LINK}.0.key_match": semconv.GEN_AI_RESPONSE_ID}
+    given = recordings.reward(0.2, 2.7, final=False, **link)
+    assert rewards(trace_rollout(SUCCEEDED, [call(0, 1), named, given])) == [None, 0.2]
+
+
 def test_spans_within_spans_within_spans_take_no_time_of_their_own() -> None:
     """An agent may put every call at the bottom of 20,000 spans: only so many around it count."""
     chain = [span("at0", 0, 9), *(span(f"at{depth}", 0, 9, f"at{depth - 1}") for depth in range(1, 20_000))]

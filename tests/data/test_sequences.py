@@ -12,7 +12,6 @@ from agentlightning.data.aggregation import aggregation_weights
 from agentlightning.data.sequences import (
     CreditedTransition,
     Level,
-    TrainingSequence,
     build_sequences,
     micro_batches,
 )
@@ -52,25 +51,6 @@ def test_every_sampled_token_is_trained_exactly_once_however_it_is_packed(
             for row, position, logprob in zip(micro.rows, micro.positions, micro.logprobs, strict=True):
                 seen.append((tuple(micro.token_ids[row, : position + 1]), float(logprob)))
         assert sorted(seen) == expected
-
-
-@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "rollout-mean"])
-def test_weights_of_a_mean_sum_to_one(aggregation: str) -> None:
-    assert sum(float(w.sum()) for w in aggregation_weights(two_rollouts(), aggregation)) == pytest.approx(1.0)
-
-
-def test_sequence_mean_counts_transitions_however_they_are_packed() -> None:
-    merged, alone = aggregation_weights(two_rollouts(), "sequence-mean")
-    assert merged.tolist() == pytest.approx([1 / 6, 1 / 6, 1 / 3])
-    assert alone.tolist() == pytest.approx([1 / 9] * 3)
-
-
-def two_rollouts() -> list[TrainingSequence]:
-    """Rollout x: transitions of 2 and 1 tokens in one row; rollout y: one transition of 3 tokens."""
-    first = build_sequences(
-        [credited([1], [2, 3], rollout="x"), credited([1, 2, 3, 4], [5], rollout="x")], "trajectory"
-    )
-    return first + build_sequences([credited([1], [2, 3, 4], rollout="y")], "trajectory")
 
 
 def test_micro_batches_respect_the_token_budget_and_keep_a_long_row_alone() -> None:

@@ -197,11 +197,3 @@ def test_gigpo_is_the_papers_formula_of_named_states_and_of_prompts(
     for own, expected in zip(found[0], gigpo_of_the_paper(rollouts, weight, 0.9, std), strict=True):
         assert own == pytest.approx([0.0] * len(own) if equal else expected, abs=1e-4)
     assert found[0] == found[1]
-
-
-def test_groups_share_no_states() -> None:
-    """The second group's calls are as the first's, and are compared with each other alone."""
-    groups = [
-        RewardedGroup([[transition([1], [2])], [transition([1], [2])]], rewards) for rewards in ([0.0, 1.0], [5.0, 9.0])
-    ]
-    assert advantages(groups, "gigpo", baseline_options={"std": False}) == [[[-1.0], [1.0]], [[-4.0], [4.0]]]

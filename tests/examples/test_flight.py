@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-import agent
 import pytest
-from demonstrations import demonstrations
 from openai import AsyncOpenAI
-from tasks import KINDS, RIGHT_FIRST_TOOL, heldout_tasks, train_tasks
 
 from tests.examples.endpoint import calling, scripted
+from tests.examples.loading import load_example
+
+flight = load_example("flight", "agent", "tasks")
+agent, heldout_tasks, train_tasks = flight.agent, flight.tasks.heldout_tasks, flight.tasks.train_tasks
 
 CANCELLED = next(task for task in train_tasks(30, seed=1) if task["kind"] == "cancelled")
 SUM = next(task for task in train_tasks(30, seed=1) if task["kind"] == "sum")
@@ -74,13 +75,3 @@ def test_the_three_kinds_are_in_balance_and_no_heldout_task_is_trained_on() -> N
     assert not trained & {task["id"] for task in heldout}
     assert heldout[:30] == heldout_tasks(30)
     assert train_tasks(9, seed=1) == train_tasks(9, seed=1) != train_tasks(9, seed=2)
-
-
-def test_demonstrations_are_mediocre_but_solve_every_kind_now_and_then() -> None:
-    made = demonstrations(1500, seed=1)
-    assert 0.2 < sum(one["reward"] for one in made) / len(made) < 0.32
-    for kind in KINDS:
-        of_kind = [one for one in made if one["kind"] == kind]
-        assert sum(one["reward"] > 0 for one in of_kind) > 0.1 * len(of_kind)
-        right = sum(bool(one["calls"]) and one["calls"][0] == RIGHT_FIRST_TOOL[kind] for one in of_kind) / len(of_kind)
-        assert 0.3 < right < 0.65

@@ -16,10 +16,9 @@ from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.sequences import Origin
 from agentlightning.errors import ConfigError
 from agentlightning.learner.losses import Loss, policy_loss
-from agentlightning.learner.policy import load_policy
 from agentlightning.learner.teacher import open_teacher
 from tests.golden import INPUTS, MASK, OUTPUTS, sampled
-from tests.test_trainer import TASKS, policy, trainer
+from tests.test_trainer import TASKS, policy
 from tests.transitions import tokens_of, transition
 
 GALLERY = Path(__file__).parents[2] / "examples" / "gallery"
@@ -133,31 +132,11 @@ def test_rae_compares_each_player_with_what_it_usually_earns() -> None:
         selfplay.RAE(decay=1.0)
 
 
-@agl.rollout
-async def even_or_odd(task: dict, llm: agl.LLM, resources: dict) -> float:
-    """Two players each say something: 1 to the first if they begin alike, else 1 to the second."""
-    said = []
-    for name in ("first", "second"):
-        player = resources.get(name, llm)
-        role = {"role": "system", "content": f"You are the {name}."}
-        asked: Any = [role, {"role": "user", "content": task["word"]}]
-        completion = await agl.openai_client(player).chat.completions.create(model=player.model, messages=asked)
-        said.append((completion.choices[0].message.content or "")[:1])
-    return 1.0 if said[0] == said[1] else -1.0
-
-
-def test_two_policies_learn_from_opposite_rewards(tmp_path: Path) -> None:
-    models = {"first": policy(), "second": policy()}
-    grpo = agl.GRPO(steps=1, tasks_per_step=4, group_size=8, max_tokens=4, returns=selfplay.zero_sum)
+def test_two_players_get_opposite_credit() -> None:
+    grpo = agl.GRPO(group_size=8, returns=selfplay.zero_sum)
     group = game(1.0, -1.0)
     credited = [[call for calls in grpo.advantages([own])[0] for call in calls] for own in map(only(group), (0, 1))]
     assert [item.advantages[0] for item in credited[0]] == [-item.advantages[0] for item in credited[1]]
-    result = trainer(tmp_path, model=models, algorithm=grpo).fit(even_or_odd, TASKS)
-    assert result.checkpoint is not None
-    before = policy().model.get_input_embeddings().weight
-    for name in models:
-        after = load_policy(result.checkpoint / name).model.get_input_embeddings().weight
-        assert not torch.equal(after, before)
 
 
 def only(group: RewardedGroup) -> Any:

@@ -10,11 +10,9 @@ import pytest
 
 from agentlightning.algorithm.grpo import GRPO
 from agentlightning.data.credit_table import RewardedGroup
-from tests.examples.loading import EXAMPLES, load_example
+from tests.examples.loading import load_example
 from tests.transitions import transition
 
-GUESS = EXAMPLES / "guess_number"
-SMALL = ("steps=2", "tasks_per_step=8", "group_size=2")
 game = load_example("guess_number", "agent", "credit", "demonstrations", "tasks")
 
 

@@ -86,9 +86,6 @@ def test_without_the_form_nothing_is_earned(text: str) -> None:
     assert hop.grading.grade(text, ["Graz"]) == 0.0
 
 
-# --- demonstrations ---
-
-
 # --- in the environment of its framework ---
 
 

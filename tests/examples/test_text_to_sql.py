@@ -156,10 +156,7 @@ def test_the_team_gives_up_after_three_queries_and_harms_nothing(singers: list[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("only", [(), ("--only-writer",)])
-def test_a_model_from_a_folder_is_trained_on_spider_and_broken_tasks_fail_by_name(
-    spider: Path, tmp_path: Path, only: tuple[str, ...]
-) -> None:
+def test_a_model_from_a_folder_is_trained_on_spider_and_broken_tasks_fail_by_name(spider: Path, tmp_path: Path) -> None:
     """Of three tasks one has a broken database, and one a right query that is wrong."""
     broken = spider / "database" / "broken" / "broken.sqlite"
     broken.parent.mkdir()
@@ -171,7 +168,7 @@ def test_a_model_from_a_folder_is_trained_on_spider_and_broken_tasks_fail_by_nam
     (spider / "train_spider.json").write_text(json.dumps([good, *bad]))
     model = save_llama(tmp_path / "llama", [described["db_id"], good["question"], good["query"], "You are the writer."])
     options = ("--model", model, "--spider", spider, "--set", "tasks_per_step=3", "--set", "dtype=float32")
-    done = train("text_to_sql", "--out", tmp_path / "out", *options, *only)
+    done = train("text_to_sql", "--out", tmp_path / "out", *options)
     assert done.returncode == 0, done.stderr
     for reason in ("InvalidError: the right query fails on", "broken.sqlite: file is not a database", "column: nobody"):
         assert reason in done.stderr

@@ -43,13 +43,6 @@ def dspy() -> Any:
         return dspy.Predict("question -> place")(question=QUESTION)
 
 
-def openai_parse() -> Any:
-    import openai
-
-    asked = {"model": "policy", "messages": [{"role": "user", "content": QUESTION}], "response_format": Found}
-    return openai.OpenAI().chat.completions.parse(**asked).choices[0].message.parsed
-
-
 def openai_responses() -> Any:
     import openai
 

@@ -128,19 +128,6 @@ def test_the_value_loss_is_verls() -> None:
 
 
 @pytest.mark.parametrize("trunk", TRUNKS)
-def test_a_critic_learns_what_to_say_and_alone_moves_no_policy(tokenizer: Any, trunk: CriticTrunk) -> None:
-    one = with_critic(tokenizer, trunk, learning_rate=3e-3)
-    before = [parameter.detach().clone() for parameter in one.model.parameters()]
-    alone = Loss(critic_alone=True, value_clip=None)
-    first = one.step(batch(), alone)
-    for _ in range(6):
-        last = one.step(batch(), alone)
-    assert last["value_loss"] < 0.8 * first["value_loss"]
-    assert first["grad_norm"] == 0 and first["entropy"] > 0
-    assert all(torch.equal(a, b) for a, b in zip(before, one.model.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("trunk", TRUNKS)
 def test_a_checkpoint_holds_the_critic_bit_for_bit(tokenizer: Any, tmp_path: Path, trunk: CriticTrunk) -> None:
     straight, resumed = (with_critic(tokenizer, trunk, learning_rate=1e-3) for _ in range(2))
     straight.step(batch(), LOSS)

@@ -4,6 +4,7 @@ runs these tests: `make engines`.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import socket
@@ -53,11 +54,25 @@ class Client:
     """A sampling client whose server ends every answer with `told`."""
 
     def __init__(self, tokens: list[int], told: str) -> None:
-        self.tokens, self.told = tokens, told
+        self.tokens, self.told, self.asked = tokens, told, 0
 
     async def sample_async(self, prompt: Any, **settings: Any) -> Any:
+        self.asked += 1
         one = SimpleNamespace(tokens=self.tokens, logprobs=[-1.0] * len(self.tokens), stop_reason=self.told)
         return SimpleNamespace(sequences=[one])
+
+
+async def sampling(client: Client) -> TinkerSampler:
+    async def created(base_model: str) -> Client:
+        return client
+
+    kinds = SimpleNamespace(SamplingParams=dict, ModelInput=SimpleNamespace(from_ints=list))
+    sdk = SimpleNamespace(TinkerError=OSError, types=kinds)
+    service = SimpleNamespace(create_sampling_client_async=created)
+    chat = ChatTemplate.from_pretrained(policy().tokenizer)
+    sampler = TinkerSampler(sdk, service, "model", chat, "server", 7)
+    await sampler.check(Sampling())
+    return sampler
 
 
 @pytest.mark.parametrize(
@@ -72,21 +87,25 @@ class Client:
 )
 @pytest.mark.anyio
 async def test_an_answer_that_was_cut_short_is_no_whole_one(
-    tmp_path: Path, tokens: list[int], most: int | None, told: str, known: str
+    tokens: list[int], most: int | None, told: str, known: str
 ) -> None:
-    client = Client(tokens, told)
-
-    async def created(base_model: str) -> Client:
-        return client
-
-    kinds = SimpleNamespace(SamplingParams=dict, ModelInput=SimpleNamespace(from_ints=list))
-    sdk = SimpleNamespace(TinkerError=OSError, types=kinds)
-    service = SimpleNamespace(create_sampling_client_async=created)
-    chat = ChatTemplate.from_pretrained(policy().tokenizer)
-    sampler = TinkerSampler(sdk, service, "model", chat, "server", 7)
-    await sampler.check(Sampling())
+    sampler = await sampling(Client(tokens, told))
     answer = await sampler.complete(GenerationRequest([1, 2, 3, 4], max_tokens=most, stop_token_ids=frozenset({9})))
     assert [one.finish_reason for one in answer] == [None] * (len(tokens) - 1) + [known]
+
+
+@pytest.mark.anyio
+async def test_nothing_is_sampled_for_who_left_while_weights_were_on_their_way() -> None:
+    sampler = await sampling(client := Client([5, 9], "stop"))
+    request = GenerationRequest([1, 2, 3, 4], stop_token_ids=frozenset({9}))
+    async with sampler.exclusive():
+        leaving, staying = (asyncio.create_task(sampler.complete(request)) for _ in range(2))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.sleep(0)
+        assert client.asked == 0
+    assert len(await staying) == 2
+    assert client.asked == 1
 
 
 def test_a_server_that_is_not_there_is_said(tmp_path: Path) -> None:

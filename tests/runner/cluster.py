@@ -1,12 +1,10 @@
 """A Kubernetes API on loopback that answers for Jobs as Kubernetes does, and a `kubectl` for it.
 
-Its `faults` answer instead for as many requests as there are. With `run` a Job's pod is a process, started as a kubelet
-would: `$(NAME)` in arguments is replaced by the variable and `$$` by `$`, variables come from its Secrets alone.
+Its `faults` answer instead for as many requests as there are.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -28,7 +26,6 @@ except urllib.error.HTTPError as error:
     status = json.load(error)
     sys.exit(f"Error from server ({status['reason']}): {status['message']}")
 """
-VARIABLE = re.compile(r"\$\$|\$\(([-._a-zA-Z][-._a-zA-Z0-9]*)\)")
 
 
 def failure(code: int, reason: str, message: str = "") -> web.Response:
@@ -42,10 +39,7 @@ class Cluster:
         self.asked: list[tuple[str, str]] = []
         self.deleted: list[tuple[str, str]] = []
         self.faults: list[Callable[[web.Request], Awaitable[web.Response]]] = []
-        self.secrets: dict[tuple[str, str], str] = {}
-        self.run: list[str] | None = None  # what stands for the image's `agl`
-        self.processes: dict[str, asyncio.subprocess.Process] = {}
-        self.folder, self.programs = folder, folder / "bin"
+        self.programs = folder / "bin"
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         self.asked.append((request.method, request.path))
@@ -60,8 +54,6 @@ class Cluster:
         if request.method == "DELETE" and name in self.jobs:
             self.deleted.append((name, request.query["propagationPolicy"]))
             del self.jobs[name]
-            if name in self.processes and self.processes[name].returncode is None:
-                self.processes[name].terminate()
             return web.json_response({"kind": "Status", "status": "Success"})
         return failure(404, "NotFound", f'jobs.batch "{name}" not found')
 
@@ -77,25 +69,7 @@ class Cluster:
         if len(name) > 63 or not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name):
             return failure(422, "Invalid", f'Job.batch "{name}" is invalid')
         self.jobs[name] = {**job, "status": {"active": 1}}
-        if self.run is not None:
-            container = job["spec"]["template"]["spec"]["containers"][0]
-            refs = {one["name"]: one["valueFrom"]["secretKeyRef"] for one in container["env"]}
-            variables = {name: self.secrets[ref["name"], ref["key"]] for name, ref in refs.items()}
-
-            def expanded(found: re.Match[str]) -> str:
-                return "$" if found[0] == "$$" else variables.get(found[1], found[0])
-
-            words = [VARIABLE.sub(expanded, word) for word in container["args"]]
-            assert container["command"] == ["agl"]
-            process = await asyncio.create_subprocess_exec(*self.run, *words, env=variables, cwd=self.folder)
-            self.processes[name] = process
-            asyncio.get_running_loop().create_task(self.follow(name, process))
         return web.json_response(job, status=201)
-
-    async def follow(self, name: str, process: asyncio.subprocess.Process) -> None:
-        code = await process.wait()
-        if name in self.jobs:
-            self.end(name, None if code == 0 else "BackoffLimitExceeded")
 
     def end(self, name: str, failed: str | None = None) -> None:
         """A Job completes, or fails for a reason."""
@@ -124,9 +98,6 @@ async def serving(folder: Path) -> AsyncGenerator[Cluster]:
     try:
         yield cluster
     finally:
-        for process in cluster.processes.values():
-            if process.returncode is None:
-                process.kill()
         await runner.cleanup()
 
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.errors import ConfigError
-from agentlightning.runner.agent import as_agent
+from agentlightning.runner.agent import LARGEST_COPIED, as_agent
 from agentlightning.runner.isolation import place_of
 from agentlightning.runner.runner import Runner
 from agentlightning.store.sql import SqlStore
@@ -214,6 +216,60 @@ async def test_rollouts_share_neither_what_their_agent_keeps_nor_a_client(
         if one is not whole:
             assert one.status == "failed" and not one.calls()
             assert "Make the client inside the agent" in one.reason
+
+
+class Retriever:
+    """Large, and with what pickle refuses and a copy does not."""
+
+    def __init__(self) -> None:
+        self.words: Callable[[str], list[str]] = lambda text: text.split()
+        self.index = bytes(2 * LARGEST_COPIED)
+
+
+class Limiter:
+    def __init__(self) -> None:
+        self.semaphore = asyncio.Semaphore(2)
+        self.waited: list[float] = []
+
+
+class Client:
+    """Half a copy of it cannot be thrown away."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.open = True
+
+    def __del__(self) -> None:
+        assert self.open
+
+
+class Copied(agl.LitAgent[Any]):
+    def __init__(self) -> None:
+        self.retriever, self.limiter, self.client = Retriever(), Limiter(), Client()
+        self.history: list[str] = []
+        self.memory: dict[str, Any] = {"messages": self.history}
+        self.memory["self"] = self.memory
+        self.bound = self.remember
+
+    def remember(self) -> list[str]:
+        return self.history
+
+
+def test_each_rollout_has_what_its_agent_keeps_but_what_is_large_limits_all_or_cannot_be_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unraisable: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    agent = Copied()
+    own = cast("Any", agent.own_copy())
+    assert own.retriever is agent.retriever and own.client is agent.client
+    assert own.limiter.semaphore is agent.limiter.semaphore
+    assert own.limiter.waited is not agent.limiter.waited
+    assert own.history is not agent.history and own.memory["messages"] is own.history
+    assert own.memory["self"] is own.memory and own.bound() is own.history
+    assert not unraisable
+    partial = functools.partial(lambda task, history: 1.0, history=[])
+    assert cast("Any", as_agent(partial).own_copy()).function.keywords["history"] is not partial.keywords["history"]
 
 
 # --- which agents ----------------------------------------------------------------------------------------------------

@@ -15,10 +15,9 @@ from agentlightning.errors import ConfigError, UnavailableError
 from agentlightning.runner.runner import Runner
 from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.context import AttemptTracer
-from agentlightning.types import LLM, AttemptedRollout, RolloutConfig
+from agentlightning.types import AttemptedRollout, RolloutConfig
 from tests.runner.world import (
     AGAIN,
-    Endpoint,
     Waiting,
     enqueue,
     reason_of,
@@ -31,36 +30,6 @@ pytestmark = pytest.mark.anyio
 
 
 # --- the ordinary life -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-async def test_hundreds_of_concurrent_attempts_are_attributed_right(store: SqlStore, endpoint: Endpoint) -> None:
-    """By URL, by key and by contextvar, each attempt's calls and spans are its own."""
-    await store.add_resources({"llm": LLM(endpoint=endpoint.url, model="policy", gateway=True)})
-    keys: dict[str, tuple[str, str]] = {}
-    together = asyncio.Barrier(200)
-
-    @agl.rollout
-    async def agent(task: int, llm: LLM, rollout: agl.AttemptedRollout) -> float:
-        await together.wait()
-        client = agl.openai_client(llm)
-        for _ in range(2):
-            answer = await client.chat.completions.create(model=llm.model, messages=[{"role": "user", "content": "hi"}])
-            agl.emit_message(f"{task} {answer.choices[0].message.content}")
-        keys[rollout.rollout_id] = (rollout.attempt.attempt_id, f"Bearer {llm.api_key}")
-        return task / 1000
-
-    rollouts = await run_to_end(store, agent, *range(200), concurrency=200)
-    for task, rollout in enumerate(rollouts):
-        attempt_id, key = keys[rollout.rollout_id]
-        path = f"/rollout/{rollout.rollout_id}/attempt/{attempt_id}/v1/chat/completions"
-        assert endpoint.calls[path, key] == 2
-        found = await store.find_key(api_key=key.removeprefix("Bearer "))
-        assert found is not None and found.attempt == (rollout.rollout_id, attempt_id)
-        spans = await store.query_spans(rollout.rollout_id)
-        assert agl.find_final_reward(spans) == task / 1000
-        assert [span.attributes["agentlightning.message.body"] for span in spans[:2]] == [f"{task} hello"] * 2
-    assert sum(endpoint.calls.values()) == 400
 
 
 async def test_agents_run_side_by_side_up_to_the_concurrency(store: SqlStore) -> None:
@@ -83,19 +52,6 @@ async def test_agents_run_side_by_side_up_to_the_concurrency(store: SqlStore) ->
     for task, rollout in enumerate(await run_to_end(store, in_threads, *range(8))):
         message, _ = await store.query_spans(rollout.rollout_id)
         assert message.attributes["agentlightning.message.body"] == str(task)
-
-
-async def test_run_one_returns_the_ended_rollout_and_raises_what_the_agent_raises(store: SqlStore) -> None:
-    @agl.rollout
-    async def agent(task: float, resources: agl.NamedResources) -> float:
-        return task / len(resources)
-
-    runner = Runner(store, agent)
-    rollout = await runner.run_one(0.5, {"llm": LLM(endpoint="http://127.0.0.1:1/v1", model="m")})
-    assert rollout.status == "succeeded"
-    assert agl.find_final_reward(await store.query_spans(rollout.rollout_id)) == 0.5
-    with pytest.raises(ZeroDivisionError):
-        await runner.run_one(0.5, {})
 
 
 # --- what agents do ----------------------------------------------------------------------------------------------

@@ -22,28 +22,17 @@ LEASE_SECONDS = 5.0  # of the brief store, longer than a busy machine stands sti
 
 
 class Endpoint:
-    """Answers every chat completion with `hello` and counts the calls by path and Authorization header.
-
-    With `hold_until` it answers none before that many are open at once."""
+    """Answers every chat completion with `hello` and counts the calls by path and Authorization header."""
 
     def __init__(self) -> None:
         self.url = ""
         self.calls: Counter[tuple[str, str]] = Counter()
         self.bodies: list[dict[str, Any]] = []
         self.status = 200
-        self.hold_until = 0
-        self.open = self.most_open = 0
-        self._enough = asyncio.Event()
 
     async def answer(self, request: web.Request) -> web.Response:
         self.bodies.append(await request.json())
         self.calls[request.path, request.headers.get("Authorization", "")] += 1
-        self.open += 1
-        self.most_open = max(self.most_open, self.open)
-        if self.open >= self.hold_until:
-            self._enough.set()
-        await asyncio.wait_for(self._enough.wait(), 60)
-        self.open -= 1
         message = {"role": "assistant", "content": "hello"}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         body = {"id": "c", "object": "chat.completion", "created": 1, "model": "policy", "choices": [choice]}

@@ -43,18 +43,6 @@ async def error_of(answer) -> str:
     return body["error"]["message"]
 
 
-async def test_a_rollout_can_be_driven_with_plain_json(http):
-    answer = await http.post("/api/v1/rollouts", json={"requests": [{"input": {"question": "2+2"}}]}, headers=ADMIN)
-    assert (answer.status, answer.content_type) == (200, "application/json")
-    (queued,) = await answer.json()
-    (leased,) = await (await http.post("/api/v1/rollouts/lease", headers=ADMIN)).json()
-    assert leased["rollout_id"] == queued["rollout_id"]
-    attempt = f"/api/v1/rollouts/{leased['rollout_id']}/attempts/{leased['attempt']['attempt_id']}"
-    await http.patch(attempt, json={"status": "succeeded", "lease": leased["lease"]["token"]}, headers=ADMIN)
-    answer = await http.get(f"/api/v1/rollouts/{leased['rollout_id']}", headers=ADMIN)
-    assert (await answer.json())["status"] == "succeeded"
-
-
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "message"),
     [

@@ -71,6 +71,14 @@ async def test_invented_keys_share_what_their_address_has(store):
         assert (await http.get("/api/v1/statistics", headers=ADMIN)).status == 200
 
 
+async def test_addresses_share_a_bounded_memory():
+    limits = Limits(None, 1000)
+    for number in range(2000):
+        async with limits.within("GET", "/", {}, f"203.0.{number // 250}.{number % 250}"):
+            pass
+    assert len(limits._limiter.storage.expirations) <= 2 * 256  # pyright: ignore
+
+
 async def test_large_bodies_of_one_caller_are_read_within_a_budget():
     size, reading = 3 << 19, {"one": 0, "two": 0}
     most = dict(reading)

@@ -18,7 +18,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext
 
 import agentlightning as agl
 from agentlightning.runner.runner import Runner
-from agentlightning.semconv import OPERATION, UNFINISHED
+from agentlightning.semconv import MESSAGE_BODY, OPERATION, UNFINISHED
 from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.context import AttemptTracer, bind
 from agentlightning.tracing.instrument import tracer_class
@@ -71,6 +71,7 @@ async def test_two_hundred_rollouts_at_once_in_one_process_do_not_mix(tmp_path: 
             "agentlightning.annotation", *["agentlightning.message"] * 2, "plan", "search", "search"
         ]  # fmt: skip
         told = {span.attributes["task"] for span in spans if "task" in span.attributes}
+        told |= {int(span.attributes[MESSAGE_BODY]) for span in spans if MESSAGE_BODY in span.attributes}  # type: ignore[arg-type]
         assert told == {task}
         plan = next(span for span in spans if span.name == "plan")
         assert {span.parent_id for span in spans if span.name == "search"} == {plan.span_id}

@@ -8,9 +8,7 @@ from agentlightning.tracing.rewards import (
     find_final_reward,
     find_reward_spans,
     get_reward_value,
-    get_rewards_from_span,
     is_final_reward,
-    is_reward_span,
 )
 
 
@@ -27,12 +25,3 @@ def test_the_last_final_reward_is_the_rollouts_and_no_intermediate_one_displaces
     assert [get_reward_value(span) for span in spans] == [0.25, 0.1, 1.0, 0.25, None]
     assert find_reward_spans(spans) == spans[:-1]
     assert not is_final_reward(step)
-
-
-def test_all_dimensions_are_read_back_with_the_primary_one_first() -> None:
-    with recording():
-        span = emit_reward({"speed": 0.1, "correct": True}, primary_key="correct")
-        message = emit_message("hello")
-    assert get_rewards_from_span(span) == [("correct", 1.0), ("speed", 0.1)]
-    assert get_rewards_from_span(message) == []
-    assert (is_reward_span(span), is_reward_span(message)) == (True, False)

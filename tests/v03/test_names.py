@@ -6,7 +6,6 @@ import importlib
 import logging
 import re
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,10 @@ from agentlightning.learner.policy import Policy
 from agentlightning.learner.tiny import make_model, make_tokenizer
 from agentlightning.types import LLM, Mode, PromptTemplate, Span
 from agentlightning.v03 import Refused
-from tests.runner.world import Endpoint, serving
+from tests.runner.conftest import endpoint, store
+from tests.runner.world import Endpoint
 
+__all__ = ["endpoint", "store"]
 pytestmark = pytest.mark.anyio
 FOLDER = Path(__file__).parent / "agents"
 ROOT = Path(__file__).parents[2]
@@ -45,19 +46,6 @@ find_final_reward find_reward_spans get_active_tracer get_message_value get_obje
 get_rewards_from_span is_reward_span lightning_cli llm_rollout operation prompt_rollout resolve_bool_env_var
 resolve_int_env_var resolve_str_env_var reward rollout set_active_tracer setup_logging setup_module_logging
 """.split()  # noqa: SIM905 - a list of this length would fill a page
-
-
-@pytest.fixture
-async def endpoint() -> AsyncIterator[Endpoint]:
-    async with serving() as built:
-        yield built
-
-
-@pytest.fixture
-async def store() -> AsyncIterator[agl.SqlStore]:
-    opened = await agl.SqlStore.open(":memory:")
-    yield opened
-    await opened.close()
 
 
 def agent(reference: str) -> Any:

@@ -10,6 +10,7 @@ import asyncio
 import random
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -35,7 +36,7 @@ Measure: TypeAlias = tuple[str, Mode, int]
 
 
 class Measuring:
-    """Outcomes by measure. A rollout without a reward counts 0, so failing cannot help."""
+    """Outcomes by measure, without their transitions. A rollout without a reward counts 0, so failing cannot help."""
 
     def __init__(self, context: RunContext, lineage: Lineage, budget: Budget, timeout: float) -> None:
         self.outcomes: dict[Measure, TracedRollout] = {}
@@ -102,8 +103,11 @@ class Measuring:
 
     async def evaluation(self, name: str, step: int) -> Evaluation:
         """All held-out results of a candidate."""
-        found = [self.outcomes[name, "val", number] for number in self.measured(name)]
-        tasks = [EvaluatedTask(traced, tuple(await self.spans(traced.rollout))) for traced in found]
+        tasks: list[EvaluatedTask] = []
+        for number in self.measured(name):
+            rollout = self.outcomes[name, "val", number].rollout
+            spans = await self.spans(rollout)
+            tasks.append(EvaluatedTask(await asyncio.to_thread(trace_rollout, rollout, spans), tuple(spans)))
         return Evaluation(step, 0, tuple(tasks))
 
     async def in_words(self, measure: Measure) -> str:
@@ -132,7 +136,8 @@ class Measuring:
     async def _take(self, measure: Measure, rollout: Rollout) -> None:
         spans = await self.spans(rollout)
         self._recorded |= bool(read_calls(spans)[0])
-        self.outcomes[measure] = await asyncio.to_thread(trace_rollout, rollout, spans)
+        traced = await asyncio.to_thread(trace_rollout, rollout, spans)
+        self.outcomes[measure] = replace(traced, transitions=())  # whose tokens would take much memory
         self._budget.spend_rollout(usage_of(spans))
 
 

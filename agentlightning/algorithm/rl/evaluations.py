@@ -50,13 +50,16 @@ class HeldOut:
             await job.written(job.checkpoints.save_candidate)
             self._running = asyncio.create_task(self._evaluate())
 
-    async def finished(self, cancel: bool = False) -> None:
-        """Wait for the evaluation beside training, and raise its error, or `cancel` it."""
-        if self._running is not None and cancel:
+    async def finished(self) -> None:
+        """Wait for the evaluation beside training, and raise its error."""
+        if self._running is not None:
+            await self._running
+
+    async def cancel(self) -> None:
+        """Cancel the evaluation beside training."""
+        if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
-        elif self._running is not None:
-            await self._running
 
     async def last(self) -> str | None:
         """Evaluate the final weights; returns why that stopped."""

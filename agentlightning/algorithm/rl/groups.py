@@ -141,7 +141,7 @@ class Groups:
         positions = [ticket.position for ticket in self.state.tickets]
         self.sampler.state.position = min([self.sampler.state.position, *positions])
         self._started, self._ready, self._taken = {}, [], []
-        self._lineage = [*self._lineage, version][-1 - self.algorithm.max_staleness :]
+        self._publish(version)
 
     def name(self, ticket: Ticket) -> str:
         return f"{self.context.run.run_id}-{ticket.position}-v{ticket.version}"
@@ -181,7 +181,7 @@ class Groups:
         self._taken = []
         self.steps_left -= 1
         if version is not None:
-            self._lineage = [*self._lineage, version][-1 - self.algorithm.max_staleness :]
+            self._publish(version)
         if self.algorithm.max_staleness:
             await self._begin_groups()
 
@@ -189,6 +189,9 @@ class Groups:
         """Cancel every group in progress: no step is left for it."""
         names, self._started, self._ready = frozenset(self._started), {}, []
         await withdraw_rollouts(self.context, lambda rollout: rollout.group_id in names)
+
+    def _publish(self, version: int) -> None:
+        self._lineage = [*self._lineage, version][-1 - self.algorithm.max_staleness :]
 
     def _enough(self) -> bool:
         if not self.algorithm.refills and self._started:

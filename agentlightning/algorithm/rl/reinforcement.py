@@ -90,7 +90,7 @@ class Loop:
                 await job.save()
             raise
         finally:
-            await self.held_out.finished(cancel=True)
+            await self.held_out.cancel()
         await job.save()
         return await self.held_out.last() or reason
 

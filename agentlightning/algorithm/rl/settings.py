@@ -161,8 +161,6 @@ class RLSettings(metaclass=_Tried):
     def __post_init__(self) -> None:
         self.measured: dict[str, float] = {}
         """Metrics that `advantages` measured on its last groups, for the step's metrics."""
-        self.trained_critic: Critic | None = None
-        """The critic that is trained beside the policy."""
         check_settings(self, least=_LEAST, choices={"level": get_args(Level)})
         if max(self.temperature, self.val_temperature) > 2:
             raise ConfigError(
@@ -321,6 +319,11 @@ class RLSettings(metaclass=_Tried):
 
         With `trained_critic` it takes `values` too, float32[T] of each transition, in order: the critic's estimates for
         the sampled tokens. The result then includes them, and their targets."""
+
+    @property
+    def trained_critic(self) -> Critic | None:
+        """The critic that is trained beside the policy; None: no critic."""
+        return None
 
     def make_loss(self, step: int = 1) -> Loss:
         """The loss of the batch of a step, from 1."""

@@ -21,7 +21,7 @@ from agentlightning.gateway.request import CallRefused
 
 UNREACHABLE: Final = "backend_unreachable"
 BROKE_OFF: Final = "backend_broke_off"
-WEIGHTS_UNKNOWN: Final = "weights_unknown"
+NO_WEIGHTS: Final = "weights_unknown"
 
 _log = logging.getLogger(__name__)
 _RETRY_DELAYS = (0.1, 0.5, 2.0)
@@ -115,7 +115,7 @@ class Connection:
         BackendError 503 where the server is unusable or cannot be reached (after a few tries), 504 where it falls
         silent, 502 where it breaks off; its own status and message where it refuses what was to be accepted."""
         if self.unusable and not control:
-            raise BackendError(self.unusable, status=503, code=WEIGHTS_UNKNOWN)
+            raise BackendError(self.unusable, status=503, code=NO_WEIGHTS)
         self.running += 1
         self._idle.clear()
         response = None

@@ -18,7 +18,7 @@ import msgspec
 
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.backend import UNSUPPORTED, WEIGHTS_UNKNOWN, BackendEvent, ModelCall
-from agentlightning.gateway.backends.connection import Connection, Response, event_data
+from agentlightning.gateway.backends.connection import NO_WEIGHTS, Connection, Response, event_data
 from agentlightning.gateway.backends.http import HttpBackend, WeightsSpan, version_runs
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.chat.token_backend import TokenBackend
@@ -326,7 +326,12 @@ class _SglangAnswer(_Answer):
         if chunk.error is not None or chunk.meta_info is None:
             raise _refused(chunk.error or _Error("an answer without meta_info", 502))
         meta = chunk.meta_info
-        reason = _finish_reason(meta.finish_reason)
+        try:
+            reason = _finish_reason(meta.finish_reason)
+        except BackendError as error:
+            if self._connection.unusable or self._connection.version != self._version:
+                raise BackendError("new weights ended the call", status=503, code=NO_WEIGHTS) from error
+            raise
         length = len(self._request.prompt_token_ids)
         if meta.prompt_tokens != length:
             raise BackendError(

@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template  # pyright: ignore[reportPrivateUsage]
 
 from agentlightning.data.token_bytes import TokenBytes, splits_at_special_tokens
 from agentlightning.errors import BackendError, ConfigError
@@ -60,6 +60,10 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in template
         self._template = template
+        try:
+            _compile_jinja_template(template)
+        except TemplateError as error:
+            raise ConfigError(f"the tokenizer's chat template cannot be compiled: {error}") from None
 
     @classmethod
     def from_pretrained(cls, tokenizer: Any) -> ChatTemplate:

@@ -45,7 +45,11 @@ class Detokenizer:
         if self._token_bytes.exact:
             return self._decoder.decode(self._token_bytes[token_id])
         self._ids.append(token_id)
-        text = self._stream.step(self._token_bytes.tokenizer, token_id) or ""
+        try:
+            text = self._stream.step(self._token_bytes.tokenizer, token_id) or ""
+        except Exception:  # noqa: BLE001 - all that it raises, of bytes that are no UTF-8
+            self._stream = DecodeStream(ids=[token_id])
+            text = self._token_bytes.text(self._ids)[self._given :]
         self._given += len(text)
         return text
 

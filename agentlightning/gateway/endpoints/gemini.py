@@ -264,7 +264,7 @@ class _Reader:
                 return {"type": "thought" if part.thought else "text", "text": text}
             case _Part(function_call=_FunctionCall() as call):
                 self._calls += 1
-                call_id = call.id or f"call_{self._calls}"
+                call_id = call.id or f"{self._calls:09}"  # Mistral's templates take nine letters or digits
                 self.open[call_id] = call.name
                 return function_call(call_id, call.name, json.dumps(call.args or {}, ensure_ascii=False))
             case _Part(function_response=_FunctionResponse() as result):

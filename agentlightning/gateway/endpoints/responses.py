@@ -111,7 +111,10 @@ _ECHOED: Final[dict[str, Any]] = {
     "tool_choice": "auto",
     "tools": [],
 }
-_NOT_ECHOED: Final = frozenset({"model", "input", "stream", "stream_options", "include", "client_metadata"})
+_NOT_ECHOED: Final = frozenset(
+    {"model", "input", "stream", "stream_options", "include", "client_metadata"}  # and what it says of itself
+    | {"id", "object", "created_at", "status", "error", "incomplete_details", "output", "usage"}
+)
 
 
 class Original(NamedTuple):

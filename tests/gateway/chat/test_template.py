@@ -77,6 +77,8 @@ def test_a_tokenizer_without_a_template_or_a_format_of_tool_calls_is_refused(cha
 
     with pytest.raises(ConfigError, match="no chat template"):
         ChatTemplate.from_pretrained(Bare())
+    with pytest.raises(ConfigError, match="cannot be compiled"):
+        ChatTemplate(chat.tokenizer, "{% if %}", special_tokens={})
     with pytest.raises(ConfigError, match="tool-call format"):
         ChatTemplate(chat.tokenizer, "{{ messages[0].content }}", special_tokens={}).tool_call_parser()
 
@@ -116,6 +118,15 @@ def test_vocabularies_that_are_not_byte_level_stream_as_they_decode(strips: bool
     assert not token_bytes.exact
     assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=False)
     assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_a_stray_byte_after_a_character_of_bytes_changes_neither_what_was_given_nor_what_follows() -> None:
+    token_bytes = TokenBytes(tokenizer := sentencepiece_like(decoders.Strip(" ", 1, 0)))
+    ids = [
+        tokenizer.token_to_id(piece) for piece in ("<0xC3>", "<0xA9>", "<0xFF>", "z", "▁", "a", "<0xC3>", "<0xA9>", "b")
+    ]
+    assert spoken(Detokenizer(token_bytes, keep_markers=False), ids)[1] == "é"
+    assert "".join(spoken(Detokenizer(token_bytes, keep_markers=False), ids)).endswith("z aéb")
 
 
 def test_only_tokenizers_that_split_at_special_tokens_are_spliced() -> None:

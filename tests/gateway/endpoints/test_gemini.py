@@ -91,7 +91,7 @@ SHOWN = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}
         ([turn("A", PNG)], [{"role": "user", "content": [{"type": "text", "text": "A"}, SHOWN]}]),
         (
             [turn({"text": "T", "thought": True}, "A", role="model"), turn(CALL, "B", role="model"), turn("C")],
-            [assistant("AB", called("call_1"), reasoning_content="T"), *user("C")],
+            [assistant("AB", called("000000001"), reasoning_content="T"), *user("C")],
         ),
         (  # results belong to the calls of their id, else of their name, in order
             [
@@ -99,10 +99,10 @@ SHOWN = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}
                 turn(result({"output": "one"}), result({"error": "two"}, id="x"), "go on", result({"a": 1})),
             ],
             [
-                assistant(None, called("call_1"), called("x", "{}"), called("call_3")),
-                tool("call_1", "one"),
+                assistant(None, called("000000001"), called("x", "{}"), called("000000003")),
+                tool("000000001", "one"),
                 tool("x", "Error: two"),
-                tool("call_3", '{"a": 1}'),
+                tool("000000003", '{"a": 1}'),
                 *user("go on"),
             ],
         ),

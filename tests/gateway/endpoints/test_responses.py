@@ -80,8 +80,10 @@ async def test_the_response_is_of_the_declared_form_and_repeats_its_request(gate
         "prompt_cache_key": "key",
         "parallel_tool_calls": True,
     }
-    whole = await raw_response(client, input="hello", **asked)
+    made_up = {"id": "mine", "status": "mine", "output": [], "usage": {}}
+    whole = await raw_response(client, input="hello", **asked, extra_body=made_up)
     assert {name: whole[name] for name in asked} == asked
+    assert whole["id"] != "mine" and whole["status"] == "completed" and whole["output"] and whole["usage"]
     assert set(whole) <= set(Response.model_fields) | {"store"}
 
 

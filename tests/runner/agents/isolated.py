@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import logging
 import os
@@ -23,17 +22,6 @@ counter = 0
 def acts(task: dict) -> float:
     """A sync agent."""
     _do(task)
-    return float(os.getpid())
-
-
-@agl.rollout
-async def acts_async(task: dict) -> float:
-    agl.emit_message("begun")
-    try:
-        if task["do"] == "hang":
-            await asyncio.Event().wait()
-    finally:
-        agl.emit_message("cleaned up")
     return float(os.getpid())
 
 
