@@ -108,6 +108,7 @@ class Trainer:
         hooks: called before and after every rollout (see `Hook`).
         trackers: `"tensorboard"`, `"wandb"`, `"mlflow"`, `{"name": "wandb", "project": "x"}`, or your own `Tracker`.
         progress: shows progress. Default: a display on stderr; False shows nothing.
+        adapter: the `adapter` of functions decorated with `agl.algo`, as in Agent Lightning 0.3.
         max_sequence_length: tokens of prompt and answer together; default: the model's limit, at most 4096.
         device: where the model is loaded; default `cuda` if there is a GPU, else `cpu`.
         threads: threads of torch; default 1 for models below 10M parameters, which more threads slow down.
@@ -141,6 +142,7 @@ class Trainer:
         time_limit: float | None = None,
         initial_resources: Mapping[str, Any] | None = None,
         hooks: Sequence[Hook] = (),
+        adapter: Any = None,
         trackers: Sequence[str | Mapping[str, Any] | Tracker] = (),
         progress: Progress | Literal[False] | None = None,
         max_sequence_length: int | None = None,
@@ -153,6 +155,10 @@ class Trainer:
         self.models = {name: fetched_model(model) for name, model in trained.items()}
         self.frozen = read_frozen(models or {}, self.models)
         n_runners = n_workers if n_runners is None else n_runners
+        if adapter is not None:
+            from agentlightning.v03.adapters import with_adapter
+
+            algorithm = with_adapter(algorithm, adapter)
         self.algorithm: Algorithm = GRPO() if algorithm is None else algorithm
         self.sampler, self.learner = sampler, learner
         read_learner(learner)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import agentlightning
 from agentlightning.algorithm.tracking import Tracker, Tracking
 from agentlightning.errors import AgentLightningError, ConfigError, nearest
 from agentlightning.learner.base import Learner, Sampler
@@ -132,7 +133,7 @@ class Algorithm(Protocol):
         ...
 
 
-INJECTED = ("store", "train_dataset", "val_dataset", "initial_resources", "context")
+INJECTED = ("store", "train_dataset", "val_dataset", "initial_resources", "adapter", "context")
 
 
 class FunctionAlgorithm:
@@ -143,6 +144,7 @@ class FunctionAlgorithm:
             raise ConfigError(f"{function!r} is not `async def`; an algorithm awaits the store, so write it as one")
         self.function = function
         self.name = function.__name__
+        self.adapter: Any = None
         parameters = inspect.signature(function).parameters.values()
         for parameter in parameters:
             if parameter.name not in INJECTED and parameter.default is parameter.empty:
@@ -163,6 +165,7 @@ class FunctionAlgorithm:
             "train_dataset": context.train_tasks,
             "val_dataset": context.val_tasks,
             "initial_resources": resources,
+            "adapter": self.adapter or agentlightning.TracerTraceToTriplet(),
             "context": context,
         }
         await context.unless_stopped(self.function(**{name: values[name] for name in self._injected}))
@@ -171,6 +174,7 @@ class FunctionAlgorithm:
 def algo(function: Callable[..., Awaitable[None]]) -> FunctionAlgorithm:
     """Make an async function an algorithm, for `Trainer(algorithm=…)`.
 
-    Parameters are filled in by name: `store`, `train_dataset`, `val_dataset`, `initial_resources`, `context`.
-    ConfigError for other parameters without a default."""
+    Parameters are filled in by name: `store`, `train_dataset`, `val_dataset`, `initial_resources`, `context`, and
+    `adapter` (the trainer's, as in Agent Lightning 0.3, or a TracerTraceToTriplet). ConfigError for other parameters
+    without a default."""
     return FunctionAlgorithm(function)

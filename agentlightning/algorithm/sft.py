@@ -18,6 +18,7 @@ from agentlightning.algorithm.rl.groups import Groups
 from agentlightning.algorithm.rl.reinforcement import Reinforcement
 from agentlightning.data.credit_table import RewardedGroup
 from agentlightning.data.sequences import CreditedTransition
+from agentlightning.data.transitions import Transition
 from agentlightning.errors import ConfigError
 from agentlightning.learner.losses import LossKind
 from agentlightning.store.base import LightningStore
@@ -35,6 +36,7 @@ class SFT(Reinforcement):
 
     Settings:
         best: it is among so many best of its group, and the group is not all alike.
+        fraction: it is among this share of the best of the step.
         threshold: its reward is at least this.
         traces: train on recorded groups instead of new rollouts, again and again: a run's directory, a SQLite file, a
             `postgresql://` URL or a server's URL. Held-out rollouts are left out. A rollout without a group counts as a
@@ -42,6 +44,7 @@ class SFT(Reinforcement):
         traces_run: only this run of `traces`; default: all."""
 
     best: int | None = 1
+    fraction: float | None = None
     threshold: float | None = None
     traces: str | None = None
     traces_run: str | None = None
@@ -61,10 +64,12 @@ class SFT(Reinforcement):
         if self.best is not None and not 1 <= self.best < (math.inf if self.traces else self.group_size):
             raise ConfigError(
                 f"best is {self.best}, of groups of {self.group_size}; it must be at least 1 and leave some out, or "
-                "give best=None with a threshold"
+                "give best=None with a threshold or a fraction"
             )
-        if self.best is None and self.threshold is None:
-            raise ConfigError("no rule selects rollouts; give best or threshold")
+        if self.fraction is not None and not 0 < self.fraction <= 1:
+            raise ConfigError(f"fraction is {self.fraction}; it must be above 0 and at most 1")
+        if self.best is None and self.fraction is None and self.threshold is None:
+            raise ConfigError("no rule selects rollouts; give best, fraction or threshold")
 
     def _check_traces(self) -> None:
         if self.traces is None and self.traces_run is not None:
@@ -100,19 +105,38 @@ class SFT(Reinforcement):
 
     def advantages(self, groups: Sequence[RewardedGroup]) -> list[list[list[CreditedTransition]]]:
         """1 for every token of the kept rollouts; no transitions for the others."""
+        rewards = [reward for group in groups for reward in group.rewards]
+        kept = iter(self._kept(rewards, [best for group in groups for best in self._best(group.rewards)]))
         return [
             [
-                [CreditedTransition(call, np.ones(len(call.response_ids), np.float32)) for call in calls if keep]
-                for calls, keep in zip(group.transitions, self._kept(group.rewards), strict=True)
+                [_imitated(transition) for transition in transitions] if keep else []
+                for transitions, keep in zip(group.transitions, kept, strict=False)
             ]
             for group in groups
         ]
 
-    def _kept(self, rewards: Sequence[float]) -> list[bool]:
-        """Which rollouts of a group are kept; among equals, the first."""
-        chosen = set(range(len(rewards)))
-        if self.best is not None:
-            order = sorted(chosen, key=rewards.__getitem__, reverse=True)
-            chosen = set(order[: self.best]) if len(set(rewards)) > 1 else set()
+    def _kept(self, rewards: Sequence[float], best: Sequence[bool]) -> list[bool]:
+        """Which rollouts of a step are kept; `best` are the best of their groups."""
+        count = len(rewards) if self.fraction is None else math.ceil(self.fraction * len(rewards))
         least = -math.inf if self.threshold is None else self.threshold
-        return [index in chosen and reward >= least for index, reward in enumerate(rewards)]
+        ranks = list(zip(rewards, best, strict=True))  # among equals, the best of groups come first
+        highest = _highest(ranks, count)
+        return [high and among and reward >= least for high, (reward, among) in zip(highest, ranks, strict=True)]
+
+    def _best(self, rewards: Sequence[float]) -> list[bool]:
+        """Which rollouts of a group are among its best."""
+        if self.best is None:
+            return [True] * len(rewards)
+        if len(set(rewards)) < 2:
+            return [False] * len(rewards)
+        return _highest(rewards, self.best)
+
+
+def _highest(ranks: Sequence[Any], count: int) -> list[bool]:
+    """Which are the `count` highest; among equals, the first."""
+    chosen = set(sorted(range(len(ranks)), key=ranks.__getitem__, reverse=True)[:count])
+    return [index in chosen for index in range(len(ranks))]
+
+
+def _imitated(transition: Transition) -> CreditedTransition:
+    return CreditedTransition(transition, np.ones(len(transition.response_ids), np.float32))

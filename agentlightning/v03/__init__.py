@@ -43,6 +43,9 @@ _MODULES: Final = {
 # Module → the names of 0.3 that it has, under the same names.
 _KEPT: Final = {
     "agentlightning.v03": "configure_logger make_link_attributes make_tag_attributes reward setup_logging",
+    "agentlightning.v03.adapters": (
+        "Adapter LlmProxyTraceToTriplet TraceAdapter TraceToMessages TraceToTripletBase TracerTraceToTriplet Triplet"
+    ),
     "agentlightning.types": (
         "Attempt AttemptStatus AttemptedRollout AttributeValue Attributes EnqueueRolloutRequest NamedResources "
         "Resource ResourcesUpdate RolloutStatus StatusCode Worker"
@@ -75,21 +78,20 @@ RENAMED: Final = (
 
 # The names of 0.3 that have no counterpart; `_INSTEAD` says what to do where many would ask.
 _GONE: Final = """
-Adapter AgentLightningClient AgentLightningServer AgentOpsTracer AGL_VIRTUAL Algorithm batch_iter_over_dataset
-build_component clear_active_tracer ClientServerExecutionStrategy CollectionBasedLightningStore ConsoleMetricsBackend
-DevTaskLoader DummyTracer ExecutionEvent ExecutionStrategy extract_links_from_attributes extract_tags_from_attributes
-FastAlgorithm filter_and_unflatten_attributes filter_attributes FilterField FilterOptions flatten_attributes
-GenericResponse get_active_llm_proxy get_active_tracer get_message_value get_object_value get_tracer
-get_tracer_provider InMemoryLightningStore instrument_all LegacyAgentRunner lightning_cli LightningEnvVar
-LightningResourceAttributes LightningSpanAttributes LightningStoreCapabilities LightningStoreServer
-LightningStoreStatistics LightningStoreThreaded LinkAttributes LitAgentRunner LLMProxy LlmProxyTraceToTriplet
-MetricsBackend ModelConfig MongoLightningStore MultiMetricsBackend MultiprocessingEvent OtelResource OtelTraceAdapter
-OtelTracer PaginatedResult ParallelWorkerBase PrometheusMetricsBackend query_linked_spans resolve_bool_env_var
-resolve_int_env_var resolve_str_env_var RewardAttributes RolloutLegacy RolloutRawResultLegacy set_active_tracer
-setup_module_logging SharedMemoryExecutionStrategy SortOptions SpanAttributeNames SpanContext SpanNames
-SpanRecordingContext Task TaskIfAny ThreadingEvent Tinker TraceAdapter Tracer TracerTraceToTriplet TraceState
-TraceToMessages TraceToTripletBase Triplet unflatten_attributes uninstrument_all VERL WeaveTracer with_llm_proxy
-with_store WorkerStatus
+AgentLightningClient AgentLightningServer AgentOpsTracer AGL_VIRTUAL Algorithm batch_iter_over_dataset build_component
+clear_active_tracer ClientServerExecutionStrategy CollectionBasedLightningStore ConsoleMetricsBackend DevTaskLoader
+DummyTracer ExecutionEvent ExecutionStrategy extract_links_from_attributes extract_tags_from_attributes FastAlgorithm
+filter_and_unflatten_attributes filter_attributes FilterField FilterOptions flatten_attributes GenericResponse
+get_active_llm_proxy get_active_tracer get_message_value get_object_value get_tracer get_tracer_provider
+InMemoryLightningStore instrument_all LegacyAgentRunner lightning_cli LightningEnvVar LightningResourceAttributes
+LightningSpanAttributes LightningStoreCapabilities LightningStoreServer LightningStoreStatistics LightningStoreThreaded
+LinkAttributes LitAgentRunner LLMProxy MetricsBackend ModelConfig MongoLightningStore MultiMetricsBackend
+MultiprocessingEvent OtelResource OtelTraceAdapter OtelTracer PaginatedResult ParallelWorkerBase
+PrometheusMetricsBackend query_linked_spans resolve_bool_env_var resolve_int_env_var resolve_str_env_var
+RewardAttributes RolloutLegacy RolloutRawResultLegacy set_active_tracer setup_module_logging
+SharedMemoryExecutionStrategy SortOptions SpanAttributeNames SpanContext SpanNames SpanRecordingContext Task TaskIfAny
+ThreadingEvent Tinker Tracer TraceState unflatten_attributes uninstrument_all VERL WeaveTracer with_llm_proxy with_store
+WorkerStatus
 """
 _INSTEAD: Final = {
     "VERL": "train with agl.Trainer(model=…, algorithm=agl.GRPO(…))",

@@ -50,6 +50,12 @@ def test_the_best_of_each_group_is_kept() -> None:
     assert kept(agl.SFT(best=2), group(0, 1, 0.5)) == [[False, True, True]]
 
 
+def test_of_equals_no_more_are_kept_than_the_fraction_says() -> None:
+    assert kept(agl.SFT(best=None, fraction=0.5), group(1, 0, 0, 0)) == [[True, True, False, False]]
+    assert kept(agl.SFT(best=None, fraction=0.5, threshold=1), group(1, 0, 0, 0)) == [[True, False, False, False]]
+    assert kept(agl.SFT(fraction=0.25), group(1, 0, 1, 0), group(1, 0, 1, 0)) == [[True, False, False, False]] * 2
+
+
 def test_a_threshold_keeps_all_that_reach_it() -> None:
     assert kept(agl.SFT(best=None, threshold=0.5), group(1, 0, 0.5, 0)) == [[True, False, True, False]]
     assert kept(agl.SFT(best=2, threshold=1), group(1, 0, 0.5, 0)) == [[True, False, False, False]]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import AsyncOpenAI
 
 import agentlightning as agl
 from agentlightning.data.references import load_reference
@@ -139,6 +141,30 @@ async def test_a_function_algorithm_meets_the_runners_in_the_store(tmp_path: Pat
     assert result.stopped_because == "done"
 
 
+async def test_a_function_algorithm_gets_the_trainers_adapter(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    @agl.algo
+    async def look(adapter: Any) -> None:
+        seen.append(adapter)
+
+    mine = agl.TraceToMessages()
+    for number, given in enumerate((None, {"agent_match": "write"}, mine)):
+        trainer = agl.Trainer(algorithm=look, adapter=given, run_dir=tmp_path / str(number))
+        await trainer.fit_async(agent("capitals.py:survives"), [PARIS])
+    assert [one.agent_match for one in seen[:2]] == [None, "write"]
+    assert seen[2] is mine
+
+
+def test_an_adapter_that_would_change_nothing_is_refused() -> None:
+    for adapter in ({"agent_macth": "write"}, "agentlightning.adapter.TraceToMessages", agl.TraceToMessages()):
+        for algorithm in (None, agl.GRPO()):
+            with pytest.raises(ConfigError, match="adapter"):
+                agl.Trainer(model="m", algorithm=algorithm, adapter=adapter)  # type: ignore[arg-type]
+    apo = agl.APO[Any](AsyncOpenAI(api_key="k"))  # which needed it in 0.3
+    assert agl.Trainer(algorithm=apo, adapter=agl.TraceToMessages()).algorithm is apo
+
+
 def test_a_function_algorithm_that_cannot_be_run_is_refused() -> None:
     def search(store: Any) -> None: ...
 
@@ -157,6 +183,11 @@ def test_every_name_of_0_3_is_there_or_says_what_to_use(name: str) -> None:
         with pytest.raises(ConfigError, match=f"agentlightning.{name} of Agent Lightning 0.3 does not exist here: "):
             found()
     assert f"`{name}`" in (ROOT / "docs" / "reference" / "compatibility.md").read_text(encoding="utf-8")
+
+
+def test_the_page_that_a_message_names_is_a_file() -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"{ROOT / 'docs' / 'reference' / 'compatibility.md'} says")):
+        agl.TraceState()
 
 
 def test_links_are_written_as_in_0_3() -> None:
