@@ -31,7 +31,14 @@ from tests.algorithm.test_groups import right, solved
 from tests.test_trainer import TASKS, algorithm, trainer
 
 
-class Interrupting:
+class Shared:
+    """An agent that counts over all rollouts."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
+        return self
+
+
+class Interrupting(Shared):
     """An agent during whose n-th rollout of a mode the user presses Ctrl-C."""
 
     def __init__(self, mode: str, n: int) -> None:
@@ -84,7 +91,7 @@ def rollouts_of(run: Path, wanted: Callable[[Rollout], bool]) -> list[Rollout]:
     return asyncio.run(read())
 
 
-class Killed:
+class Killed(Shared):
     """An agent during whose n-th training rollout the power fails: `into` gets what the disk of `run` holds then."""
 
     def __init__(self, agent: Any, n: int, run: Path, into: Path) -> None:
