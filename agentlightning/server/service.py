@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from agentlightning.data.references import load_reference
 from agentlightning.errors import AgentLightningError, ConfigError, UnavailableError
 from agentlightning.garbage import garbage_sought_seldom
@@ -22,7 +24,14 @@ from agentlightning.gateway.attribution import is_loopback
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.server.app import ServerSettings, create_app
 from agentlightning.server.handover import OWNER, Place
-from agentlightning.server.models import HoldModel, Models, ReleaseModel, RemoveModel, registration
+from agentlightning.server.models import (
+    HoldModel,
+    Models,
+    RegisterModel,
+    ReleaseModel,
+    RemoveModel,
+    registration,
+)
 from agentlightning.server.serve import HttpServer
 from agentlightning.server.workers import SharedGateway, Workers
 from agentlightning.store.base import LightningStore
@@ -39,6 +48,7 @@ if TYPE_CHECKING:
 
 HOURLY: Final = 3600.0
 _PATIENCE: Final = 2.0  # seconds in which the server that gets models may be away
+_PAUSE: Final = 1.0  # seconds until a server that went away is looked for again
 _log: Final = logging.getLogger(__name__)
 
 
@@ -172,10 +182,41 @@ async def lent(
         http = await stack.enter_async_context(HttpServer(create_app(None, gateway=gateway), port=port))
         client = LightningStoreClient(server, api_key, patience=_PATIENCE)
         stack.push_async_callback(client.close)
-        for entry in entries:
-            stack.push_async_callback(_remove, client, RemoveModel(name=entry.name, owner=owner))
-            await client.perform(registration(entry, f"{http.url}/v1", api_key=key, owner=owner))
+        calls = [registration(entry, f"{http.url}/v1", api_key=key, owner=owner) for entry in entries]
+        for call in calls:
+            stack.push_async_callback(_remove, client, RemoveModel(name=call.name, owner=owner))
+        registered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        keeping = asyncio.create_task(_keep_registered(client, calls, registered), name="registration of models")
+        stack.push_async_callback(_cancel, keeping)
+        await registered
         yield
+
+
+async def _keep_registered(
+    client: LightningStoreClient, calls: Sequence[RegisterModel], registered: asyncio.Future[None]
+) -> None:
+    """Register models at a server, and again whenever it has been away: one that starts anew knows none. `registered`
+    is resolved by the first time, or gets its error."""
+
+    async def register() -> None:
+        again = registered.done()
+        for call in calls:  # their servers were checked the first time, and may be busy now
+            await client.perform(msgspec.structs.replace(call, check=False) if again else call)
+        if again:
+            _log.warning("the server at %s is back; its models are registered again", client.url)
+        else:
+            registered.set_result(None)
+
+    while True:
+        try:
+            await client.while_reached(register)
+        except AgentLightningError as error:
+            if not registered.done():
+                registered.set_exception(error)
+                return
+            if not isinstance(error, UnavailableError):
+                _log.error("the models cannot be registered again, trying on: %s", error)
+        await asyncio.sleep(_PAUSE)
 
 
 async def _remove(client: LightningStoreClient, call: RemoveModel) -> None:
