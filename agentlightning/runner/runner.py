@@ -29,7 +29,7 @@ from agentlightning.errors import (
     UnavailableError,
 )
 from agentlightning.runner.agent import AnyAgent, as_agent
-from agentlightning.runner.clients import ClientPool, current_pool
+from agentlightning.runner.clients import ClientPool, current_pool, lost_connection
 from agentlightning.runner.environment import ResourceCache, current_server
 from agentlightning.runner.execution import Flight, Hook, Outcome
 from agentlightning.runner.isolation import AgentNotLoadedError, AgentProcess, Isolation, boot_of, usual_concurrency
@@ -270,7 +270,7 @@ class Runner:
         except (InvalidError, ConflictError, NotFoundError) as error:
             if outcome.status == "succeeded":
                 outcome = Outcome("failed", f"its spans were refused: {error}", error)
-        if outcome.status == "failed" and (fault := await self._fault_of_ours(flight)) is not None:
+        if outcome.status == "failed" and (fault := await self._fault_of_ours(flight, outcome)) is not None:
             outcome = Outcome("unresponsive", f"{fault} ({outcome.reason})", outcome.error)
         if outcome.status != "succeeded":
             self._notice(flight, outcome)
@@ -281,10 +281,12 @@ class Runner:
                 logger.warning("attempt %s ended as %s too late, ignored: %s", flight.ids[1], outcome.status, error)
         return outcome
 
-    async def _fault_of_ours(self, flight: Flight) -> str | None:
+    async def _fault_of_ours(self, flight: Flight, outcome: Outcome) -> str | None:
         """What kept the agent of a failed attempt from its model; None if nothing did, and the agent failed itself."""
         if self.store.away_at > flight.started:
             return "the store could not be reached while the agent ran"
+        if lost_connection(outcome.error):
+            return "the connection to its model's URL broke"
         spans = await self._patiently(lambda: self.store.query_spans(*flight.ids))
         calls = [span for span in spans if speaks_for_gateway(span)]
         status = calls[-1].attributes.get(HTTP_STATUS) if calls else None

@@ -8,6 +8,7 @@ import functools
 import logging
 import secrets
 import tempfile
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from agentlightning.server.serve import HttpServer
 from agentlightning.server.workers import SharedGateway, Workers
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
-from agentlightning.store.client import LightningStoreClient
+from agentlightning.store.client import PATIENCE_SECONDS, LightningStoreClient
 from agentlightning.store.records import audit
 from agentlightning.store.redaction import redaction
 from agentlightning.store.retention import ended_before
@@ -197,6 +198,7 @@ async def _keep_registered(
 ) -> None:
     """Register models at a server, and again whenever it has been away: one that starts anew knows none. `registered`
     is resolved by the first time, or gets its error."""
+    give_up = time.monotonic() + PATIENCE_SECONDS
 
     async def register() -> None:
         again = registered.done()
@@ -211,10 +213,11 @@ async def _keep_registered(
         try:
             await client.while_reached(register)
         except AgentLightningError as error:
-            if not registered.done():
+            away = isinstance(error, UnavailableError)
+            if not registered.done() and not (away and time.monotonic() < give_up):
                 registered.set_exception(error)
                 return
-            if not isinstance(error, UnavailableError):
+            if not away:
                 _log.error("the models cannot be registered again, trying on: %s", error)
         await asyncio.sleep(_PAUSE)
 
