@@ -37,7 +37,7 @@ from agentlightning.errors import (
 from agentlightning.store import calls, codec
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
-from agentlightning.types import EnqueueRolloutRequest, FinishedRollouts, Noun
+from agentlightning.types import FinishedRollouts, Noun
 
 logger = logging.getLogger(__name__)
 
@@ -258,7 +258,7 @@ class LightningStoreClient(LightningStore):
             await session.close()
 
     async def perform(self, call: Call) -> Any:
-        call = _named(call)
+        call = calls.named(call)
         if "timeout" not in call.__struct_fields__:
             return await self._ask(call)
         give_up = time.monotonic() + _patience_of(call)
@@ -375,22 +375,6 @@ def _checked(url: str) -> str:
     except ValueError:
         pass
     raise ConfigError(f"the store's URL is {url!r}; expected one such as http://127.0.0.1:8000")
-
-
-def _named(call: Call) -> Call:
-    """The call with all ids that the server would generate, so that it can be repeated without doing it twice."""
-    given: dict[str, Any] = {
-        field: codec.new_id(prefix) for field, prefix in call.ids.items() if getattr(call, field) is None
-    }
-    if call.method == "enqueue_many_rollouts":
-        requests: Sequence[EnqueueRolloutRequest] = getattr(call, "requests")  # noqa: B009 - it has this field
-        given["requests"] = [
-            request
-            if request.rollout_id is not None
-            else msgspec.structs.replace(request, rollout_id=codec.new_id("ro"))
-            for request in requests
-        ]
-    return msgspec.structs.replace(call, **given) if given else call
 
 
 def _patience_of(call: Call) -> float:
