@@ -32,7 +32,7 @@ from agentlightning.datasets.hub import fetched_model
 from agentlightning.datasets.tasks import load_dataset
 from agentlightning.display import LiveProgress, hide_library_progress, show_tasks
 from agentlightning.environments import tasks_of
-from agentlightning.errors import ConfigError, UnavailableError, check_settings
+from agentlightning.errors import AgentLightningError, ConfigError, UnavailableError, check_settings
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Backend, Sampling
@@ -52,6 +52,7 @@ from agentlightning.server.service import lent, models_held
 from agentlightning.store.base import LightningStore
 from agentlightning.store.client import PATIENCE_SECONDS, LightningStoreClient
 from agentlightning.store.sql import SqlStore
+from agentlightning.tracing.emit import shown
 from agentlightning.types import LLM, FrozenModel, Metrics, NamedResources
 
 if TYPE_CHECKING:
@@ -332,8 +333,11 @@ class Trainer:
         manifest = make_manifest(self._config(), self.seed, train_tasks, val_tasks)
         if directory.resumed:
             await check_data(store, directory.mark.run_id, manifest)
+        run = await store.start_run(self.algorithm.name, manifest, run_id=directory.mark.run_id)
+        if directory.resumed:
+            run = await store.update_run(run.run_id, merge={"reason": None, "stop": None})
         return RunContext(
-            run=await store.start_run(self.algorithm.name, manifest, run_id=directory.mark.run_id),
+            run=run,
             store=store,
             directory=directory.path,
             train_tasks=train_tasks,
@@ -436,7 +440,7 @@ class Trainer:
             settings: dict[str, Any] = {"hooks": self.hooks, "isolation": self._place}
             runner = Runner(context.store, agent, concurrency=self._concurrency, **settings)
             tasks.add(asyncio.ensure_future(runner.run()))
-        status = "failed"
+        status, reason = "failed", "interrupted"
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if job not in done and self._rl is not None:  # what it has trained is saved
@@ -445,12 +449,18 @@ class Trainer:
             for task in done:
                 task.result()
             status = "cancelled" if context.stop.is_set() else "succeeded"
+            reason = getattr(self.algorithm, "stopped_because", "done")
+        except Exception as error:
+            reason = shown(error)
+            if not isinstance(error, AgentLightningError):
+                reason = f"{type(error).__name__}: {reason}"
+            raise
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             with contextlib.suppress(UnavailableError):  # the error that ended the run says more
-                await context.store.update_run(context.run.run_id, status)
+                await context.store.update_run(context.run.run_id, status, merge={"reason": reason})
 
     def _config(self) -> dict[str, Any]:
         """The resolved settings, for the run's manifest."""
