@@ -23,6 +23,7 @@ from rich.console import Console
 
 from agentlightning.algorithm import GRPO, Algorithm, Baseline, NoProgress, Progress, Reinforcement, RunContext
 from agentlightning.algorithm.base import TrainedPolicy
+from agentlightning.algorithm.conclusion import conclusion
 from agentlightning.algorithm.directory import RunDirectory, check_data, make_manifest, run_directory
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
 from agentlightning.algorithm.measures import Measures, measured, summarise
@@ -63,7 +64,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class FitResult:
     """The result of `Trainer.fit`. `checkpoint` is the directory of the last weights, `best_checkpoint` that of the
-    weights with the highest held-out reward; `AutoModelForCausalLM.from_pretrained` loads both."""
+    weights with the highest held-out reward; `AutoModelForCausalLM.from_pretrained` loads both. `conclusion` says what
+    to try next if the held-out reward did not rise."""
 
     run_id: str
     directory: Path
@@ -73,6 +75,7 @@ class FitResult:
     metrics: tuple[Metrics, ...]
     seconds: float
     best_checkpoint: Path | None = None
+    conclusion: str | None = None
 
 
 class Trainer:
@@ -287,15 +290,21 @@ class Trainer:
             stack.enter_context(stopping_at_interrupt(context.stop))
             await self._run_beside_runner(agent, context)
             checkpoints = Checkpoints(directory.path / "checkpoints")
+            evaluations = tuple(getattr(algorithm, "evaluations", ()))
+            metrics = tuple(await context.store.query_metrics(context.run.run_id))
+            said = conclusion(evaluations, metrics)
+            if said is not None:
+                await context.store.update_run(context.run.run_id, merge={"conclusion": said})
             return FitResult(
                 run_id=context.run.run_id,
                 directory=directory.path,
                 checkpoint=checkpoints.latest(),
                 best_checkpoint=checkpoints.best(),
                 stopped_because=getattr(algorithm, "stopped_because", "done"),
-                evaluations=tuple(getattr(algorithm, "evaluations", ())),
-                metrics=tuple(await context.store.query_metrics(context.run.run_id)),
+                evaluations=evaluations,
+                metrics=metrics,
                 seconds=time.monotonic() - started,
+                conclusion=said,
             )
 
     async def _open(
