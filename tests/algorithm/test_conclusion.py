@@ -35,7 +35,7 @@ def steps(start: float, end: float, **values: float) -> list[Metrics]:
     ("before", "after", "measured", "said"),
     [
         ([0, 0, 0, 1], [0, 0, 1, 0], steps(0.2, 0.2), ["did not rise by more than chance", "stayed at 0.200", "1e-06"]),
-        ([0, 0, 0, 1], [0, 1, 0, 0], steps(0.2, 0.8), ["rose from 0.257 to 0.743", "hold out more"]),
+        ([0, 0, 0, 1], [0, 1, 0, 0], steps(0.2, 0.8), ["rose from 0.243 to 0.757", "hold out more"]),
         ([1, 1, 1, 0], [0, 0, 0, 0], steps(0.8, 0.1), ["fell (0.750 before, 0.000 after", "a third as large"]),
         ([0, 0, 0, 1], [0, 0, 0, 1], steps(0.2, 0.2, advantage_zero=0.9), ["90% of the sampled tokens", "group_size"]),
         ([1, 1, 1, 1], [1, 1, 1, 1], steps(1.0, 1.0), ["solved before"]),
