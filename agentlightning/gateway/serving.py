@@ -254,7 +254,7 @@ async def _relayed(call: Call, relayed: RelayedCall, exchange: Exchange) -> byte
                 else:
                     parts.append(part)
         finally:  # the part before a client left is recorded too
-            reason = copy.read_into(call.answer, streamed=streamed)
+            reason = copy.read_into(call.answer)
         if answer.status >= 400:
             call.answer.abort(FAILED)
             call.refused = copy.refusal(answer.status)
