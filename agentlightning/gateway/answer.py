@@ -111,6 +111,11 @@ class Answer:
             case Usage():
                 self.usage = event
 
+    def settle(self) -> None:
+        """Leave out the choices at the end that a backend which has answered did not give."""
+        while len(self.choices) > 1 and self.choices[-1].finish_reason is None:
+            self.choices.pop()
+
     def abort(self, reason: str) -> None:
         """Close every choice that has not finished; none is to be trained, because of `reason`."""
         for choice in self.choices:

@@ -115,6 +115,7 @@ class AnswerReader:
         self._version_given = False
         self._numbers: dict[int, int] = {}  # the server's number of a choice → ours
         self._calls: dict[int, ToolCallParts] = {}
+        self._all = False
         self._sampled = 0  # tokens
         self._ends: dict[int, tuple[_ChoicePart[Any], FinishReason]] = {}
         self._usage: Any = None
@@ -204,14 +205,16 @@ class AnswerReader:
         return {name: value for name, value in said.items() if value not in ("", [])}
 
     def ended(self) -> None:
-        """The server says that this is all: choices that did not say how they ended have ended all the same."""
+        """The server says that this is all. What has come has ended, and what has not will not: some give one choice,
+        however many they are asked for."""
+        self._all = bool(self._numbers)
         for number in self._numbers.values():
             self._ends.setdefault(number, (_ChoicePart[Any](), "stop"))
 
     def end(self, version: int | None, *, unknown: bool) -> list[BackendEvent]:
         """The ends of the choices and the usage; `version` is what the server's weights are called now, if they are not
         `unknown`, None if the call had the same from its beginning."""
-        if len(self._ends) < self._call.sampling.n:
+        if len(self._ends) < self._call.sampling.n and not self._all:
             raise BackendError("the backend ended its answer before every choice was finished")
         last = None if self._version_given or version == self._version else version
         usage = self._read_usage()

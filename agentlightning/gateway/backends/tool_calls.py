@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from agentlightning.tracing.dialects import items, json_of, mapping
+from agentlightning.gateway.request import is_object
+from agentlightning.tracing.dialects import items, mapping
 
 
 class _Begun:
@@ -93,10 +94,6 @@ class ToolCallParts:
     def _id(self, call: _Begun) -> str:
         """The server's; one of our own where it gave none, or one that another call has."""
         return call.known_as or f"call_{self._prefix}_{call.position}"
-
-
-def is_object(arguments: str) -> bool:
-    return arguments.rstrip().endswith("}") and isinstance(json_of(arguments), dict)
 
 
 def _text(arguments: Any) -> str:

@@ -13,7 +13,7 @@ import msgspec
 from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import Delta, Started, Usage
-from agentlightning.gateway.request import NOT_JSON, CallRefused, CallRequest
+from agentlightning.gateway.request import NOT_JSON, CallRefused, CallRequest, is_object
 
 
 class Writer(Protocol):
@@ -264,14 +264,3 @@ class _Part(NamedTuple):
     text: str
     id: str = ""
     name: str = ""
-
-
-def is_object(arguments: str) -> bool:
-    """Whether these are all arguments of a call: an object, which more text would spoil."""
-    if not arguments.rstrip().endswith("}"):
-        return False
-    try:
-        msgspec.json.decode(arguments, type=dict[str, Any])
-    except NOT_JSON:
-        return False
-    return True

@@ -384,6 +384,20 @@ async def test_each_shape_is_read_as_what_it_means(before: tuple[World, Shaped])
     assert not wrong, "\n".join(wrong)
 
 
+async def test_a_server_may_give_fewer_choices_than_it_was_asked_for(before: tuple[World, Shaped]) -> None:
+    world, server = before
+    body = {"model": "policy", "messages": user("x"), "n": 3}
+    for said in (whole(HI), [part(content="Hi"), part("stop")]):
+        server.said = said
+        attempted = await world.attempt()
+        _, text = await asked(world, attempted, "v1/chat/completions", body)
+        assert [choice["message"]["content"] for choice in json.loads(text)["choices"]] == ["Hi"]
+        _, text = await asked(world, attempted, "v1/chat/completions", body | {"stream": True})
+        assert message_of(events(text))["content"] == "Hi" and '"error"' not in text
+        for span in await world.spans(attempted):
+            assert len(json.loads(str(span.attributes[semconv.GEN_AI_OUTPUT_MESSAGES]))) == 1
+
+
 @pytest.mark.parametrize(
     ("error", "says"),
     [
