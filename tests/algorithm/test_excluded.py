@@ -71,3 +71,12 @@ def test_a_reason_is_said_where_it_leaves_out_more_than_a_tenth_of_the_policys_c
     assert notes[1:] == [
         "step 4: 45% of the calls are not trained (no token ids): no setting does, for they are not what was sampled"
     ]
+
+
+def test_a_mismatch_is_put_down_to_rounding_only_where_there_is_any() -> None:
+    notes: list[str] = []
+    alarms = Alarms(algorithm(), notes.append, [])
+    alarms.check_mismatch(1, {"inference_mismatch": 0.03}, 1e-3)
+    alarms.check_mismatch(1, {"inference_mismatch": 0.6}, 0.5)
+    assert "kept some old weights" in notes[0] and "float32" not in notes[0]
+    assert notes[1].endswith("Try float32")

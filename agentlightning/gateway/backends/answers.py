@@ -172,7 +172,12 @@ class AnswerReader:
         if choice.finish_reason is not None and number not in self._ends:
             reason = _FINISH_REASONS.get(choice.finish_reason.lower(), "stop")
             self._ends[number] = (choice, reason)
-        delta = self._delta(number, choice)
+        try:
+            delta = self._delta(number, choice)
+        except RecursionError:
+            raise BackendError(
+                "the backend sent something that is no chat completion: it is nested too deeply"
+            ) from None
         logprobs, entries = self._logprobs(choice.logprobs)
         ids = choice.token_ids or ()
         self._sampled += len(ids)
