@@ -142,7 +142,9 @@ class AnswerReader:
         if chunk.policy_version is not None:
             self._version_given, self._version = True, chunk.policy_version
         for choice in chunk.choices:
-            number = self._number(choice.index)
+            number = self._numbers.get(choice.index)
+            if number is None:
+                number = self._number(choice.index)
             if number is not None:
                 events.extend(self._read_choice(number, choice))
         return events
@@ -164,7 +166,7 @@ class AnswerReader:
     def _number(self, index: int) -> int | None:
         """Our number of a choice. None for one that was not asked for; the only one may have any number."""
         most = self._call.sampling.n
-        if index not in self._numbers and len(self._numbers) < most and (most == 1 or index in range(most)):
+        if len(self._numbers) < most and (most == 1 or index in range(most)):
             self._numbers[index] = index if most > 1 else 0
         return self._numbers.get(index)
 
@@ -255,12 +257,10 @@ class AnswerReader:
         if logprobs is None:
             return (), ()
         if logprobs.content is None:
-            values = tuple(map(_number, logprobs.token_logprobs or ()))
-            return values, _entries(logprobs) if self._call.logprobs else ()
+            return _numbers(logprobs.token_logprobs or ()), _entries(logprobs) if self._call.logprobs else ()
         if not self._call.logprobs:
-            return tuple([_number(token.logprob) for token in logprobs.content]), ()
-        read = [_number(_ENTRY.decode(entry).logprob) for entry in logprobs.content]
-        return tuple(read), tuple(logprobs.content)
+            return _numbers([token.logprob for token in logprobs.content]), ()
+        return _numbers([_ENTRY.decode(entry).logprob for entry in logprobs.content]), tuple(logprobs.content)
 
     def _untrainable(self, choice: _ChoicePart[Any]) -> str | None:
         call = self._call
@@ -362,8 +362,10 @@ def _first_count(usage: dict[str, Any], *names: str) -> int | None:
     return next((count for name in names if (count := token_count(usage.get(name))) is not None), None)
 
 
-def _number(logprob: float | None) -> float:
-    return float("nan") if logprob is None else logprob
+def _numbers(logprobs: Sequence[float | None]) -> tuple[float, ...]:
+    if None not in logprobs:
+        return tuple(logprobs)  # type: ignore[arg-type]
+    return tuple(float("nan") if logprob is None else logprob for logprob in logprobs)
 
 
 def _entries(logprobs: _Logprobs[Any]) -> tuple[Any, ...]:
