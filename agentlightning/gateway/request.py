@@ -181,6 +181,17 @@ def function_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def is_object(arguments: str) -> bool:
+    """Whether these are all arguments of a call: an object, which more text would spoil."""
+    if not arguments.rstrip().endswith("}"):
+        return False
+    try:
+        msgspec.json.decode(arguments, type=dict[str, Any])
+    except NOT_JSON:
+        return False
+    return True
+
+
 def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """`response_format` for answers of a schema."""
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}

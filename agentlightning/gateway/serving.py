@@ -217,6 +217,7 @@ async def _whole(call: Call) -> bytes:
     async with aclosing(call.events()) as events:
         async for event in events:
             call.answer.add(event)
+    call.answer.settle()
     return call.endpoint.writer(call.request, call.answer).whole()  # what cannot be written is not committed
 
 
@@ -234,6 +235,7 @@ async def _streamed(call: Call, exchange: Exchange) -> bytes:
                 chunk = writer.started(event)
             if chunk:
                 await exchange.part(chunk)
+    call.answer.settle()
     return writer.end()
 
 
@@ -254,7 +256,7 @@ async def _relayed(call: Call, relayed: RelayedCall, exchange: Exchange) -> byte
                 else:
                     parts.append(part)
         finally:  # the part before a client left is recorded too
-            reason = copy.read_into(call.answer, streamed=streamed)
+            reason = copy.read_into(call.answer)
         if answer.status >= 400:
             call.answer.abort(FAILED)
             call.refused = copy.refusal(answer.status)

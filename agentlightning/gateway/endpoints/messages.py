@@ -291,14 +291,15 @@ class MessageWriter(BlockWriter):
         return _event("message_start", message=message) + _event("ping")
 
     def end(self) -> bytes:
-        stop, closed = _stop(self._answer, called=self._calls > 0), self._close()
+        closed = self._close_all()
+        stop = _stop(self._answer, called=bool(self._calls))
         ends = _event("message_delta", delta=stop, usage=_usage(self._answer.token_counts()))
         return closed + ends + _event("message_stop")
 
     def whole(self) -> bytes:
         answer = self._answer
         self.delta(Delta(0, answer.choices[0].message()))
-        self._close()
+        self._close_all()
         called = any(block["type"] == "tool_use" for block in self._blocks)
         message = _message(answer, self._blocks, answer.token_counts())
         return msgspec.json.encode(message | _stop(answer, called=called))

@@ -387,7 +387,9 @@ class ResponseWriter(BlockWriter):
         """The end of the last item and of the response."""
         if self._answer.choices[0].finish_reason in (*_INCOMPLETE, "abort"):
             self._status = "incomplete"
-        sent = (b"" if self._blocks else self._add("text", "")) + self._close()
+        sent = self._close_all()
+        if not self._blocks:
+            sent += self._begin("text", "", "") + self._end("text", "")
         response = self._finished()
         return sent + self._event(f"response.{response['status']}", response=response)
 
