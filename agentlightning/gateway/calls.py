@@ -15,9 +15,10 @@ from agentlightning.errors import AgentLightningError, BackendError
 from agentlightning.gateway.admission import admit, admit_relayed
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.attribution import Attributor, Caller, is_worker
-from agentlightning.gateway.backend import SESSION_HEADER, RelayedCall, Sampling
+from agentlightning.gateway.backend import SESSION_HEADER, NotRelayedError, RelayedCall, Sampling
 from agentlightning.gateway.callers import caller_attributes
 from agentlightning.gateway.capture import Call
+from agentlightning.gateway.chat.repairs import canonical
 from agentlightning.gateway.conversations import Conversations
 from agentlightning.gateway.endpoints.base import Endpoint
 from agentlightning.gateway.endpoints.passed_through import HEADERS, read_passed_through
@@ -63,9 +64,13 @@ class _Incoming(NamedTuple):
     @property
     def admitted(self) -> tuple[CallRequest, list[str]]:
         """(what may be sent of the request, names of its fields that are not). CallRefused where that is not enough."""
-        if not self.guarded:
-            return self.request, []
-        return admit(self.request, trained=self.entry.trainable, training=self.learns)
+        request, dropped = self.request, list[str]()
+        if self.entry.backend.captures_tokens and request.relayed is None:
+            request, dropped = canonical(request)
+        if self.guarded:
+            request, more = admit(request, trained=self.entry.trainable, training=self.learns)
+            dropped += more
+        return request, dropped
 
     @property
     def run_sampling(self) -> Sampling | None:
@@ -144,6 +149,19 @@ class Calls:
             relayed=relayed,
         )
 
+    def translate(self, call: Call, body: bytes, headers: Mapping[str, str]) -> None:
+        """Make a call whose backend turned out to have no such endpoint one that it is asked by chat completions.
+        CallRefused for what has no such form."""
+        request = self._conversations.join(call.caller, call.endpoint.read(body))
+        incoming = _Incoming(call.caller, None, headers, request, call.entry)
+        admitted, dropped = incoming.admitted
+        call.sent, call.overridden = _sent(incoming, admitted, call.sent.request_id, call.index)
+        call.request, call.relayed = request, None
+        call.dropped = [*dropped, *request.dropped]
+        call.made_by = caller_attributes(headers, request.messages)
+        answer = call.answer
+        call.answer = Answer(call.sent.sampling.n, answer.response_id, answer.model, answer.created)
+
     async def count_tokens(
         self, endpoint: Endpoint, body: bytes, headers: Mapping[str, str], path_ids: tuple[str, str] | None
     ) -> bytes:
@@ -154,8 +172,12 @@ class Calls:
         if fields is None:
             count = await backend.count_tokens(_sent(incoming, incoming.admitted[0], "", None)[0])
             return msgspec.json.encode({endpoint.counted_as: count})
-        async with backend.relay(RelayedCall(endpoint.path, incoming.model, fields, _let_through(headers))) as answer:
-            body = b"".join([part async for part in answer.parts])
+        relayed = RelayedCall(endpoint.path, incoming.model, fields, _let_through(headers))
+        try:
+            async with backend.relay(relayed) as answer:
+                body = b"".join([part async for part in answer.parts])
+        except NotRelayedError:  # which it will not be again
+            return await self.count_tokens(endpoint, body, headers, path_ids)
         if answer.status != 200:
             message = f"the backend did not count ({answer.status}): {body[:500].decode(errors='replace')}"
             raise BackendError(message, status=answer.status if 400 <= answer.status < 500 else 502)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 import msgspec
@@ -85,10 +85,17 @@ class CallRequest(ModelCall, frozen=True, kw_only=True):
 
 
 class Fields:
-    """The fields of a protocol that the gateway reads, and their types. Others are passed on, except `refused` ones."""
+    """The fields of a protocol that the gateway reads, and their types. Others are passed on, except `refused` ones.
+    `spelled` gives the name of a field that may be written in several ways."""
 
-    def __init__(self, types: Mapping[str, Any], refused: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        types: Mapping[str, Any],
+        refused: frozenset[str] = frozenset(),
+        spelled: Callable[[str], str] | None = None,
+    ) -> None:
         self._refused = refused
+        self._spelled = spelled
         self._decoders = {name: msgspec.json.Decoder(type_) for name, type_ in types.items()}
 
     def read(self, body: bytes, *required: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, msgspec.Raw]]:
@@ -103,6 +110,8 @@ class Fields:
             raw = OBJECT.decode(body)
         except NOT_JSON as error:
             raise CallRefused(f"the request body is not a JSON object: {error}", code="invalid_json") from None
+        if self._spelled is not None:
+            raw = {self._spelled(name): value for name, value in raw.items()}
         values: dict[str, Any] = {}
         unread: dict[str, Any] = {}
         for name, value in raw.items():
