@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, cast
 
 from jinja2 import TemplateError
@@ -100,23 +100,14 @@ class ChatTemplate:
         options: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": True, **self._special_tokens}
         options["chat_template"] = self._template
         try:
-            return self._first_taken([self._plain(message) for message in messages], options | variables)
+            rendered = partial(render_jinja_template, **options, **variables)  # no variable replaces an option
+            return _first_taken(rendered, [self._plain(message) for message in messages])
         except BackendError:
             raise
         except Exception as error:  # noqa: BLE001 - a template is a program from elsewhere and may fail in any way
             raise BackendError(
                 f"the model's chat template cannot render these messages: {error}", status=400, code="template_error"
             ) from None
-
-    def _first_taken(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
-        refused: TemplateError | None = None
-        for tried, _ in tries(messages):
-            try:
-                return render_jinja_template([tried], **options)[0][0]
-            except TemplateError as error:
-                refused = refused or error
-        assert refused is not None, "there is a first try"
-        raise refused
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of rendered text; special tokens are those spelled out in it, none are added."""
@@ -152,6 +143,17 @@ class ChatTemplate:
         if "tool_calls" in plain:
             plain["tool_calls"] = [_with_arguments(call) for call in plain["tool_calls"]]
         return plain
+
+
+def _first_taken(rendered: Callable[..., Any], messages: list[dict[str, Any]]) -> str:
+    refused: TemplateError | None = None
+    for tried, _ in tries(messages):
+        try:
+            return rendered([tried])[0][0]
+        except TemplateError as error:
+            refused = refused or error
+    assert refused is not None, "there is a first try"
+    raise refused
 
 
 def _text(content: Any) -> str:
