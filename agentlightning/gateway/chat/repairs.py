@@ -55,7 +55,7 @@ def canonical(request: CallRequest) -> tuple[CallRequest, list[str]]:
     match choice:
         case {"type": "custom", "custom": {"name": str(name)}}:
             choice = {"type": "function", "function": {"name": name}}
-        case {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(allowed)}}:
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(allowed)}}:
             names = {_tool_name(tool) for tool in allowed}
             tools = [tool for tool in tools if tool["function"]["name"] in names]
             choice = mode
@@ -200,7 +200,9 @@ def with_json_arguments(messages: Messages) -> Messages:
 
 
 def _with_json(call: dict[str, Any]) -> dict[str, Any]:
-    arguments = call["function"]["arguments"]
+    arguments = (call.get("function") or {}).get("arguments")
+    if not isinstance(arguments, str):
+        return call
     try:
         msgspec.json.decode(arguments or "{}")
     except NOT_JSON:

@@ -25,13 +25,14 @@ class Kinds(NamedTuple):
         """The kind that a part of this `kind`, with this `text`, is read as; None for one that is left out, whose name
         goes to `dropped`. `where` is its place: `input[3].content[0]`. CallRefused (400) for a kind that is
         refused."""
+        kind = kind if isinstance(kind, str) else "unknown"
         if kind in self.read:
-            return str(kind)
-        if isinstance(kind, str) and kind in self.refused:
+            return kind
+        if kind in self.refused:
             raise CallRefused(f"{where} is of type {kind!r}: {self.refused[kind]}", code=self.code, param=where)
         if kind not in self.dropped and isinstance(text, str):
             return "text"
-        dropped.add(f"{where.partition('[')[0]}.{kind if isinstance(kind, str) else 'unknown'}"[:100])
+        dropped.add(f"{where.partition('[')[0]}.{kind}"[:100])
         return None
 
 
