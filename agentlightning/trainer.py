@@ -50,7 +50,7 @@ from agentlightning.server.local_keys import local_key, offered_key
 from agentlightning.server.serve import HttpServer, run_blocking
 from agentlightning.server.service import lent, models_held
 from agentlightning.store.base import LightningStore
-from agentlightning.store.client import LightningStoreClient
+from agentlightning.store.client import PATIENCE_SECONDS, LightningStoreClient
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import LLM, FrozenModel, Metrics, NamedResources
 
@@ -388,7 +388,7 @@ class Trainer:
         if self.server is not None:
             store: LightningStore = LightningStoreClient(self.server, api_key=self.api_key)
         else:
-            store = await SqlStore.open(self.store or directory / "store.sqlite")
+            store = await SqlStore.open(self.store or directory / "store.sqlite", patience=PATIENCE_SECONDS)
         stack.push_async_callback(store.close)
         return store
 

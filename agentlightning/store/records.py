@@ -205,6 +205,16 @@ def statistics(tx: Transaction) -> dict[str, int]:
     return counts
 
 
+def try_to_write(tx: Transaction) -> None:
+    """The smallest durable write."""
+    value = str(tx.now).encode()
+    tx.connection.execute(
+        "INSERT INTO meta (name, value) VALUES ('last trial', ?) "
+        "ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+        (value,),
+    )
+
+
 def get_time(tx: Transaction) -> float:
     return tx.now
 
