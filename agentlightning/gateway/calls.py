@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -22,6 +23,7 @@ from agentlightning.gateway.chat.repairs import canonical
 from agentlightning.gateway.conversations import Conversations
 from agentlightning.gateway.endpoints.base import Endpoint
 from agentlightning.gateway.endpoints.passed_through import HEADERS, read_passed_through
+from agentlightning.gateway.endpoints.response_items import with_references
 from agentlightning.gateway.gates import Holding
 from agentlightning.gateway.generation import call_seed
 from agentlightning.gateway.models import ANY, ModelAwayError, ModelEntry, ModelTable
@@ -159,7 +161,7 @@ class Calls:
     def translate(self, call: Call, body: bytes, headers: Mapping[str, str]) -> None:
         """Make a call whose backend turned out to have no such endpoint one that it is asked by chat completions.
         CallRefused for what has no such form."""
-        request = self._conversations.join(call.caller, call.endpoint.read(body))
+        request = self._read(call.endpoint, body, call.caller)
         incoming = _Incoming(call.caller, None, headers, request, call.entry)
         admitted, dropped = incoming.admitted
         call.sent, call.overridden = _sent(incoming, admitted, call.sent.request_id, call.index)
@@ -212,8 +214,13 @@ class Calls:
             entry = self._resolve(request.model, caller, key, headers)
             if endpoint.path in entry.backend.relays:
                 return _Incoming(caller, key, headers, request, entry)
-        request = self._conversations.join(caller, endpoint.read(body))
+        request = self._read(endpoint, body, caller)
         return _Incoming(caller, key, headers, request, self._resolve(request.model, caller, key, headers))
+
+    def _read(self, endpoint: Endpoint, body: bytes, caller: Caller) -> CallRequest:
+        """The request with what it goes on from, or refers to, of the caller's earlier responses."""
+        body = with_references(body, partial(self._conversations.answer, caller))
+        return self._conversations.join(caller, endpoint.read(body))
 
     def _resolve(self, model: str, caller: Caller, key: Credential | None, headers: Mapping[str, str]) -> ModelEntry:
         """The model that answers; a call with FROZEN_HEADER is not trained, and sampled as it asks. CallRefused (403)

@@ -289,3 +289,33 @@ async def test_a_404_about_a_model_or_an_item_is_no_missing_endpoint(server: str
             answer = await post(front, "responses", {"model": "policy", "input": "U"}, status=404)
             assert answer == SOMETHING[server]
     assert others == ["/v1/responses"] * 2 and upstream.asked == []
+
+
+async def test_references_to_items_of_earlier_responses_are_those_items() -> None:
+    upstream = Saying({"reasoning_content": "Hmm.", "content": "Look.", "tool_calls": [CALL]}, "tool_calls")
+    async with gateway_before(upstream) as front:
+        attempted = await front.attempt()
+        items: list[dict[str, Any]] = [{"role": "user", "content": "U"}]
+        first = await post(front, "responses", {"model": "policy", "input": items, "stream": False}, attempted)
+        items += [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+        items.append({"type": "item_reference", "id": "msg_of_another_server"})
+        items.append({"type": "function_call_output", "call_id": "call_1", "output": "R"})
+        await post(front, "responses", {"model": "policy", "input": items, "stream": False}, attempted)
+        spans = await front.spans(attempted)
+    assistant, result = upstream.asked[1]["messages"][1:]
+    assert (assistant["content"], assistant["tool_calls"], result) == ("Look.", [CALL], RESULT)
+    assert assistant["reasoning_content"] == "Hmm."
+    assert spans[1].attributes[semconv.CALL_DROPPED] == ["input.item_reference"]
+
+
+async def test_a_hosted_models_call_of_a_custom_tool_is_passed_on() -> None:
+    made = {"id": "c", "type": "custom", "custom": {"name": "patch", "input": "X"}}
+    upstream = Saying({"content": "So."}, "tool_calls")
+    upstream.message["tool_calls"] = [made]
+    async with (
+        upstream.backend(kind="openai") as backend,
+        fronting(ModelEntry("policy", backend, trainable=False)) as front,
+    ):
+        body = {"model": "policy", "messages": user("U"), "tools": [PATCH]}
+        answer = await post(front, "chat/completions", body)
+    assert answer["choices"][0]["message"]["tool_calls"] == [made] and upstream.asked[0]["tools"] == [PATCH]

@@ -5,15 +5,17 @@ Knows that part of the wire format. No backends, no rollouts, no HTTP server.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 
-from agentlightning.gateway.endpoints.base import chat_of, content_of
+from agentlightning.gateway.endpoints.base import chat_of, content_of, thoughts_of
 from agentlightning.gateway.endpoints.kinds import KINDS
 from agentlightning.gateway.request import (
     FILES_NOT_KEPT,
+    NOT_JSON,
+    OBJECT,
     SOME,
     CallRefused,
     attached,
@@ -30,6 +32,7 @@ from agentlightning.gateway.request import (
 _ITEMS: Final = KINDS["responses"]["items"]
 _PARTS: Final = KINDS["responses"]["parts"]
 _TOOLS: Final = KINDS["responses"]["tools"]
+_OBJECTS: Final = msgspec.json.Decoder(list[dict[str, Any]])
 _NO_FORM: Final = "give 'auto', 'none', 'required' or a function's name"
 
 
@@ -296,3 +299,37 @@ def _part(where: str, kind: str, part: _Part) -> dict[str, Any]:
             raise CallRefused(f"{where}: {FILES_NOT_KEPT}", code="unsupported_content", param=where)
         return of_data_url(where, part.file_data, part.filename)
     return text_part(part.text or part.refusal)
+
+
+def with_references(body: bytes, answer: Callable[[str], dict[str, Any] | None]) -> bytes:
+    """The body of a request with items of earlier responses in the place of references to them. `answer` gives the
+    message of a response by its id; a reference to one that is not known stays."""
+    if b'"item_reference"' not in body:
+        return body
+    try:
+        fields = OBJECT.decode(body)
+        items = _OBJECTS.decode(fields.get("input", b""))
+    except NOT_JSON:
+        return body  # whoever reads it says what is wrong
+    for position, item in enumerate(items):
+        if item.get("type") == "item_reference":
+            items[position] = _referenced(str(item.get("id")), answer) or item
+    return msgspec.json.encode(fields | {"input": items})
+
+
+def _referenced(item_id: str, answer: Callable[[str], dict[str, Any] | None]) -> dict[str, Any] | None:
+    """The item of an id as `ResponseWriter` makes them: `msg_{response}_{position}`."""
+    prefix, _, rest = item_id.partition("_")
+    response, _, position = rest.rpartition("_")
+    message = answer(f"resp_{response}")
+    if message is None:
+        return None
+    thoughts, content, calls = thoughts_of(message), message.get("content"), message.get("tool_calls") or []
+    if prefix == "rs":
+        return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": thoughts}]}
+    if prefix == "msg":
+        return {"type": "message", "role": "assistant", "content": content or ""}
+    number = int(position) - bool(thoughts) - bool(content) if position.isdecimal() else -1
+    if not 0 <= number < len(calls):
+        return None
+    return {"type": "function_call", "call_id": calls[number]["id"], **calls[number]["function"]}
