@@ -46,6 +46,7 @@ from agentlightning.types import (
     ApiKey,
     Attempt,
     AttemptedRollout,
+    Condition,
     Credential,
     Deleted,
     Filter,
@@ -137,6 +138,7 @@ class SqlStore(LightningStore):
             "store_spans": SpanWriter(redact, self.store_rows, observer).store,
             "import_rollout": self._import_rollout,
             "delete_rollouts": self._delete_rollouts,
+            "delete_run": self._delete_run,
             "check_store": lambda: self._read(retention.check_store, "search", math.inf),
             "find_key": self._find_key,
             "get_latest_attempt": self._get_latest_attempt,
@@ -443,6 +445,12 @@ class SqlStore(LightningStore):
                 deleted = retention.summed(deleted, part)
         if scrub:
             await self._scrub()
+        return deleted
+
+    async def _delete_run(self, run_id: str) -> Deleted:
+        await self._read(lambda tx: records.check_ended(tx, run_id))
+        deleted = await self._delete_rollouts(Condition("run_id", "eq", run_id), unfinished=True, scrub=False)
+        await self._writer.submit(lambda tx: records.delete_run(tx, run_id))
         return deleted
 
     async def _scrub(self) -> None:
