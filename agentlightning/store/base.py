@@ -11,6 +11,7 @@ HTTP, the meaning of tokens, or algorithms. Returned objects are immutable snaps
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -55,7 +56,11 @@ from agentlightning.types import (
 class LightningStore(abc.ABC):
     """Durable rollouts, attempts, spans, resources, runs and groups. When a call returns, its changes are committed.
 
-    Calls raise `NotFoundError`, `ConflictError`, `InvalidError` or `UnavailableError`, and then change nothing."""
+    Calls raise `NotFoundError`, `ConflictError`, `InvalidError` or `UnavailableError`, and then change nothing.
+
+    `away_at` is when a call last found the store unavailable, on the monotonic clock."""
+
+    away_at: float = -math.inf
 
     @abc.abstractmethod
     async def perform(self, call: Call) -> Any:

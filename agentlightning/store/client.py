@@ -8,13 +8,14 @@ reached.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import math
 import random
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http.client import responses
 from types import NoneType
 from typing import Any, Final, get_args
@@ -44,6 +45,7 @@ PATIENCE_SECONDS: Final = 60.0
 _SILENT_SECONDS: Final = 1.0  # after which a warning says that no answer comes
 _POLL_SECONDS: Final = 25.0  # one long poll; shorter than the idle limits of common proxies
 _ANSWER_SECONDS: Final = 60.0  # a server that is silent for longer counts as unreachable
+_QUIET_SECONDS: Final = 60.0  # a server's event stream says at least every 15 s that it lives
 _FIRST_PAUSE: Final = 0.1
 _LONGEST_PAUSE: Final = 2.0
 # Nothing was sent: the connection was never made.
@@ -292,9 +294,10 @@ class LightningStoreClient(LightningStore):
                     "authority, SSL_CERT_FILE)"
                 ) from None
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                reason = str(error) or type(error).__name__
-                fault = UnavailableError(f"the server at {self.url} cannot be reached ({reason}); is it running?")
+                fault = self._unreachable(error)
                 harmless = may_repeat or isinstance(error, _UNSENT)
+            if isinstance(fault, UnavailableError):
+                self.away_at = time.monotonic()
             pause = backoff * random.uniform(0.5, 1.0)
             if isinstance(fault, RetryLaterError):
                 pause += fault.seconds
@@ -309,20 +312,42 @@ class LightningStoreClient(LightningStore):
             await asyncio.sleep(pause)
             backoff = min(2 * backoff, _LONGEST_PAUSE)
 
+    def _unreachable(self, error: Exception) -> UnavailableError:
+        reason = str(error) or type(error).__name__
+        return UnavailableError(f"the server at {self.url} cannot be reached ({reason}); is it running?")
+
+    async def while_reached(self, begin: Callable[[], Awaitable[None]]) -> None:
+        """Connect to the server's events, await `begin`, and return when the connection is lost: the server has ended,
+        or cannot be reached. UnavailableError if there is no connection; the typed error of a refusal."""
+        session = self._session or self._open_session()
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=_ANSWER_SECONDS, sock_read=_QUIET_SECONDS)
+        try:
+            async with session.get(f"{self._calls}/events", timeout=limit, allow_redirects=False) as events:
+                if events.status != 200:
+                    raise error_of(await self._answer(events))
+                await begin()
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+                    async for _ in events.content.iter_any():
+                        pass
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._unreachable(error) from None
+
     async def _send(self, request: Wire) -> Answer:
         session = self._session or self._open_session()
         url = URL(self._calls + request.path, encoded=True)
         limit = _TIMEOUT if not request.wait else _timeout(request.wait)
         response = await session.request(request.method, url, data=request.body, timeout=limit, allow_redirects=False)
         try:
-            body = await response.read()
+            return await self._answer(response)
         finally:
             response.release()
+
+    async def _answer(self, response: aiohttp.ClientResponse) -> Answer:
         return Answer(
             url=self.url,
             status=response.status,
             content_type=response.content_type,
-            body=body,
+            body=await response.read(),
             retry_after=response.headers.get("Retry-After"),
             location=response.headers.get("Location"),
         )
