@@ -226,11 +226,16 @@ class Span(Noun, frozen=True, kw_only=True):
     tokens: TokenCapture | None = None
 
 
+OWN_ENDPOINT: Final = "/v1"
+"""The endpoint of a server's own models, wherever its runners reach it."""
+
+
 class LLM(Noun, frozen=True, kw_only=True, tag="llm", tag_field="resource_type"):
     """A model's endpoint: OpenAI-compatible URL, model name and key.
 
     With `gateway`, Agent Lightning's gateway answers there, as for the models that a Trainer serves. Inside a rollout,
-    `endpoint` and `api_key` then name the attempt. Without it, the endpoint stays as you gave it."""
+    `endpoint` and `api_key` then name the attempt; `/v1` is that of the server that the runner leases from. Without it,
+    the endpoint stays as you gave it."""
 
     endpoint: str
     model: str
