@@ -116,6 +116,10 @@ def chat_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str
     return rendered[0]
 
 
+def _text(demonstration: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> str:
+    return chat_text(demonstration["messages"], demonstration.get("tools") or tools)
+
+
 def make_tokenizer(corpus: Iterable[str], vocabulary_size: int = 1024) -> PreTrainedTokenizerFast:
     """A byte-pair tokenizer trained on `corpus`, with at most `vocabulary_size` tokens and the chat template.
 
@@ -191,9 +195,12 @@ def make_policy(
 ) -> Policy:
     """A tiny policy made only from `demonstrations`: they give the vocabulary, and it is warm-started on them.
 
+    A demonstration is a conversation as `agl export --format sft` writes it: `messages`, as OpenAI clients send them,
+    and the `tools` that the model was offered. `tools` are those of demonstrations that have none.
+
     The same seed gives the same policy. `steps` is as in `warm_start`, which also says what is raised."""
     torch.set_num_threads(1)  # more would slow down so small a model
-    tokenizer = make_tokenizer((chat_text(shown["messages"], tools) for shown in demonstrations), vocabulary_size)
+    tokenizer = make_tokenizer((_text(shown, tools) for shown in demonstrations), vocabulary_size)
     model = make_model(tokenizer, seed=seed)
     warm_start(model, tokenizer, demonstrations, tools=tools, seed=seed, steps=steps)
     return Policy(model, tokenizer)
@@ -214,9 +221,9 @@ def warm_start(
     Without `steps` a tenth of the demonstrations is held out, and training ends when their loss falls no more; a line
     on stderr says after how many steps. Give `steps` for a policy that is to begin half-trained.
 
-    A demonstration has `messages` as OpenAI clients write them. ConfigError if there are too few for a batch,
+    Demonstrations are as for `make_policy`. ConfigError if there are too few for a batch,
     TrainingError if the loss is not finite."""
-    texts = [chat_text(demonstration["messages"], tools) for demonstration in demonstrations]
+    texts = [_text(demonstration, tools) for demonstration in demonstrations]
     encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     sequences = [answers_of(tokenizer, token_ids) for token_ids in encoded]
     generator, held_out = random.Random(f"warm start/{seed}"), _HeldOut()

@@ -19,7 +19,7 @@ def make(seed: int) -> Policy:
     tasks = [json.loads(line) for line in lines]
     generator = random.Random(seed)
     shown = [demonstrate(generator.choice(tasks), generator) for _ in range(2000)]
-    return make_policy(shown, tools=TOOLS, seed=seed, steps=140)
+    return make_policy(shown, tools=TOOLS, seed=seed)
 
 
 def demonstrate(task: dict, generator: random.Random) -> dict:
