@@ -91,11 +91,8 @@ def programs(wheel: Path, folder: Path, environment: str, fresh: bool) -> Path:
     """The folder of `agl` and `python`, in an environment made at the first call."""
     place = folder / f"env-{environment}"
     if not place.exists():
-        if fresh and not environment:
-            wheels.install_fresh(wheel, place)
-        else:
-            packages = (ROOT / f".venv-{environment}" / "lib").glob("python*/site-packages") if environment else ()
-            wheels.install(wheel, place, [*packages])
+        packages = (ROOT / f".venv-{environment}" / "lib").glob("python*/site-packages") if environment else ()
+        (wheels.install_fresh if fresh else wheels.install)(wheel, place, [*packages])
     return place / "bin"
 
 

@@ -103,9 +103,11 @@ BEFORE = {
 
 @pytest.fixture(scope="module")
 def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of `agl` and `python` of an environment with the wheel and LangChain."""
+    """The folder of `agl` and `python` of an environment with the wheel and LangChain: a fresh one for whole pages."""
     packages = [*(bin_of("frameworks").parent / "lib").glob("python*/site-packages")]
-    return wheels.install(wheel, tmp_path_factory.mktemp("installed") / "env", packages)
+    return (wheels.install_fresh if WHOLE else wheels.install)(
+        wheel, tmp_path_factory.mktemp("installed") / "env", packages
+    )
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from pathlib import Path
 from filelock import FileLock
 
 CLONE = Path(__file__).parents[1]
-CPU = ("--index-url", "https://download.pytorch.org/whl/cpu")
 
 
 def answer(*command: object, cwd: Path, code: int = 0) -> str:
@@ -43,16 +42,18 @@ def install(wheel: Path, folder: Path, packages: Sequence[Path] = ()) -> Path:
     answer(sys.executable, "-m", "venv", folder, cwd=folder.parent)
     pip = (folder / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps")
     answer(*pip, wheel, cwd=folder.parent)
-    home = next((folder / "lib").glob("python*/site-packages"))
     # Of these folders no .pth file is read, and so not the one that leads to the clone.
-    (home / "others.pth").write_text("\n".join([*map(str, packages), sysconfig.get_path("purelib")]))
-    return folder / "bin"
+    return _beside(folder, [*packages, Path(sysconfig.get_path("purelib"))])
 
 
-def install_fresh(wheel: Path, folder: Path) -> Path:
-    """A new environment in `folder` with the wheel and what it requires, in the tested versions. Returns its `bin`."""
-    answer(sys.executable, "-m", "venv", folder, cwd=folder.parent)
-    pip = (folder / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check")
-    answer(*pip, "torch", *CPU, "--constraint", CLONE / "constraints.txt", cwd=folder.parent)
-    answer(*pip, f"{wheel}[train]", "--constraint", CLONE / "constraints.txt", cwd=folder.parent)
+def install_fresh(wheel: Path, folder: Path, packages: Sequence[Path] = ()) -> Path:
+    """A new environment in `folder` with the wheel and what it requires, downloaded in the tested versions, and these
+    packages besides. Returns its `bin`."""
+    subprocess.run(["scripts/setup.sh", folder, f"{wheel}[all]"], cwd=CLONE, check=True)
+    return _beside(folder, packages)
+
+
+def _beside(folder: Path, packages: Sequence[Path]) -> Path:
+    home = next((folder / "lib").glob("python*/site-packages"))
+    (home / "others.pth").write_text("\n".join(map(str, packages)))
     return folder / "bin"
