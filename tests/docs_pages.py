@@ -148,7 +148,7 @@ class Page:
         script += f'{{ declare -px; echo cd "$(printf %q "$PWD")"; }} > {self._state}.new\n'
         script += f"mv {self._state}.new {self._state}\n"
         done = subprocess.run(
-            ["bash", "-c", script], env=self._environment, input="y\n", capture_output=True, text=True, timeout=300
+            ["bash", "-c", script], env=self._environment, input="y\n", capture_output=True, text=True, timeout=900
         )
         assert done.returncode == 0, f"{place}: {line}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
         self.printed += f"{done.stdout}\n{done.stderr}\n"
