@@ -21,6 +21,7 @@ from agentlightning.store.client import LightningStoreClient
 from tests import agents
 from tests.algorithm.test_resume import Interrupting
 from tests.cli.world import start
+from tests.postgres import PostgresServer
 from tests.test_trainer import TASKS, algorithm, policy, trainer
 
 ROOT = Path(__file__).parents[1]
@@ -151,10 +152,24 @@ def test_a_server_killed_under_a_training_costs_no_rollout(world: Path, agl: Sta
         servers[-1].kill()
         threading.Timer(2.0, lambda: servers.append(agl(*server_of))).start()
 
+    check_nothing_is_lost(tmp_path, restart, model=world / "model", server=url, n_runners=0)
+
+
+@pytest.mark.slow
+def test_a_database_killed_under_a_training_costs_no_rollout(
+    world: Path, postgres_server: PostgresServer, tmp_path: Path
+) -> None:
+    def restart() -> None:
+        postgres_server.kill()
+        threading.Timer(12.0, postgres_server.start).start()  # longer than a connection is tried again
+
+    with postgres_server.new_database() as url:
+        check_nothing_is_lost(tmp_path, restart, model=world / "model", store=url)
+
+
+def check_nothing_is_lost(tmp_path: Path, restart: Callable[[], None], **settings: Any) -> None:
     chosen = Restarting(restart, steps=5, tasks_per_step=3, group_size=4, max_tokens=6, temperature=2.0)
-    settings: dict[str, Any] = {"model": world / "model", "server": url, "n_runners": 0}
-    # The groups of the step after the second are enqueued, and run, when the server dies.
-    chosen.max_staleness = 1
+    chosen.max_staleness = 1  # rollouts of the third step run at the end of the second
     result = trainer(tmp_path, algorithm=chosen, **settings).fit(agents.slow_vowels, TASKS)
     assert result.stopped_because == "all steps done"
     assert [one.values["unrewarded"] for one in result.metrics] == [0] * 5

@@ -19,7 +19,7 @@ from agentlightning.gateway.models import ModelTable
 from agentlightning.server.access import Access, Sessions
 from agentlightning.server.dashboard import page_routes, page_views
 from agentlightning.server.events import EventRoutes
-from agentlightning.server.health import Reading, ServerMetrics, gateway_readings, health_routes
+from agentlightning.server.health import Reading, ServerMetrics, gateway_readings, health_routes, store_readings
 from agentlightning.server.limits import Limited, Limits
 from agentlightning.server.logs import LogFormat, Observed, log_request
 from agentlightning.server.models import MODEL_CALLS, Models, RegisterModel
@@ -87,7 +87,7 @@ def create_app(
     routes = health_routes(store)
     described: list[type[Call]] = []
     inner: list[Middleware] = []
-    shown = list(readings)
+    shown = [*readings, *(store_readings(store) if isinstance(store, SqlStore) else ())]
     stops: list[Callable[[], None]] = []
     if store is not None and access is not None:
         polls = LongPolls()

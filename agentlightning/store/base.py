@@ -321,14 +321,24 @@ class LightningStore(abc.ABC):
         """Record a new run. If the id is stored already (a resumed run), set that run to running and return it."""
 
     @call("PATCH /runs/{run_id}")
-    async def update_run(self, run_id: str, status: RunStatus) -> Run: ...
+    async def update_run(
+        self, run_id: str, status: RunStatus | None = None, *, merge: Mapping[str, Any] | None = None
+    ) -> Run:
+        """Change status or manifest: `merge` goes into the manifest key by key, and None removes a key. Keys with a
+        meaning: `name`, `tags` (a list), `reason` (why the run ended) and `stop` (true asks it to end after its
+        step)."""
+
+    @call("DELETE /runs/{run_id}", "admin", audited=True)
+    async def delete_run(self, run_id: str) -> Deleted:
+        """Delete a run with its metrics, groups and rollouts. ConflictError while it is running."""
 
     @call("GET /runs", "read")
     async def query_runs(self) -> list[Run]: ...
 
     @call("POST /metrics")
-    async def add_metrics(self, metrics: Metrics) -> None:
-        """Record or replace a run's metrics at one step. InvalidError for a value that is not finite."""
+    async def add_metrics(self, metrics: Metrics) -> Run:
+        """Record or replace a run's metrics at one step; returns the run. InvalidError for a value that is not
+        finite."""
 
     @call("GET /runs/{run_id}/metrics", "read")
     async def query_metrics(self, run_id: str) -> list[Metrics]:
@@ -369,7 +379,7 @@ class LightningStore(abc.ABC):
 
     @call("GET /statistics", "read")
     async def statistics(self) -> dict[str, int]:
-        """Counts: rollouts by status, attempts, spans, resources, runs, groups, workers."""
+        """Counts: rollouts by status, attempts, spans, resources, runs, groups, workers, and those alive."""
 
     @call("GET /time", "read")
     async def get_time(self) -> float:

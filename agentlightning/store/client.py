@@ -37,11 +37,12 @@ from agentlightning.errors import (
 from agentlightning.store import calls, codec
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
-from agentlightning.types import EnqueueRolloutRequest, FinishedRollouts, Noun
+from agentlightning.types import FinishedRollouts, Noun
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_SECONDS: Final = 60.0
+PATIENCE_SECONDS: Final = 300.0
+_FIRST_SECONDS: Final = 60.0  # for a server that has never answered: its URL may be wrong
 _SILENT_SECONDS: Final = 1.0  # after which a warning says that no answer comes
 _POLL_SECONDS: Final = 25.0  # one long poll; shorter than the idle limits of common proxies
 _ANSWER_SECONDS: Final = 60.0  # a server that is silent for longer counts as unreachable
@@ -238,7 +239,8 @@ def _excerpt(answer: Answer) -> str:
 
 class LightningStoreClient(LightningStore):
     """The store of the server at `url`. `api_key` is one of its keys, or an attempt's. While the server cannot be
-    reached, calls are repeated for `patience` seconds, then raise UnavailableError."""
+    reached, calls are repeated for `patience` seconds (60 at most if it has never answered), then raise
+    UnavailableError."""
 
     def __init__(self, url: str, api_key: str | None = None, *, patience: float = PATIENCE_SECONDS) -> None:
         if not url.startswith(("http://", "https://")):
@@ -249,6 +251,7 @@ class LightningStoreClient(LightningStore):
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._patience, self._away = patience, False
+        self._met = False  # the server has answered
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -258,7 +261,7 @@ class LightningStoreClient(LightningStore):
             await session.close()
 
     async def perform(self, call: Call) -> Any:
-        call = _named(call)
+        call = calls.named(call)
         if "timeout" not in call.__struct_fields__:
             return await self._ask(call)
         give_up = time.monotonic() + _patience_of(call)
@@ -280,12 +283,13 @@ class LightningStoreClient(LightningStore):
         """The answer that ends the call. UnavailableError if none came in time, or repeating the call could do it
         twice; ConfigError if this URL cannot answer."""
         begin = time.monotonic()
+        patience = self._patience if self._met else min(self._patience, _FIRST_SECONDS)
         backoff = _FIRST_PAUSE
         while True:
             try:
                 answer = await self._send(request)
                 if answer.ends_the_call:
-                    self._away = False
+                    self._away, self._met = False, True
                     return answer
                 fault, harmless = error_of(answer), may_repeat or answer.certain
             except _HOPELESS as error:
@@ -304,11 +308,11 @@ class LightningStoreClient(LightningStore):
             elapsed = time.monotonic() - begin
             if not harmless:
                 raise UnavailableError(f"{fault} {name} may have been carried out: look before you repeat it")
-            if elapsed + pause > self._patience:
-                raise UnavailableError(f"{fault} (tried for {elapsed:.1f} s of {self._patience:g} s)")
+            if elapsed + pause > patience:
+                raise UnavailableError(f"{fault} (tried for {elapsed:.1f} s of {patience:g} s)")
             if elapsed > _SILENT_SECONDS and not self._away:
                 self._away = True
-                logger.warning("%s (retrying for up to %g s)", fault, self._patience)
+                logger.warning("%s (retrying for up to %g s)", fault, patience)
             await asyncio.sleep(pause)
             backoff = min(2 * backoff, _LONGEST_PAUSE)
 
@@ -375,22 +379,6 @@ def _checked(url: str) -> str:
     except ValueError:
         pass
     raise ConfigError(f"the store's URL is {url!r}; expected one such as http://127.0.0.1:8000")
-
-
-def _named(call: Call) -> Call:
-    """The call with all ids that the server would generate, so that it can be repeated without doing it twice."""
-    given: dict[str, Any] = {
-        field: codec.new_id(prefix) for field, prefix in call.ids.items() if getattr(call, field) is None
-    }
-    if call.method == "enqueue_many_rollouts":
-        requests: Sequence[EnqueueRolloutRequest] = getattr(call, "requests")  # noqa: B009 - it has this field
-        given["requests"] = [
-            request
-            if request.rollout_id is not None
-            else msgspec.structs.replace(request, rollout_id=codec.new_id("ro"))
-            for request in requests
-        ]
-    return msgspec.structs.replace(call, **given) if given else call
 
 
 def _patience_of(call: Call) -> float:
