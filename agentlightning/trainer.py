@@ -33,13 +33,7 @@ from agentlightning.datasets.hub import fetched_model
 from agentlightning.datasets.tasks import load_dataset
 from agentlightning.display import LiveProgress, hide_library_progress, show_tasks
 from agentlightning.environments import tasks_of
-from agentlightning.errors import (
-    AgentLightningError,
-    ConfigError,
-    UnavailableError,
-    check_settings,
-    plain_arguments,
-)
+from agentlightning.errors import AgentLightningError, ConfigError, UnavailableError, check_settings, plain_arguments
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Backend, Sampling
@@ -181,8 +175,7 @@ class Trainer:
         named = {"llm" if name == "main_llm" else name: model for name, model in (initial_resources or {}).items()}
         self.initial_resources: NamedResources = named
         self.hooks = tuple(hooks or ())
-        named_trackers = [trackers] if isinstance(trackers, str) else trackers or ()
-        self.trackers = tuple(map(make_tracker, named_trackers))
+        self.trackers = tuple(map(make_tracker, [trackers] if isinstance(trackers, str) else trackers or ()))
         self.progress: Progress | Literal[False] | None = None if progress is True else progress
         self.max_sequence_length, self.deterministic = max_sequence_length, deterministic
         self.device, self.threads, self.run_file = device, threads, run_file
@@ -196,8 +189,7 @@ class Trainer:
         A dataset is a list, a path (JSONL, JSON, CSV, Parquet), a DataFrame or a Hugging Face dataset; environments and
         recorded rollouts need none. Ctrl-C saves and returns. `resume=True` continues the run in `run_dir`, or the
         newest. ConfigError for wrong settings or tasks, TrainingError if training cannot continue."""
-        agent = self._imported(agent)
-        return run_on_fastest_loop(self.fit_async(agent, train_dataset, val_dataset, resume=resume))
+        return run_on_fastest_loop(self.fit_async(self._imported(agent), train_dataset, val_dataset, resume=resume))
 
     async def fit_async(
         self, agent: AnyAgent, train_dataset: Any = None, val_dataset: Any = None, *, resume: bool = False
@@ -221,8 +213,7 @@ class Trainer:
     def dev(self, agent: AnyAgent, train_dataset: Any) -> list[EvaluatedTask]:
         """Run the agent once on each task without training, print the traces and the mean reward, and return the
         traces."""
-        agent = self._imported(agent)
-        return run_on_fastest_loop(self.dev_async(agent, train_dataset))
+        return run_on_fastest_loop(self.dev_async(self._imported(agent), train_dataset))
 
     async def dev_async(self, agent: AnyAgent, train_dataset: Any) -> list[EvaluatedTask]:
         """`dev` for code that goes on in its event loop meanwhile."""

@@ -29,7 +29,7 @@ ROOM_LINES = {
     "engine": 1_275,
     "datasets": 920,
     "v03": 406,
-    "rewards": 293,
+    "rewards": 315,
     "templates": 91,
 }
 

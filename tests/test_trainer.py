@@ -447,6 +447,6 @@ async def test_fit_blocks_in_a_running_event_loop_with_agents_in_processes(
     result = trainer(tmp_path, algorithm=algorithm(steps=1, tasks_per_step=1), **settings).fit(agents.vowels, TASKS)
     assert result.stopped_because == "all steps done" and "step 1/1" in capsys.readouterr().err
     store = await SqlStore.open(tmp_path / "mine.sqlite")
-    with pytest.raises(ConfigError, match="await trainer.fit_async"):
+    with pytest.raises(ConfigError, match=r"await trainer\.fit_async"):
         trainer(tmp_path, store=store, run_dir=tmp_path / "another").fit(agents.vowels, TASKS)
     await store.close()

@@ -59,8 +59,8 @@ REQUEST_STRENGTH = 1.0  # of the request's first word
 # The warm start: demonstrations of a step, and the steps in which the learning rate rises, and falls to 0.
 BATCH, WARM_UP, COOL_DOWN = 32, 10, 60
 # Where it chooses its steps: the demonstrations held out at most, the steps between two looks at their loss, the looks
-# without a fall by this share, and by so much, after which the learning rate falls, and the steps after which it does in
-# any case.
+# without a fall by this share, and by so much, after which the learning rate falls, and the steps after which it does
+# in any case.
 HELD_OUT, LOOK, PATIENCE, LEAST_SHARE, LEAST_FALL, MOST = 200, 20, 3, 0.005, 0.001, 2000
 AVERAGED = 0.95  # the decay of the average of weights that is looked at: single weights follow their last batches
 
