@@ -128,7 +128,9 @@ def table(walked: list[dict[str, Any]]) -> str:
     lines = ["| example | before | after | seconds | CPU seconds |", "|---|---|---|---|---|"]
     for one in walked:
         rewards = [f"{one[end]:.2f}" if one[end] is not None else "–" for end in ("before", "after")]
-        lines.append(f"| {one['name']} | {' | '.join(rewards)} | {one['seconds']:.0f} | {one['cpu_seconds']:.0f} |")
+        used = one["cpu_seconds"]
+        spent = f"{one['seconds']:.0f} | {'–' if used is None else round(used)}"
+        lines.append(f"| {one['name']} | {' | '.join(rewards)} | {spent} |")
     return "\n".join(lines)
 
 
