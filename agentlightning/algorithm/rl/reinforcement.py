@@ -142,6 +142,7 @@ class Loop:
         if step % job.algorithm.checkpoint_every == 0:
             await job.save()
         job.context.progress.step(step, metrics)
+        self._alarms.check_lost_rewards(step, metrics)
         self._alarms.check_explosion(step, metrics, self._how_to_replay(step))
         self._alarms.check_collapse(step, job.state.flat_steps or 0, job.checkpoints.best)
 
