@@ -49,8 +49,9 @@ async def import_(
 ) -> None:
     """Store traces of other tools, or what `agl export --format rollouts` wrote, as finished rollouts.
 
-    A FILE of traces is OTLP JSON: one ExportTraceServiceRequest, a list of them, or one per line. If part of it cannot
-    be read, nothing is stored. Rollouts that are stored already are left unchanged."""
+    A FILE of traces is OTLP JSON: one ExportTraceServiceRequest, a list of them, or one per line; or a table of spans:
+    CSV, Parquet or JSON, one span per row. If part of it cannot be read, nothing is stored. Rollouts that are stored
+    already are left unchanged."""
     from agentlightning.datasets.foreign_traces import read_traces, rollouts_of
     from agentlightning.store.transfer import import_rollouts
 
@@ -74,6 +75,7 @@ def _is_export(file: Path) -> bool:
 
 
 async def _import_traces(store: LightningStore, records: Sequence[Record], reward: str | None, as_json: bool) -> None:
+    from agentlightning.datasets.foreign_traces import without_messages
     from agentlightning.tracing.rewards import find_final_reward
 
     new: list[Record] = []
@@ -88,6 +90,8 @@ async def _import_traces(store: LightningStore, records: Sequence[Record], rewar
     if reward is not None and (without := sum(find_final_reward(record.spans) is None for record in new)):
         words.append(f"{without} without a number as {reward!r}, so without a reward")
     tell(as_json, {"rollouts": len(new), "spans": spans, "stored_already": stored_already}, "; ".join(words))
+    if warning := without_messages(records):
+        click.echo(f"warning: {warning}", err=True)
 
 
 # --- export ------------------------------------------------------------------------------------------------------
