@@ -22,7 +22,7 @@ from agentlightning.tracing.steps import DEPTH, Step, tool_requests
 from agentlightning.types import Span
 
 # Why a reward belongs to no transition and not to the rollout.
-NOT_FINITE: Final = "not a finite number"
+NOT_FINITE: Final = "not a finite number"  # or one that no gradient survives
 BEFORE_ANY_CALL: Final = "given before any call had ended"
 NOT_TRAINED: Final = "of a call that does not train"
 UNCLEAR: Final = "of one of several agents that ran side by side"
@@ -65,7 +65,7 @@ def given_rewards(spans: Sequence[Span], steps: Sequence[Step]) -> GivenRewards:
     for span in rewards:
         value = get_reward_value(span)
         assert value is not None
-        if not math.isfinite(value):
+        if not _usable(value):
             lost[NOT_FINITE] += 1
         elif not is_final_reward(span):
             values.append(value)
@@ -75,9 +75,13 @@ def given_rewards(spans: Sequence[Span], steps: Sequence[Step]) -> GivenRewards:
             else:
                 of_calls[call.span_id] = of_calls.get(call.span_id, 0.0) + value
     dimensions = find_final_rewards(rewards)
-    named = dict(dimensions) if all(math.isfinite(dimension.value) for dimension in dimensions) else {}
+    named = dict(dimensions) if all(_usable(dimension.value) for dimension in dimensions) else {}
     final = dimensions[0].value if named else None
     return GivenRewards(final, named, of_calls, math.fsum(values) if values else None, lost)
+
+
+def _usable(value: float) -> bool:
+    return math.isfinite(value) and abs(value) <= semconv.LARGEST_REWARD
 
 
 class _Receivers:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -290,7 +289,7 @@ def _scores(attributes: Attributes, *, every: bool = True) -> dict[str, float]:
     scores: dict[str, float] = {}
     for key, value in found.items():
         with contextlib.suppress(ValueError, TypeError):  # no number; some tools write numbers as texts
-            if math.isfinite(number := float(value)):  # pyright: ignore[reportArgumentType]
+            if abs(number := float(value)) <= semconv.LARGEST_REWARD:  # pyright: ignore[reportArgumentType]
                 scores[key] = number
     return scores
 

@@ -23,7 +23,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationSc
 from opentelemetry.proto.trace.v1 import trace_pb2 as otlp
 
 from agentlightning.errors import InvalidError
-from agentlightning.semconv import ATTEMPT_ID, ROLLOUT_ID, SPAN_SEQUENCE_ID
+from agentlightning.semconv import ATTEMPT_ID, LARGEST_REWARD, ROLLOUT_ID, SPAN_SEQUENCE_ID, is_reward_value
 from agentlightning.store.otel import attribute_value
 from agentlightning.tracing.dialects import event_messages
 from agentlightning.types import (
@@ -208,6 +208,8 @@ class _Reader:
         attributes: Attributes = {}
         for pair in self.counted(pairs):
             value = self._python(pair.value)
+            if isinstance(value, int | float) and abs(value) > LARGEST_REWARD and is_reward_value(pair.key):
+                value = str(value)  # no reward, as NaN is none: one span must not refuse a batch of others
             if value is not None:
                 attributes[pair.key] = value if isinstance(value, str | int) else attribute_value(value)
         return attributes

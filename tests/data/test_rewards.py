@@ -108,6 +108,11 @@ def test_spans_within_spans_within_spans_take_no_time_of_their_own() -> None:
     assert sum(filter(None, rewards(trace_rollout(SUCCEEDED, spans)))) == 0.5
 
 
+def test_a_reward_that_no_gradient_survives_counts_like_nan_whatever_door_it_came_by() -> None:
+    traced = trace_rollout(SUCCEEDED, [call(0, 1), reward(-1e39, 2), reward(1e300, 3, final=True)])
+    assert (rewards(traced), traced.reward, traced.rewards_lost) == ([None], None, {"not a finite number": 2})
+
+
 def test_rewards_that_reach_no_transition_are_counted_by_reason() -> None:
     frozen = msgspec.structs.replace(call(1, 2), attributes={semconv.CALL_INDEX: 1, semconv.CALL_TRAINABLE: False})
     spans = [reward(0.1, 0.5), call(0, 1), frozen, reward(0.2, 2.7), reward(math.nan, 3)]
