@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import pandas
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.algorithm.base import NoProgress, RunContext, Stopped
+from agentlightning.cli.main import run
 from agentlightning.data.rewards import UNCLEAR
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.engine.service import EngineService
@@ -214,6 +216,15 @@ def test_rewards_of_sub_agents_side_by_side_reach_their_own_calls_or_none(
     own = (("a", 1.0), ("b", 2.0), ("c", 3.0))
     none = (("a", None), ("b", None), ("c", None))
     assert asyncio.run(received()) == {("agl", own), ("openai", own), ("urllib", none)}
+
+    file = tmp_path / "calls.parquet"
+    assert run(["export", str(file), "--format", "parquet", "--store", str(tmp_path / "run" / "store.sqlite")]) == 0
+    assert "note: excluded is empty: every call trains" in capfd.readouterr().out
+    rows = pandas.read_parquet(file)
+    assert set(rows["step"]) == {1} and rows["trained"].all()
+    of_rollouts = rows.groupby(["group_id", "rollout_id"])["return"].mean().groupby("group_id").mean()
+    expected = rows["return"] - rows["group_id"].map(of_rollouts)
+    np.testing.assert_allclose(rows["advantages"].map(lambda tokens: tokens[0]), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(

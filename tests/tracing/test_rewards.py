@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from agentlightning.errors import InvalidError
 from agentlightning.tracing.context import recording
 from agentlightning.tracing.emit import emit_message, emit_reward
 from agentlightning.tracing.rewards import (
@@ -9,6 +12,7 @@ from agentlightning.tracing.rewards import (
     find_reward_spans,
     get_reward_value,
     is_final_reward,
+    read_reward,
 )
 
 
