@@ -23,6 +23,7 @@ from rich.console import Console
 
 from agentlightning.algorithm import GRPO, Algorithm, Baseline, NoProgress, Progress, Reinforcement, RunContext
 from agentlightning.algorithm.base import TrainedPolicy
+from agentlightning.algorithm.conclusion import conclusion
 from agentlightning.algorithm.directory import RunDirectory, check_data, make_manifest, run_directory
 from agentlightning.algorithm.evaluation import EvaluatedTask, Evaluation
 from agentlightning.algorithm.measures import Measures, measured, summarise
@@ -32,7 +33,7 @@ from agentlightning.datasets.hub import fetched_model
 from agentlightning.datasets.tasks import load_dataset
 from agentlightning.display import LiveProgress, hide_library_progress, show_tasks
 from agentlightning.environments import tasks_of
-from agentlightning.errors import ConfigError, UnavailableError, check_settings
+from agentlightning.errors import AgentLightningError, ConfigError, UnavailableError, check_settings
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Backend, Sampling
@@ -50,8 +51,9 @@ from agentlightning.server.local_keys import local_key, offered_key
 from agentlightning.server.serve import HttpServer, run_blocking
 from agentlightning.server.service import lent, models_held
 from agentlightning.store.base import LightningStore
-from agentlightning.store.client import LightningStoreClient
+from agentlightning.store.client import PATIENCE_SECONDS, LightningStoreClient
 from agentlightning.store.sql import SqlStore
+from agentlightning.tracing.emit import shown
 from agentlightning.types import LLM, FrozenModel, Metrics, NamedResources
 
 if TYPE_CHECKING:
@@ -62,7 +64,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class FitResult:
     """The result of `Trainer.fit`. `checkpoint` is the directory of the last weights, `best_checkpoint` that of the
-    weights with the highest held-out reward; `AutoModelForCausalLM.from_pretrained` loads both."""
+    weights with the highest held-out reward; `AutoModelForCausalLM.from_pretrained` loads both. `conclusion` says what
+    to try next if the held-out reward did not rise."""
 
     run_id: str
     directory: Path
@@ -72,6 +75,7 @@ class FitResult:
     metrics: tuple[Metrics, ...]
     seconds: float
     best_checkpoint: Path | None = None
+    conclusion: str | None = None
 
 
 class Trainer:
@@ -286,15 +290,21 @@ class Trainer:
             stack.enter_context(stopping_at_interrupt(context.stop))
             await self._run_beside_runner(agent, context)
             checkpoints = Checkpoints(directory.path / "checkpoints")
+            evaluations = tuple(getattr(algorithm, "evaluations", ()))
+            metrics = tuple(await context.store.query_metrics(context.run.run_id))
+            said = conclusion(evaluations, metrics)
+            if said is not None:
+                await context.store.update_run(context.run.run_id, merge={"conclusion": said})
             return FitResult(
                 run_id=context.run.run_id,
                 directory=directory.path,
                 checkpoint=checkpoints.latest(),
                 best_checkpoint=checkpoints.best(),
                 stopped_because=getattr(algorithm, "stopped_because", "done"),
-                evaluations=tuple(getattr(algorithm, "evaluations", ())),
-                metrics=tuple(await context.store.query_metrics(context.run.run_id)),
+                evaluations=evaluations,
+                metrics=metrics,
                 seconds=time.monotonic() - started,
+                conclusion=said,
             )
 
     async def _open(
@@ -332,8 +342,11 @@ class Trainer:
         manifest = make_manifest(self._config(), self.seed, train_tasks, val_tasks)
         if directory.resumed:
             await check_data(store, directory.mark.run_id, manifest)
+        run = await store.start_run(self.algorithm.name, manifest, run_id=directory.mark.run_id)
+        if directory.resumed:
+            run = await store.update_run(run.run_id, merge={"reason": None, "stop": None})
         return RunContext(
-            run=await store.start_run(self.algorithm.name, manifest, run_id=directory.mark.run_id),
+            run=run,
             store=store,
             directory=directory.path,
             train_tasks=train_tasks,
@@ -388,7 +401,7 @@ class Trainer:
         if self.server is not None:
             store: LightningStore = LightningStoreClient(self.server, api_key=self.api_key)
         else:
-            store = await SqlStore.open(self.store or directory / "store.sqlite")
+            store = await SqlStore.open(self.store or directory / "store.sqlite", patience=PATIENCE_SECONDS)
         stack.push_async_callback(store.close)
         return store
 
@@ -436,7 +449,7 @@ class Trainer:
             settings: dict[str, Any] = {"hooks": self.hooks, "isolation": self._place}
             runner = Runner(context.store, agent, concurrency=self._concurrency, **settings)
             tasks.add(asyncio.ensure_future(runner.run()))
-        status = "failed"
+        status, reason = "failed", "interrupted"
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if job not in done and self._rl is not None:  # what it has trained is saved
@@ -445,12 +458,18 @@ class Trainer:
             for task in done:
                 task.result()
             status = "cancelled" if context.stop.is_set() else "succeeded"
+            reason = getattr(self.algorithm, "stopped_because", "done")
+        except Exception as error:
+            reason = shown(error)
+            if not isinstance(error, AgentLightningError):
+                reason = f"{type(error).__name__}: {reason}"
+            raise
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             with contextlib.suppress(UnavailableError):  # the error that ended the run says more
-                await context.store.update_run(context.run.run_id, status)
+                await context.store.update_run(context.run.run_id, status, merge={"reason": reason})
 
     def _config(self) -> dict[str, Any]:
         """The resolved settings, for the run's manifest."""

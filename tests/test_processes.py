@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,10 +16,12 @@ from typing import Any
 
 import pytest
 
+import agentlightning as agl_package
 from agentlightning.store.client import LightningStoreClient
 from tests import agents
 from tests.algorithm.test_resume import Interrupting
 from tests.cli.world import start
+from tests.postgres import PostgresServer
 from tests.test_trainer import TASKS, algorithm, policy, trainer
 
 ROOT = Path(__file__).parents[1]
@@ -88,6 +91,12 @@ def test_interrupts_end_a_run_whose_agent_blocks_the_event_loop_or_that_still_ma
     assert (tmp_path / "begun").read_text() == ("once " if where == "agent" else "")
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def start_server(agl: Start, store: Path) -> str:
     server = agl("server", "--port", "0", "--store", store)
     assert server.stderr is not None
@@ -117,14 +126,61 @@ def test_what_failed_while_the_trainer_was_away_does_not_count(world: Path, agl:
     assert result.metrics[-1].values["unrewarded"] == 0
 
 
+class Restarting(agl_package.GRPO):
+    """Kills the server after the second step, and starts it again some seconds later."""
+
+    def __init__(self, restart: Callable[[], None], **settings: Any) -> None:
+        super().__init__(**settings)
+        self._restart = restart
+        self._steps = 0
+
+    def step_done(self, groups: Any) -> dict[str, float]:
+        self._steps += 1
+        if self._steps == 2:
+            self._restart()
+        return super().step_done(groups)
+
+
+@pytest.mark.slow
+def test_a_server_killed_under_a_training_costs_no_rollout(world: Path, agl: Start, tmp_path: Path) -> None:
+    server_of = ("server", "--store", tmp_path / "store.sqlite", "--port", port := free_port())
+    servers = [agl(*server_of)]
+    url = f"http://127.0.0.1:{port}"
+    agl("runner", f"{ROOT / 'tests' / 'agents.py'}:slow_vowels", "--server", url)
+
+    def restart() -> None:
+        servers[-1].kill()
+        threading.Timer(2.0, lambda: servers.append(agl(*server_of))).start()
+
+    check_nothing_is_lost(tmp_path, restart, model=world / "model", server=url, n_runners=0)
+
+
+@pytest.mark.slow
+def test_a_database_killed_under_a_training_costs_no_rollout(
+    world: Path, postgres_server: PostgresServer, tmp_path: Path
+) -> None:
+    def restart() -> None:
+        postgres_server.kill()
+        threading.Timer(12.0, postgres_server.start).start()  # longer than a connection is tried again
+
+    with postgres_server.new_database() as url:
+        check_nothing_is_lost(tmp_path, restart, model=world / "model", store=url)
+
+
+def check_nothing_is_lost(tmp_path: Path, restart: Callable[[], None], **settings: Any) -> None:
+    chosen = Restarting(restart, steps=5, tasks_per_step=3, group_size=4, max_tokens=6, temperature=2.0)
+    chosen.max_staleness = 1  # rollouts of the third step run at the end of the second
+    result = trainer(tmp_path, algorithm=chosen, **settings).fit(agents.slow_vowels, TASKS)
+    assert result.stopped_because == "all steps done"
+    assert [one.values["unrewarded"] for one in result.metrics] == [0] * 5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("with_server", [True, False], ids=["at a server", "at the trainer's port"])
 def test_trainer_and_runner_that_meet_somewhere_learn_the_same(
     world: Path, agl: Start, tmp_path: Path, with_server: bool
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     url = start_server(agl, tmp_path / "store.sqlite") if with_server else f"http://127.0.0.1:{port}"
     agl("runner", f"{ROOT / 'tests' / 'agents.py'}:vowels", "--server", url)
     settings = {"model": world / "model", "seed": 3, "deterministic": True}

@@ -87,7 +87,7 @@ class RunContext:
     run_time: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
-        self.tracking = Tracking(self.store, self.run, self.directory, self.trackers, self.progress.note)
+        self.tracking = Tracking(self.store, self.run, self.directory, self.trackers, self.progress.note, self.stop)
 
     async def resources(self) -> ResourcesUpdate:
         """The resources of rollouts. ConfigError if the store has none."""

@@ -138,12 +138,16 @@ async def why_unrewarded(store: LightningStore, rollouts: Sequence[Rollout]) -> 
         return TrainingError(
             f"none of {len(rollouts)} rollouts was rewarded: the agent must return a number, or call agl.emit_reward"
         )
-    reason = exception_of(await store.query_spans(failed.rollout_id)).strip().rstrip(".")
     attempt = await store.get_latest_attempt(failed.rollout_id)
     ended = attempt.status if attempt else "failed"
+    reason = exception_of(await store.query_spans(failed.rollout_id)).strip().rstrip(".")
+    advice = "Fix the agent (agl eval --show runs it on a few tasks) and try again"
+    if attempt is not None and ended == "unresponsive":
+        reason = str(attempt.metadata.get("reason") or "its worker was not heard of any more")
+        advice = "See that the server, its runners and the servers of its models run, then: agl train --resume"
     return TrainingError(
         f"none of {len(rollouts)} rollouts was rewarded. The first to fail, {failed.rollout_id}, ended as {ended}"
-        f"{': ' + reason if reason else ''}. Fix the agent (agl eval --show runs it on a few tasks) and try again"
+        f"{': ' + reason if reason else ''}. {advice}"
     )
 
 

@@ -67,7 +67,7 @@ class Tracker(Protocol):
 
 
 class Tracking:
-    """The metrics of one run. `history` has them by step."""
+    """The metrics of one run. `history` has them by step. `stop` is set if the store says that the run should end."""
 
     def __init__(
         self,
@@ -76,7 +76,9 @@ class Tracking:
         directory: Path,
         trackers: Sequence[Tracker],
         note: Callable[[str], None],
+        stop: asyncio.Event,
     ) -> None:
+        self._stop = stop
         self.history: dict[int, dict[str, float]] = {}
         self._store = store
         self._run = run
@@ -102,7 +104,9 @@ class Tracking:
         is_newest = step > max(self.history, default=-1)
         known = self.history[step] = self.history.get(step, {}) | dict(values)
         self._write([step] if is_newest else sorted(self.history), append=is_newest)
-        await self._store.add_metrics(Metrics(run_id=self._run.run_id, step=step, time=time.time(), values=known))
+        run = await self._store.add_metrics(Metrics(run_id=self._run.run_id, step=step, time=time.time(), values=known))
+        if run.manifest.get("stop"):
+            self._stop.set()
 
     def _write(self, steps: Sequence[int], append: bool = False) -> None:
         path = self._directory / METRICS_FILE

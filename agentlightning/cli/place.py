@@ -61,7 +61,8 @@ class Place:
 
 
 async def _open_here(address: str, *, create: bool, reading: bool) -> LightningStore:
-    from agentlightning.store.sql import SqlStore, StoreReader
+    from agentlightning.store.reader import StoreReader
+    from agentlightning.store.sql import SqlStore
 
     if not create:
         require_file(address)

@@ -243,7 +243,7 @@ async def _ui(places: tuple[str, ...], key: str | None, port: int, as_json: bool
     from agentlightning.store.base import LightningStore
     from agentlightning.store.client import LightningStoreClient
     from agentlightning.store.many import ManyStores
-    from agentlightning.store.sql import StoreReader
+    from agentlightning.store.reader import StoreReader
 
     own = local_key(f"http://127.0.0.1:{port}", make=True) or secrets.token_urlsafe(32)
     async with contextlib.AsyncExitStack() as stack:

@@ -104,8 +104,10 @@ def show_fit(console: Console, result: FitResult) -> None:
     rewards = [f"{evaluation.reward:.3f}" for evaluation in result.evaluations]
     if rewards:
         lines.append(f"Held-out reward: {rewards[0]}" + (f" before, {rewards[-1]} after." if rewards[1:] else "."))
+    if result.conclusion is not None:
+        lines.append(result.conclusion)
     steps = [metrics.values for metrics in result.metrics if "groups_without_variance" in metrics.values]
-    if steps and not any(step.get("sequences") for step in steps):
+    if result.conclusion is None and steps and not any(step.get("sequences") for step in steps):
         lines.append(
             f"Nothing was learned: in none of {len(steps)} steps did a group have two different rewards. Give tasks "
             "that are neither always nor never solved, a finer reward, or a larger group_size."
@@ -132,6 +134,7 @@ def summary(result: FitResult, config: TrainConfig) -> dict[str, Any]:
         "checkpoint": None if result.checkpoint is None else str(result.checkpoint),
         "best_checkpoint": None if result.best_checkpoint is None else str(result.best_checkpoint),
         "stopped_because": result.stopped_because,
+        "conclusion": result.conclusion,
         "reward": {"before": rewards[0], "after": rewards[-1]} if rewards else None,
         "steps": max((metrics.step for metrics in result.metrics), default=0),
         "seconds": round(result.seconds, 3),

@@ -19,7 +19,7 @@ from agentlightning.gateway.request import CallRefused
 from agentlightning.store.base import LightningStore
 from agentlightning.store.lifecycle import ENDS, TERMINAL
 from agentlightning.tracing.context import AttemptTracer
-from agentlightning.types import UNATTRIBUTED, Attempt, Credential, Mode, Rollout
+from agentlightning.types import LLM, UNATTRIBUTED, Attempt, Credential, Mode, Rollout
 
 _ENDED = ENDS - {"unresponsive"}  # which a call revives while its retry has not started
 _ADMIN: Final = Credential(name="the admin key", scopes=("admin",))
@@ -34,12 +34,13 @@ class Caller:
     it (`metadata["sample"]`), so that a repeated run draws the same random numbers, or else its id. `attempt` is
     (rollout_id, attempt_id), None for nobody's. `lost` are the numbers of calls that may be stored and whose answers
     were not sent: the next call says so. `refused` counts requests that became no calls. In a `deterministic` run every
-    backend is given seeds."""
+    backend is given seeds. `models` are those that its resources name."""
 
     rollout_id: str
     attempt_id: str
     trace_id: str
     mode: Mode | None
+    models: frozenset[str] = frozenset()
     run_seed: int = 0
     sample: str = ""
     deterministic: bool = False
@@ -161,11 +162,17 @@ class Attributor:
                 indices = [span.attributes.get(semconv.CALL_INDEX) for span in spans]
                 next_index = 1 + max((index for index in indices if isinstance(index, int)), default=-1)
             seed = rollout.metadata.get("seed")
+            models = frozenset[str]()
+            if rollout.resources_id is not None:
+                given = await store.get_resources_by_id(rollout.resources_id)
+                resources = given.resources.values() if given else ()
+                models = frozenset(each.model for each in resources if isinstance(each, LLM) and each.gateway)
             caller = Caller(
                 rollout_id=rollout.rollout_id,
                 attempt_id=attempt.attempt_id,
                 trace_id=AttemptTracer(*ids).trace_id,  # the runner's spans and ours make one trace
                 mode=rollout.mode,
+                models=models,
                 run_seed=seed if isinstance(seed, int) else 0,
                 sample=str(rollout.metadata.get("sample", rollout.rollout_id)),
                 deterministic=rollout.metadata.get("deterministic") is True,

@@ -23,7 +23,7 @@ from agentlightning.gateway.endpoints.base import Endpoint
 from agentlightning.gateway.endpoints.passed_through import HEADERS, read_passed_through
 from agentlightning.gateway.gates import Holding
 from agentlightning.gateway.generation import call_seed
-from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
+from agentlightning.gateway.models import ANY, ModelAwayError, ModelEntry, ModelTable
 from agentlightning.gateway.recorder import CallStatistics, Recorder
 from agentlightning.gateway.request import NEUTRAL_PENALTIES, CallRefused, CallRequest
 from agentlightning.semconv import CALL_REFUSED, ERROR_TYPE, FROZEN_HEADER, HTTP_STATUS
@@ -102,13 +102,19 @@ class Calls:
         """Check, attribute and start a call; use it as `async with`. `headers` has lower-case names.
 
         Raises BackendError (and its kin CallRefused) for everything that cannot be answered."""
-        incoming = await self._incoming(endpoint, body, headers, path_ids)
         held_seconds = 0.0
-        while (gate := self.models.gate(incoming.entry.name)).held:
-            held_seconds += await self._holding.wait(gate, incoming.caller.attempt)
-            # Meanwhile the attempt may have ended, and the model may be another.
-            incoming = await self._incoming(endpoint, body, headers, path_ids)
-        caller, request, entry = incoming.caller, incoming.request, incoming.entry
+        while True:  # while a call is held its attempt may end, and the model may become another
+            caller, key = await self.attributor.attribute(path_ids, headers)
+            try:
+                incoming = await self._incoming(endpoint, body, headers, caller, key)
+                gate = self.models.gate(incoming.entry.name)
+            except ModelAwayError as error:
+                gate = error.gate
+            else:
+                if not gate.held:
+                    break
+            held_seconds += await self._holding.wait(gate, caller.attempt)
+        request, entry = incoming.request, incoming.entry
         admitted, dropped = incoming.admitted
         attempt = caller.attempt
         # Numbered once it is admitted: an attempt that seems to lack a call is not trained.
@@ -142,6 +148,7 @@ class Calls:
             made_by=caller_attributes(headers, request.messages),
             traceparent=headers.get("traceparent"),
             relayed=relayed,
+            lost=self.models.lost,
         )
 
     async def count_tokens(
@@ -149,7 +156,8 @@ class Calls:
     ) -> bytes:
         """The answer that says how many tokens the prompt of a call would have; nothing is numbered or captured.
         BackendError as in `open`, and where the backend cannot count."""
-        incoming = await self._incoming(endpoint, body, headers, path_ids)
+        caller, key = await self.attributor.attribute(path_ids, headers)
+        incoming = await self._incoming(endpoint, body, headers, caller, key)
         backend, fields = incoming.entry.backend, incoming.request.relayed
         if fields is None:
             count = await backend.count_tokens(_sent(incoming, incoming.admitted[0], "", None)[0])
@@ -175,21 +183,20 @@ class Calls:
                 await self._committed.record(AttemptTracer(*caller.attempt).record(CALL_REFUSED, reason, status=status))
 
     async def _incoming(
-        self, endpoint: Endpoint, body: bytes, headers: Mapping[str, str], path_ids: tuple[str, str] | None
+        self, endpoint: Endpoint, body: bytes, headers: Mapping[str, str], caller: Caller, key: Credential | None
     ) -> _Incoming:
-        caller, key = await self.attributor.attribute(path_ids, headers)
         if any(endpoint.path in entry.backend.relays for entry in self.models):
             request = read_passed_through(body)
-            entry = self._resolve(request.model, key, headers)
+            entry = self._resolve(request.model, caller, key, headers)
             if endpoint.path in entry.backend.relays:
                 return _Incoming(caller, key, headers, request, entry)
         request = self._conversations.join(caller, endpoint.read(body))
-        return _Incoming(caller, key, headers, request, self._resolve(request.model, key, headers))
+        return _Incoming(caller, key, headers, request, self._resolve(request.model, caller, key, headers))
 
-    def _resolve(self, model: str, key: Credential | None, headers: Mapping[str, str]) -> ModelEntry:
+    def _resolve(self, model: str, caller: Caller, key: Credential | None, headers: Mapping[str, str]) -> ModelEntry:
         """The model that answers; a call with FROZEN_HEADER is not trained, and sampled as it asks. CallRefused (403)
         if an agent sends that to the policy."""
-        entry = self.models.resolve(model)
+        entry = self.models.resolve(model, caller.models)
         if headers.get(FROZEN_HEADER) != "true":
             return entry
         if entry.trainable and entry.name != ANY and not (is_worker(key) or (key is not None and key.rewards)):

@@ -24,6 +24,7 @@ from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.attribution import Caller
 from agentlightning.gateway.backend import BackendEvent, Delta, RelayedCall
+from agentlightning.gateway.backends.connection import UNREACHABLE
 from agentlightning.gateway.endpoints.base import Endpoint
 from agentlightning.gateway.gates import Gate
 from agentlightning.gateway.models import ModelEntry
@@ -52,7 +53,7 @@ class Call:
     the agent's own protocol, and `refused` its refusal. `index` numbers the calls of an attempt. `overridden` is the
     sampling that the agent asked for and did not get, `dropped` names fields that are not sent, `discards` are earlier
     calls whose answers were not sent, `made_by` says who calls and what for. Without a `recorder` nothing is captured.
-    `remember` is given the answer of a call that was committed."""
+    `remember` is given the answer of a call that was committed, `lost` the model of a call that did not reach it."""
 
     caller: Caller
     endpoint: Endpoint
@@ -71,6 +72,7 @@ class Call:
     held_seconds: float
     made_by: Attributes
     traceparent: str | None
+    lost: Callable[[ModelEntry], None]
     relayed: RelayedCall | None = None
     refused: BackendError | None = None
     start_time: float = field(default_factory=time.time)  # since the epoch; `_started` is on the monotonic clock
@@ -112,6 +114,8 @@ class Call:
                 aborted = isinstance(error, asyncio.CancelledError)
                 self.statistics.calls[self.entry.name, "aborted" if aborted else "failed"] += 1
                 self.answer.abort(ABORTED if aborted else FAILED)
+                if isinstance(error, BackendError) and error.code == UNREACHABLE:
+                    self.lost(self.entry)
                 await self._store(error)
         finally:
             self.gate.leave(self.caller.attempt)

@@ -120,7 +120,8 @@ class Holding:
                     self._waits.discard(limit)
         except TimeoutError:
             error = BackendError(
-                f"calls of the model {gate.name!r} are held while its weights are updated; ask again",
+                f"calls of the model {gate.name!r} are held while its weights are updated, or until its trainer "
+                "is back; ask again",
                 status=503,
                 code="model_held",
             )

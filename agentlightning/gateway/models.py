@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -15,6 +15,18 @@ _log = logging.getLogger(__name__)
 ANY: Final = "*"
 """The name of an entry that answers every name not registered; its backend is asked for that name."""
 
+AWAY: Final = "away"
+"""Holds the calls of a model that a trainer serves, until the trainer registers it again."""
+_AWAY_SECONDS: Final = 30.0
+
+
+class ModelAwayError(BackendError):
+    """The model of an attempt is not registered now; its calls wait at its `gate`."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__(f"the model {gate.name!r} is not here", status=503, code="model_away")
+        self.gate = gate
+
 
 @dataclass(frozen=True)
 class ModelEntry:
@@ -22,7 +34,8 @@ class ModelEntry:
 
     In train mode every call samples with the temperature, top_p and top_k of `train`, in val mode of `val`, whatever
     the agent asks; their `max_tokens` is an upper limit. For None, the agent decides. Calls of a model that is not
-    `trainable` are recorded but never trained, and the agent decides everything."""
+    `trainable` are recorded but never trained, and the agent decides everything. A `lent` model is served by a trainer,
+    which may come back at another address."""
 
     name: str
     backend: Backend
@@ -30,6 +43,7 @@ class ModelEntry:
     train: Sampling | None = field(default_factory=Sampling)
     val: Sampling | None = field(default_factory=Sampling)
     aliases: tuple[str, ...] = ()
+    lent: bool = False
 
     def __post_init__(self) -> None:
         if not self.trainable:
@@ -73,6 +87,7 @@ class ModelTable:
         replaced = self.remove(entry.name)
         self._entries[entry.name] = entry
         self._names |= dict.fromkeys((entry.name, *entry.aliases), entry)
+        self.gate(entry.name).release(AWAY)
         return replaced
 
     def remove(self, name: str) -> ModelEntry | None:
@@ -91,12 +106,23 @@ class ModelTable:
     def gates(self) -> Iterable[Gate]:
         return self._gates.values()
 
-    def resolve(self, name: str) -> ModelEntry:
+    def lost(self, entry: ModelEntry) -> None:
+        """Hold the calls of a `lent` model whose trainer cannot be reached, for a while or until it is back."""
+        if entry.lent and self._entries.get(entry.name) is entry:
+            self.gate(entry.name).hold(AWAY, _AWAY_SECONDS)
+
+    def resolve(self, name: str, given: Collection[str] = ()) -> ModelEntry:
         """The entry `name`; for an unknown name, the entry `ANY`, or else the only trainable model, with a notice in
         the log.
 
+        ModelAwayError for a model that the attempt was `given` and that is not registered: it never gets another.
         BackendError 404 lists the names if there is not exactly one trainable model."""
-        entry = self._names.get(name) or self._names.get(ANY)
+        entry = self._names.get(name)
+        if entry is None and name in given:
+            gate = self.gate(name)
+            gate.hold(AWAY)
+            raise ModelAwayError(gate)
+        entry = entry or self._names.get(ANY)
         if entry is not None:
             return entry
         entries = [entry for entry in self._entries.values() if entry.trainable]

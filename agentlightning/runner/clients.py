@@ -16,6 +16,7 @@ import functools
 import importlib
 import re
 import sys
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
@@ -101,6 +102,20 @@ _PATH: Final = re.compile(r"/rollout/([^/]+)/attempt/([^/]+)/")
 class ForeignClientError(BaseException):
     """The agent called a model with another rollout's client. Not an `Exception`, which SDKs would retry and agents
     survive."""
+
+
+def lost_connection(error: BaseException | None) -> bool:
+    """Whether an agent failed since a client of `httpx` or an SDK got no answer at an attempt's own URL."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        with suppress(Exception):  # an exception of somebody else's; httpx raises where it knows no request
+            asked: Any = error
+            answered = getattr(asked, "response", None) is not None
+            if not answered and "Timeout" not in type(error).__name__ and _PATH.search(str(asked.request.url)):
+                return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def guard_clients() -> None:

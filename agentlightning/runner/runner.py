@@ -29,10 +29,11 @@ from agentlightning.errors import (
     UnavailableError,
 )
 from agentlightning.runner.agent import AnyAgent, as_agent
-from agentlightning.runner.clients import ClientPool, current_pool
+from agentlightning.runner.clients import ClientPool, current_pool, lost_connection
 from agentlightning.runner.environment import ResourceCache, current_server
 from agentlightning.runner.execution import Flight, Hook, Outcome
 from agentlightning.runner.isolation import AgentNotLoadedError, AgentProcess, Isolation, boot_of, usual_concurrency
+from agentlightning.semconv import HTTP_STATUS
 from agentlightning.store.base import LightningStore
 from agentlightning.store.lifecycle import TERMINAL
 from agentlightning.tracing.dialects import speaks_for_gateway
@@ -269,6 +270,8 @@ class Runner:
         except (InvalidError, ConflictError, NotFoundError) as error:
             if outcome.status == "succeeded":
                 outcome = Outcome("failed", f"its spans were refused: {error}", error)
+        if outcome.status == "failed" and (fault := await self._fault_of_ours(flight, outcome)) is not None:
+            outcome = Outcome("unresponsive", f"{fault} ({outcome.reason})", outcome.error)
         if outcome.status != "succeeded":
             self._notice(flight, outcome)
         if not flight.ended_by_store:
@@ -277,6 +280,19 @@ class Runner:
             except (ConflictError, NotFoundError) as error:
                 logger.warning("attempt %s ended as %s too late, ignored: %s", flight.ids[1], outcome.status, error)
         return outcome
+
+    async def _fault_of_ours(self, flight: Flight, outcome: Outcome) -> str | None:
+        """What kept the agent of a failed attempt from its model; None if nothing did, and the agent failed itself."""
+        if self.store.away_at > flight.started:
+            return "the store could not be reached while the agent ran"
+        if lost_connection(outcome.error):
+            return "the connection to its model's URL broke"
+        spans = await self._patiently(lambda: self.store.query_spans(*flight.ids))
+        calls = [span for span in spans if speaks_for_gateway(span)]
+        status = calls[-1].attributes.get(HTTP_STATUS) if calls else None
+        if isinstance(status, int) and status >= 500:
+            return f"its last call of a model was not answered: {calls[-1].status.description}"
+        return None
 
     async def _end(self, flight: Flight, status: AttemptStatus, reason: str | None) -> None:
         metadata = {"reason": reason} if reason else None

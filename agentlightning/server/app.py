@@ -19,7 +19,7 @@ from agentlightning.gateway.models import ModelTable
 from agentlightning.server.access import Access, Sessions
 from agentlightning.server.dashboard import page_routes, page_views
 from agentlightning.server.events import EventRoutes
-from agentlightning.server.health import Reading, ServerMetrics, gateway_readings, health_routes
+from agentlightning.server.health import Reading, ServerMetrics, gateway_readings, health_routes, store_readings
 from agentlightning.server.limits import Limited, Limits
 from agentlightning.server.logs import LogFormat, Observed, log_request
 from agentlightning.server.models import MODEL_CALLS, Models, RegisterModel
@@ -109,6 +109,8 @@ def create_app(
             stops.append(events.stop)
         routes += page_routes(access, protected=protected, reading=isinstance(store, ManyStores))
         routes += [*otlp_routes(store, access, body_limit), reward_route(store)]
+    if isinstance(store, SqlStore):
+        shown += store_readings(store)
     if gateway is not None:
         stops.append(gateway.turn_away)
         shown += gateway_readings(gateway)

@@ -4,7 +4,9 @@ does (`/metrics`, in Prometheus's text format). A registry per application and n
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
@@ -21,6 +23,7 @@ from agentlightning.server.access import Access
 from agentlightning.server.logs import Finished
 from agentlightning.server.requests import caller_of, in_json
 from agentlightning.store.base import CALLS, LightningStore
+from agentlightning.store.sql import SqlStore
 
 _PATIENCE: Final = 2.0
 _SECONDS: Final[Sequence[float]] = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 30.0)
@@ -35,7 +38,7 @@ def health_routes(store: LightningStore | None) -> list[BaseRoute]:
         try:
             if store is not None:
                 async with asyncio.timeout(_PATIENCE):
-                    await store.get_resources_by_id("ready")
+                    await (store.availability.check() if isinstance(store, SqlStore) else store.get_time())
         except TimeoutError:
             return in_json({"status": "unready", "reason": f"the store did not answer within {_PATIENCE:g} s"}, 503)
         except AgentLightningError as error:
@@ -105,6 +108,20 @@ class ServerMetrics(Collector):
 
     def _sum(self, *names: str) -> float | Mapping[tuple[str, ...], float]:
         return sum(self._stored[name] for name in names) if self._stored else {}
+
+
+def store_readings(store: SqlStore) -> list[Reading]:
+    """Whether the store can be written, how many calls it had to refuse, and the space that is left for its file."""
+    state = store.availability
+    readings = [
+        Reading("agl_store_away", "1 while the store cannot be written.", lambda: float(state.away)),
+        Reading("agl_store_refused_calls_total", "Calls that could not be written.", lambda: state.refused),
+    ]
+    folder = Path(store.address).absolute().parent
+    if folder.is_dir():  # not for ":memory:" of a removed folder, nor for a postgresql:// URL
+        free = Reading("agl_store_free_bytes", "Space left for the store.", lambda: shutil.disk_usage(folder).free)
+        readings.append(free)
+    return readings
 
 
 def gateway_readings(gateway: Gateway) -> list[Reading]:

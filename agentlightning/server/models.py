@@ -288,6 +288,7 @@ def entry_of(call: RegisterModel) -> ModelEntry:
         train=call.train and msgspec.convert(call.train, Sampling, from_attributes=True),
         val=call.val and msgspec.convert(call.val, Sampling, from_attributes=True),
         aliases=call.aliases,
+        lent=call.owner is not None,
     )
 
 

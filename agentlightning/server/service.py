@@ -8,11 +8,14 @@ import functools
 import logging
 import secrets
 import tempfile
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from agentlightning.data.references import load_reference
 from agentlightning.errors import AgentLightningError, ConfigError, UnavailableError
@@ -22,12 +25,19 @@ from agentlightning.gateway.attribution import is_loopback
 from agentlightning.gateway.models import ModelEntry, ModelTable
 from agentlightning.server.app import ServerSettings, create_app
 from agentlightning.server.handover import OWNER, Place
-from agentlightning.server.models import HoldModel, Models, ReleaseModel, RemoveModel, registration
+from agentlightning.server.models import (
+    HoldModel,
+    Models,
+    RegisterModel,
+    ReleaseModel,
+    RemoveModel,
+    registration,
+)
 from agentlightning.server.serve import HttpServer
 from agentlightning.server.workers import SharedGateway, Workers
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
-from agentlightning.store.client import LightningStoreClient
+from agentlightning.store.client import PATIENCE_SECONDS, LightningStoreClient
 from agentlightning.store.records import audit
 from agentlightning.store.redaction import redaction
 from agentlightning.store.retention import ended_before
@@ -39,6 +49,7 @@ if TYPE_CHECKING:
 
 HOURLY: Final = 3600.0
 _PATIENCE: Final = 2.0  # seconds in which the server that gets models may be away
+_PAUSE: Final = 1.0  # seconds until a server that went away is looked for again
 _log: Final = logging.getLogger(__name__)
 
 
@@ -172,10 +183,43 @@ async def lent(
         http = await stack.enter_async_context(HttpServer(create_app(None, gateway=gateway), port=port))
         client = LightningStoreClient(server, api_key, patience=_PATIENCE)
         stack.push_async_callback(client.close)
-        for entry in entries:
-            stack.push_async_callback(_remove, client, RemoveModel(name=entry.name, owner=owner))
-            await client.perform(registration(entry, f"{http.url}/v1", api_key=key, owner=owner))
+        calls = [registration(entry, f"{http.url}/v1", api_key=key, owner=owner) for entry in entries]
+        for call in calls:
+            stack.push_async_callback(_remove, client, RemoveModel(name=call.name, owner=owner))
+        registered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        keeping = asyncio.create_task(_keep_registered(client, calls, registered), name="registration of models")
+        stack.push_async_callback(_cancel, keeping)
+        await registered
         yield
+
+
+async def _keep_registered(
+    client: LightningStoreClient, calls: Sequence[RegisterModel], registered: asyncio.Future[None]
+) -> None:
+    """Register models at a server, and again whenever it has been away: one that starts anew knows none. `registered`
+    is resolved by the first time, or gets its error."""
+    give_up = time.monotonic() + PATIENCE_SECONDS
+
+    async def register() -> None:
+        again = registered.done()
+        for call in calls:  # their servers were checked the first time, and may be busy now
+            await client.perform(msgspec.structs.replace(call, check=False) if again else call)
+        if again:
+            _log.warning("the server at %s is back; its models are registered again", client.url)
+        else:
+            registered.set_result(None)
+
+    while True:
+        try:
+            await client.while_reached(register)
+        except AgentLightningError as error:
+            away = isinstance(error, UnavailableError)
+            if not registered.done() and not (away and time.monotonic() < give_up):
+                registered.set_exception(error)
+                return
+            if not away:
+                _log.error("the models cannot be registered again, trying on: %s", error)
+        await asyncio.sleep(_PAUSE)
 
 
 async def _remove(client: LightningStoreClient, call: RemoveModel) -> None:

@@ -11,6 +11,7 @@ HTTP, the meaning of tokens, or algorithms. Returned objects are immutable snaps
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -55,7 +56,11 @@ from agentlightning.types import (
 class LightningStore(abc.ABC):
     """Durable rollouts, attempts, spans, resources, runs and groups. When a call returns, its changes are committed.
 
-    Calls raise `NotFoundError`, `ConflictError`, `InvalidError` or `UnavailableError`, and then change nothing."""
+    Calls raise `NotFoundError`, `ConflictError`, `InvalidError` or `UnavailableError`, and then change nothing.
+
+    `away_at` is when a call last found the store unavailable, on the monotonic clock."""
+
+    away_at: float = -math.inf
 
     @abc.abstractmethod
     async def perform(self, call: Call) -> Any:
@@ -316,14 +321,24 @@ class LightningStore(abc.ABC):
         """Record a new run. If the id is stored already (a resumed run), set that run to running and return it."""
 
     @call("PATCH /runs/{run_id}")
-    async def update_run(self, run_id: str, status: RunStatus) -> Run: ...
+    async def update_run(
+        self, run_id: str, status: RunStatus | None = None, *, merge: Mapping[str, Any] | None = None
+    ) -> Run:
+        """Change status or manifest: `merge` goes into the manifest key by key, and None removes a key. Keys with a
+        meaning: `name`, `tags` (a list), `reason` (why the run ended) and `stop` (true asks it to end after its
+        step)."""
+
+    @call("DELETE /runs/{run_id}", "admin", audited=True)
+    async def delete_run(self, run_id: str) -> Deleted:
+        """Delete a run with its metrics, groups and rollouts. ConflictError while it is running."""
 
     @call("GET /runs", "read")
     async def query_runs(self) -> list[Run]: ...
 
     @call("POST /metrics")
-    async def add_metrics(self, metrics: Metrics) -> None:
-        """Record or replace a run's metrics at one step. InvalidError for a value that is not finite."""
+    async def add_metrics(self, metrics: Metrics) -> Run:
+        """Record or replace a run's metrics at one step; returns the run. InvalidError for a value that is not
+        finite."""
 
     @call("GET /runs/{run_id}/metrics", "read")
     async def query_metrics(self, run_id: str) -> list[Metrics]:

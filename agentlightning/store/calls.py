@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final, TypeVar, cast, get_type_hints
 
 import msgspec
 
-from agentlightning.types import KeyScope, Noun
+from agentlightning.store import codec
+from agentlightning.types import EnqueueRolloutRequest, KeyScope, Noun
 
 F = TypeVar("F", bound=Callable[..., Any])
 IN_QUERY: Final = ("GET", "DELETE")  # the methods whose fields travel in the query, as they have no body
@@ -85,6 +86,22 @@ _KIND: Final = "_call"
 def calls_of(store: type) -> dict[str, type[Call]]:
     """The calls of a class by method name."""
     return {name: getattr(method, _KIND) for name, method in vars(store).items() if hasattr(method, _KIND)}
+
+
+def named(call: Call) -> Call:
+    """The call with all ids that the server would generate, so that it can be repeated without doing it twice."""
+    given: dict[str, Any] = {
+        field: codec.new_id(prefix) for field, prefix in call.ids.items() if getattr(call, field) is None
+    }
+    if call.method == "enqueue_many_rollouts":
+        requests: Sequence[EnqueueRolloutRequest] = getattr(call, "requests")  # noqa: B009 - it has this field
+        given["requests"] = [
+            request
+            if request.rollout_id is not None
+            else msgspec.structs.replace(request, rollout_id=codec.new_id("ro"))
+            for request in requests
+        ]
+    return msgspec.structs.replace(call, **given) if given else call
 
 
 def path_fields(route: str) -> list[str]:

@@ -8,13 +8,14 @@ reached.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import math
 import random
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http.client import responses
 from types import NoneType
 from typing import Any, Final, get_args
@@ -36,14 +37,16 @@ from agentlightning.errors import (
 from agentlightning.store import calls, codec
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
-from agentlightning.types import EnqueueRolloutRequest, FinishedRollouts, Noun
+from agentlightning.types import FinishedRollouts, Noun
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_SECONDS: Final = 60.0
+PATIENCE_SECONDS: Final = 300.0
+_FIRST_SECONDS: Final = 60.0  # for a server that has never answered: its URL may be wrong
 _SILENT_SECONDS: Final = 1.0  # after which a warning says that no answer comes
 _POLL_SECONDS: Final = 25.0  # one long poll; shorter than the idle limits of common proxies
 _ANSWER_SECONDS: Final = 60.0  # a server that is silent for longer counts as unreachable
+_QUIET_SECONDS: Final = 60.0  # a server's event stream says at least every 15 s that it lives
 _FIRST_PAUSE: Final = 0.1
 _LONGEST_PAUSE: Final = 2.0
 # Nothing was sent: the connection was never made.
@@ -236,7 +239,8 @@ def _excerpt(answer: Answer) -> str:
 
 class LightningStoreClient(LightningStore):
     """The store of the server at `url`. `api_key` is one of its keys, or an attempt's. While the server cannot be
-    reached, calls are repeated for `patience` seconds, then raise UnavailableError."""
+    reached, calls are repeated for `patience` seconds (60 at most if it has never answered), then raise
+    UnavailableError."""
 
     def __init__(self, url: str, api_key: str | None = None, *, patience: float = PATIENCE_SECONDS) -> None:
         if not url.startswith(("http://", "https://")):
@@ -247,6 +251,7 @@ class LightningStoreClient(LightningStore):
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self._patience, self._away = patience, False
+        self._met = False  # the server has answered
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -256,7 +261,7 @@ class LightningStoreClient(LightningStore):
             await session.close()
 
     async def perform(self, call: Call) -> Any:
-        call = _named(call)
+        call = calls.named(call)
         if "timeout" not in call.__struct_fields__:
             return await self._ask(call)
         give_up = time.monotonic() + _patience_of(call)
@@ -278,12 +283,13 @@ class LightningStoreClient(LightningStore):
         """The answer that ends the call. UnavailableError if none came in time, or repeating the call could do it
         twice; ConfigError if this URL cannot answer."""
         begin = time.monotonic()
+        patience = self._patience if self._met else min(self._patience, _FIRST_SECONDS)
         backoff = _FIRST_PAUSE
         while True:
             try:
                 answer = await self._send(request)
                 if answer.ends_the_call:
-                    self._away = False
+                    self._away, self._met = False, True
                     return answer
                 fault, harmless = error_of(answer), may_repeat or answer.certain
             except _HOPELESS as error:
@@ -292,22 +298,43 @@ class LightningStoreClient(LightningStore):
                     "authority, SSL_CERT_FILE)"
                 ) from None
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                reason = str(error) or type(error).__name__
-                fault = UnavailableError(f"the server at {self.url} cannot be reached ({reason}); is it running?")
+                fault = self._unreachable(error)
                 harmless = may_repeat or isinstance(error, _UNSENT)
+            if isinstance(fault, UnavailableError):
+                self.away_at = time.monotonic()
             pause = backoff * random.uniform(0.5, 1.0)
             if isinstance(fault, RetryLaterError):
                 pause += fault.seconds
             elapsed = time.monotonic() - begin
             if not harmless:
                 raise UnavailableError(f"{fault} {name} may have been carried out: look before you repeat it")
-            if elapsed + pause > self._patience:
-                raise UnavailableError(f"{fault} (tried for {elapsed:.1f} s of {self._patience:g} s)")
+            if elapsed + pause > patience:
+                raise UnavailableError(f"{fault} (tried for {elapsed:.1f} s of {patience:g} s)")
             if elapsed > _SILENT_SECONDS and not self._away:
                 self._away = True
-                logger.warning("%s (retrying for up to %g s)", fault, self._patience)
+                logger.warning("%s (retrying for up to %g s)", fault, patience)
             await asyncio.sleep(pause)
             backoff = min(2 * backoff, _LONGEST_PAUSE)
+
+    def _unreachable(self, error: Exception) -> UnavailableError:
+        reason = str(error) or type(error).__name__
+        return UnavailableError(f"the server at {self.url} cannot be reached ({reason}); is it running?")
+
+    async def while_reached(self, begin: Callable[[], Awaitable[None]]) -> None:
+        """Connect to the server's events, await `begin`, and return when the connection is lost: the server has ended,
+        or cannot be reached. UnavailableError if there is no connection; the typed error of a refusal."""
+        session = self._session or self._open_session()
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=_ANSWER_SECONDS, sock_read=_QUIET_SECONDS)
+        try:
+            async with session.get(f"{self._calls}/events", timeout=limit, allow_redirects=False) as events:
+                if events.status != 200:
+                    raise error_of(await self._answer(events))
+                await begin()
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+                    async for _ in events.content.iter_any():
+                        pass
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._unreachable(error) from None
 
     async def _send(self, request: Wire) -> Answer:
         session = self._session or self._open_session()
@@ -315,14 +342,16 @@ class LightningStoreClient(LightningStore):
         limit = _TIMEOUT if not request.wait else _timeout(request.wait)
         response = await session.request(request.method, url, data=request.body, timeout=limit, allow_redirects=False)
         try:
-            body = await response.read()
+            return await self._answer(response)
         finally:
             response.release()
+
+    async def _answer(self, response: aiohttp.ClientResponse) -> Answer:
         return Answer(
             url=self.url,
             status=response.status,
             content_type=response.content_type,
-            body=body,
+            body=await response.read(),
             retry_after=response.headers.get("Retry-After"),
             location=response.headers.get("Location"),
         )
@@ -350,22 +379,6 @@ def _checked(url: str) -> str:
     except ValueError:
         pass
     raise ConfigError(f"the store's URL is {url!r}; expected one such as http://127.0.0.1:8000")
-
-
-def _named(call: Call) -> Call:
-    """The call with all ids that the server would generate, so that it can be repeated without doing it twice."""
-    given: dict[str, Any] = {
-        field: codec.new_id(prefix) for field, prefix in call.ids.items() if getattr(call, field) is None
-    }
-    if call.method == "enqueue_many_rollouts":
-        requests: Sequence[EnqueueRolloutRequest] = getattr(call, "requests")  # noqa: B009 - it has this field
-        given["requests"] = [
-            request
-            if request.rollout_id is not None
-            else msgspec.structs.replace(request, rollout_id=codec.new_id("ro"))
-            for request in requests
-        ]
-    return msgspec.structs.replace(call, **given) if given else call
 
 
 def _patience_of(call: Call) -> float:

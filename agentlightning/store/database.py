@@ -140,7 +140,8 @@ class DatabaseThread:
 
     `view` makes the transaction that an operation gets. Threads that are given the same `jobs` share the work.
     `before_commit` is called at the end of each transaction, inside it, with the changes of the operations that
-    succeeded; `committed` on the event loop after the commit, before anybody gets an answer."""
+    succeeded; `committed` on the event loop after the commit, before anybody gets an answer; `report` with the error of
+    each operation, None for all that were committed."""
 
     def __init__(
         self,
@@ -153,12 +154,14 @@ class DatabaseThread:
         jobs: queue.SimpleQueue[list[_Job] | None] | None = None,
         before_commit: Callable[[Connection, Changes], None] = lambda connection, changes: None,
         committed: Callable[[Changes], None] = lambda changes: None,
+        report: Callable[[Exception | None], None] = lambda error: None,
     ) -> None:
         self._connection = connection
         self._view = view
         self._begin = begin
         self._before_commit = before_commit
         self._committed = committed
+        self._report = report
         self._loop = asyncio.get_running_loop()
         self._largest_batch = largest_batch
         self._jobs = queue.SimpleQueue[list[_Job] | None]() if jobs is None else jobs
@@ -274,7 +277,11 @@ class DatabaseThread:
 
     def _deliver(self, outcomes: list[_Outcome], changes: Changes) -> None:
         self._committed(changes)
+        if any(outcome.error is None for outcome in outcomes):
+            self._report(None)
         for outcome in outcomes:
+            if outcome.error is not None:
+                self._report(outcome.error)
             if outcome.job.future.done():
                 continue  # the caller was cancelled and no longer waits
             if outcome.error is None:

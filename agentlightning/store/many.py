@@ -23,7 +23,7 @@ from agentlightning.errors import AgentLightningError, ConflictError, InvalidErr
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.database import Changes
-from agentlightning.store.sql import StoreReader
+from agentlightning.store.reader import StoreReader
 from agentlightning.store.waiters import Subscribers
 from agentlightning.types import Filter, Order, Outcome, Run
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError
 from agentlightning.store import codec, lifecycle
@@ -98,13 +99,36 @@ def start_run(tx: Transaction, kind: str, manifest: Mapping[str, Any], run_id: s
     return stored
 
 
-def update_run(tx: Transaction, run_id: str, status: RunStatus) -> Run:
-    tx.connection.execute(
-        "UPDATE runs SET status = ?, end_time = ? WHERE run_id = ?",
-        (status, None if status == "running" else tx.now, run_id),
-    )
+def update_run(tx: Transaction, run_id: str, status: RunStatus | None, merge: Mapping[str, Any] | None) -> Run:
+    """Change the status, and merge into the manifest."""
+    if status is not None:
+        tx.connection.execute(
+            "UPDATE runs SET status = ?, end_time = ? WHERE run_id = ?",
+            (status, None if status == "running" else tx.now, run_id),
+        )
+    run = _run(tx.connection, run_id)
+    if merge:
+        codec.to_json(merge, "the change of the manifest")  # before the recursion, as it limits the depth
+        manifest = codec.merged(run.manifest, merge)
+        text = codec.to_json(manifest, "the manifest of the run")
+        tx.connection.execute("UPDATE runs SET manifest = ? WHERE run_id = ?", (codec.text(text), run_id))
+        run = replace(run, manifest=manifest)
     tx.changes.runs.append(run_id)
-    return _run(tx.connection, run_id)
+    return run
+
+
+def check_ended(tx: Transaction, run_id: str) -> None:
+    """ConflictError if a run is running."""
+    if _run(tx.connection, run_id).status == "running":
+        raise ConflictError(f"run {run_id} is running; stop it first (agl runs stop)")
+
+
+def delete_run(tx: Transaction, run_id: str) -> None:
+    """Delete a run whose rollouts are deleted."""
+    check_ended(tx, run_id)
+    for table in ("metrics", "rollout_groups", "runs"):
+        tx.connection.execute(f"DELETE FROM {table} WHERE run_id = ?", (run_id,))
+    tx.changes.runs.append(run_id)
 
 
 def query_runs(tx: Transaction) -> list[Run]:
@@ -127,8 +151,8 @@ def next_policy_version(tx: Transaction, run_id: str) -> int:
     return row[0]
 
 
-def add_metrics(tx: Transaction, metrics: Metrics) -> None:
-    require(tx.connection, "runs", "run_id", metrics.run_id)
+def add_metrics(tx: Transaction, metrics: Metrics) -> Run:
+    run = _run(tx.connection, metrics.run_id)
     codec.check_finite(metrics.time, f"the time of step {metrics.step}")
     text = codec.to_json(metrics.values, f"metrics of step {metrics.step}")
     tx.connection.execute(
@@ -137,6 +161,7 @@ def add_metrics(tx: Transaction, metrics: Metrics) -> None:
         (metrics.run_id, metrics.step, metrics.time, text),
     )
     tx.changes.runs.append(metrics.run_id)
+    return run
 
 
 def query_metrics(tx: Transaction, run_id: str) -> list[Metrics]:
@@ -203,6 +228,16 @@ def statistics(tx: Transaction) -> dict[str, int]:
     for name, table in {**tables, "groups": "rollout_groups"}.items():
         counts[name] = tx.connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
     return counts
+
+
+def try_to_write(tx: Transaction) -> None:
+    """The smallest durable write."""
+    value = str(tx.now).encode()
+    tx.connection.execute(
+        "INSERT INTO meta (name, value) VALUES ('last trial', ?) "
+        "ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+        (value,),
+    )
 
 
 def get_time(tx: Transaction) -> float:

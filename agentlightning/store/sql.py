@@ -31,8 +31,9 @@ from agentlightning.store import (
     spans,
     sqlite,
 )
+from agentlightning.store.availability import Availability
 from agentlightning.store.base import LightningStore
-from agentlightning.store.calls import Call
+from agentlightning.store.calls import Call, named
 from agentlightning.store.database import Changes, Connection, DatabaseThread, Opened, Readers, Transaction
 from agentlightning.store.prompts import Prompts, SpanRow
 from agentlightning.store.redaction import Redact, redaction, text_without_secrets
@@ -45,13 +46,13 @@ from agentlightning.types import (
     ApiKey,
     Attempt,
     AttemptedRollout,
+    Condition,
     Credential,
     Deleted,
     Filter,
     FinishedRollouts,
     Group,
     Rollout,
-    Run,
     Span,
 )
 
@@ -60,7 +61,6 @@ T = TypeVar("T")
 LEASE_SECONDS: Final = 30.0
 READ_SECONDS: Final = 10.0
 _RETRY_SECONDS: Final = 1.0
-_LOOK_AGAIN_SECONDS: Final = 0.5
 _FEW: Final = 8  # rows
 _KNOWN: Final = 10_000  # attempts
 _REMOVE_SECRETS: Final = redaction("full")
@@ -124,7 +124,11 @@ class SqlStore(LightningStore):
         self._latest: dict[str, Attempt] = {}  # by rollout
         self._announced = 0
         self._closed = False
+        self._patience = 0.0
         self._secret = secret
+        self.availability = Availability(
+            text_without_secrets(address), lambda: self._writer.submit(records.try_to_write)
+        )
         self._watchdog: asyncio.Task[None] | None = None
         self._others: Mapping[str, Callable[..., Awaitable[Any]]] = {
             "dequeue_many_rollouts": self._dequeue_many_rollouts,
@@ -134,6 +138,7 @@ class SqlStore(LightningStore):
             "store_spans": SpanWriter(redact, self.store_rows, observer).store,
             "import_rollout": self._import_rollout,
             "delete_rollouts": self._delete_rollouts,
+            "delete_run": self._delete_run,
             "check_store": lambda: self._read(retention.check_store, "search", math.inf),
             "find_key": self._find_key,
             "get_latest_attempt": self._get_latest_attempt,
@@ -143,6 +148,7 @@ class SqlStore(LightningStore):
             begin=opened.begin,
             before_commit=rollouts.number_finished,
             committed=self._announce,
+            report=self.availability.report,
         )
         kinds = {"reader": opened.reading, "search": opened.searching}
         self._readers = {kind: Readers(several, kind, self._view) for kind, several in kinds.items() if several}
@@ -158,13 +164,15 @@ class SqlStore(LightningStore):
         redact: Redact = _REMOVE_SECRETS,
         observer: Observer | None = None,
         read_seconds: float = READ_SECONDS,
+        patience: float = 0.0,
     ) -> SqlStore:
         """Open the store at `address`: a file, created if missing; `":memory:"`; or a `postgresql://` URL.
 
         `synchronous="FULL"` survives a power cut, `"NORMAL"` only the death of the process. Attempts that were active
         when the store closed get `lease_seconds` of grace. `redact` gets every span before it is written; make it with
         `redaction`. `observer` gets the spans that this process adds, in the event loop, perhaps twice. A query longer
-        than `read_seconds` is an InvalidError. ConfigError if the file or database is not a store, is damaged, is in
+        than `read_seconds` is an InvalidError. While the database cannot be written, calls are repeated for `patience`
+        seconds, then raise UnavailableError. ConfigError if the file or database is not a store, is damaged, is in
         use by another process, or cannot be written; UnavailableError if the database cannot be reached."""
         if synchronous not in ("FULL", "NORMAL"):
             raise ConfigError(f"synchronous is {synchronous!r}; it must be 'FULL' or 'NORMAL'")
@@ -175,6 +183,7 @@ class SqlStore(LightningStore):
             stored = "SELECT value FROM meta WHERE name = 'secret'"
             (secret,) = await asyncio.to_thread(lambda: opened.writing.execute(stored).fetchone())
             store = cls(str(address), opened, bytes(secret), clock, lease_seconds, redact, observer, read_seconds)
+            store._patience = patience
             await store._writer.submit(attempts.grant_grace)
             await store.expire_overdue()
         except BaseException:
@@ -195,6 +204,7 @@ class SqlStore(LightningStore):
             self._watchdog.cancel()
             await asyncio.wait([self._watchdog])
         self._closed = True
+        self.availability.close()
         for readers in self._readers.values():
             await readers.close()
         await self._writer.close()
@@ -204,6 +214,19 @@ class SqlStore(LightningStore):
         await asyncio.to_thread(self._opened.release)
 
     async def perform(self, call: Call) -> Any:
+        give_up = time.monotonic() + self._patience
+        if self._patience:
+            call = named(call)
+        while True:
+            try:
+                return await self._perform(call)
+            except UnavailableError:
+                self.away_at = time.monotonic()
+                if self._closed or time.monotonic() >= give_up or not call.repeatable():
+                    raise
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _perform(self, call: Call) -> Any:
         name, asked = call.method, msgspec.structs.asdict(call)
         if name in self._others:
             return await self._others[name](**asked)
@@ -279,8 +302,7 @@ class SqlStore(LightningStore):
             self._deadline = math.inf
             try:
                 await self.expire_overdue()
-            except UnavailableError as error:
-                _log.error("the clocks of attempts could not be looked at, trying again: %s", error)
+            except UnavailableError:  # which the log says once
                 self._look_again_at(self._clock() + _RETRY_SECONDS)
 
     def _look_again_at(self, when: float) -> None:
@@ -425,6 +447,12 @@ class SqlStore(LightningStore):
             await self._scrub()
         return deleted
 
+    async def _delete_run(self, run_id: str) -> Deleted:
+        await self._read(lambda tx: records.check_ended(tx, run_id))
+        deleted = await self._delete_rollouts(Condition("run_id", "eq", run_id), unfinished=True, scrub=False)
+        await self._writer.submit(lambda tx: records.delete_run(tx, run_id))
+        return deleted
+
     async def _scrub(self) -> None:
         """Leave no trace of deleted rows. While a file is rewritten, calls wait and clocks stand still."""
         began, anew = self._clock(), self._opened.writing.dialect == "sqlite"
@@ -439,47 +467,6 @@ class SqlStore(LightningStore):
             raise UnavailableError(
                 f"what matched was removed, but traces of it are left in the database's files: {error}. Ask again later"
             ) from None
-
-
-class StoreReader(LightningStore):
-    """The store in a file, or at a `postgresql://` URL, for reading while another process may own it. Create it with
-    `open`, end it with `close`. Nothing is locked, and a call that would change something is a ConflictError. Commits
-    of other processes wake nobody here, so waiting polls."""
-
-    def __init__(self, address: str, connection: Connection) -> None:
-        self._address = address
-        self._thread = DatabaseThread(
-            connection, "agl-store-reader", lambda held: Transaction(held, time.time(), LEASE_SECONDS, b"")
-        )
-
-    @classmethod
-    async def open(cls, address: Path | str) -> StoreReader:
-        """ConfigError if there is no store, or it is damaged; UnavailableError if PostgreSQL cannot be reached."""
-        return cls(str(address), await asyncio.to_thread(database_of(address).open_reader, str(address)))
-
-    async def close(self) -> None:
-        await self._thread.close()
-
-    def _runs(self, tx: Transaction) -> list[Run]:
-        owned = database_of(self._address).is_owned(self._address, tx.connection)
-        runs = records.query_runs(tx)
-        gone = () if owned else [run for run in runs if run.status == "running"]
-        return [msgspec.structs.replace(run, status="stopped") if run in gone else run for run in runs]
-
-    async def perform(self, call: Call) -> Any:
-        read = {**READS, "finished_after": rollouts.finished_after}.get(call.method)
-        if read is None:
-            raise ConflictError(f"the store is open for reading, and {call.method} may change it")
-        asked = msgspec.structs.asdict(call)
-        if call.method == "query_runs":
-            return await self._thread.submit(self._runs)
-        give_up = time.monotonic() + asked.pop("timeout", 0.0)
-        while True:
-            answer: Any = await self._thread.submit(lambda tx: read(tx, **asked))
-            remaining = give_up - time.monotonic()
-            if remaining <= 0 or getattr(answer, "rollouts", True):  # only what has finished is waited for
-                return answer
-            await asyncio.sleep(min(_LOOK_AGAIN_SECONDS, remaining))
 
 
 def database_of(address: str | Path) -> ModuleType:

@@ -132,6 +132,7 @@ EVERY: dict[str, Callable[[Place], dict[str, Any]]] = {
     "add_resources": lambda p: {"resources": {}, "parent_id": p.resources_id},
     "get_resources_by_id": lambda p: {"resources_id": p.resources_id},
     "update_run": lambda p: {"run_id": p.run_id, "status": "failed"},
+    "delete_run": lambda p: {"run_id": p.run_id},
     "next_policy_version": lambda p: {"run_id": p.run_id},
     "add_metrics": lambda p: {"metrics": metrics_of(p)},
     "query_metrics": lambda p: {"run_id": p.run_id},

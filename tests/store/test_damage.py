@@ -13,7 +13,8 @@ from anyio import to_thread
 
 from agentlightning.errors import ConfigError, UnavailableError
 from agentlightning.store import sqlite, tables
-from agentlightning.store.sql import SqlStore, StoreReader
+from agentlightning.store.reader import StoreReader
+from agentlightning.store.sql import SqlStore
 from tests.store.conftest import opened, span_of
 
 pytestmark = pytest.mark.anyio

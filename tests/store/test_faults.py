@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import socket
 import time
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +21,7 @@ from agentlightning.errors import UnavailableError
 from agentlightning.store import postgres
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.postgres import PostgresConnection
-from agentlightning.store.sql import StoreReader
+from agentlightning.store.reader import StoreReader
 from agentlightning.types import EnqueueRolloutRequest, RolloutConfig
 from tests.postgres import PostgresServer
 from tests.store.away import cutting
@@ -237,6 +240,19 @@ async def fill(store: LightningStoreClient) -> tuple[set[str], list[str]]:
     raise AssertionError("the disk was never full")
 
 
+def looked_at(server: ServerProcess) -> tuple[int, float]:
+    """The status of `/ready`, and what `/metrics` says of the store."""
+    try:
+        with urllib.request.urlopen(f"{server.url}/ready", timeout=10) as answer:
+            status = answer.status
+    except urllib.error.HTTPError as error:
+        status = error.code
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
+        found = re.search(r"^agl_store_away ([\d.]+)$", answer.read().decode(), re.MULTILINE)
+    assert found
+    return status, float(found[1])
+
+
 async def check_recovery(client: LightningStoreClient, acknowledged: set[str], refused: list[str]) -> None:
     """With space again, and without a restart: everything acknowledged is there, nothing else, and work goes on."""
     async with asyncio.timeout(60):
@@ -259,9 +275,14 @@ async def test_a_full_disk_is_said_and_survived(tmp_path):
         await client.update_rollout((await client.query_rollouts())[0].rollout_id, status="cancelled")
         server.limit_files(300_000)
         acknowledged, refused = await fill(client)
+        assert await to_thread.run_sync(looked_at, server) == (503, 1.0)
         done = (await client.finished_after()).rollouts[0].rollout_id
         assert {rollout.rollout_id for rollout in await client.query_rollouts()} == {*acknowledged, done}, "readable"
         server.limit_files(LONGEST_FILE)
         await check_recovery(client, {*acknowledged, done}, refused)
+        assert await to_thread.run_sync(looked_at, server) == (200, 0.0)
+        lines = [line for line in server.log().splitlines() if "can" in line and "be written" in line]
+        assert len(lines) == 2 and "cannot be written; calls are refused until it is back: " in lines[0]
+        assert re.search(r"can be written again after [\d.]+ s; \d+ calls failed$", lines[1])
         await to_thread.run_sync(server.restart)
         assert acknowledged < {rollout.rollout_id for rollout in await client.query_rollouts()}

@@ -12,7 +12,8 @@ from anyio import to_thread
 
 from agentlightning.errors import InUseError, UnavailableError
 from agentlightning.store import postgres
-from agentlightning.store.sql import SqlStore, StoreReader
+from agentlightning.store.reader import StoreReader
+from agentlightning.store.sql import SqlStore
 from tests.postgres import PostgresServer
 
 pytestmark = pytest.mark.anyio

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from agentlightning.errors import ConflictError
-from agentlightning.store.sql import SqlStore, StoreReader
+from agentlightning.store.reader import StoreReader
+from agentlightning.store.sql import SqlStore
 from agentlightning.types import Metrics
 
 pytestmark = pytest.mark.anyio

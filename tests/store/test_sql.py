@@ -10,7 +10,8 @@ import pytest
 
 from agentlightning.errors import ConfigError, InvalidError, UnavailableError
 from agentlightning.store import attempts
-from agentlightning.store.sql import SqlStore, StoreReader
+from agentlightning.store.reader import StoreReader
+from agentlightning.store.sql import SqlStore
 from agentlightning.types import Condition, EnqueueRolloutRequest, Span
 from tests.store.conftest import span_of
 

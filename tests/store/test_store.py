@@ -210,6 +210,25 @@ async def test_a_run_is_resumed_under_its_id(store):
         await store.update_run("run-b", "failed")
 
 
+async def test_a_run_says_why_it_ended_and_is_deleted_whole(store):
+    await store.start_run("train", {"seed": 1}, "run-a")
+    await store.update_run("run-a", merge={"name": "first", "tags": ["a"]})
+    measured = await store.add_metrics(Metrics(run_id="run-a", step=1, time=1.0, values={"reward": 0.1}))
+    assert measured.manifest == {"seed": 1, "name": "first", "tags": ["a"]} and measured.status == "running"
+    await store.create_group(2, run_id="run-a", group_id="group-a")
+    requests = [EnqueueRolloutRequest(input=i, run_id="run-a", group_id="group-a", group_index=i) for i in range(2)]
+    await store.enqueue_many_rollouts([*requests, EnqueueRolloutRequest(input="another", run_id="run-b")])
+    with pytest.raises(ConflictError, match="running"):
+        await store.delete_run("run-a")
+    ended = await store.update_run("run-a", "failed", merge={"reason": "the agent broke", "name": None})
+    assert ended.manifest == {"seed": 1, "tags": ["a"], "reason": "the agent broke"}
+    assert (await store.delete_run("run-a")).rollouts == 2
+    assert await store.query_runs() == [] and await store.get_group("group-a") is None
+    assert [rollout.input for rollout in await store.query_rollouts()] == ["another"]
+    with pytest.raises(NotFoundError):
+        await store.delete_run("run-a")
+
+
 async def test_metrics_of_a_step_are_recorded_and_replaced(store):
     await store.start_run("train", {}, "run-a")
     await store.add_metrics(Metrics(run_id="run-a", step=2, time=1.0, values={"reward": 0.1}))

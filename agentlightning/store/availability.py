@@ -1,0 +1,76 @@
+"""Whether a store can be written: told to the log when that ends and when it is back, and to whoever asks.
+
+Knows no database: its owner reports what became of writes, and says how to try one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from agentlightning.errors import UnavailableError
+
+_log: Final = logging.getLogger(__name__)
+_TRY_SECONDS: Final = 1.0  # between trial writes while the store is away, and until a good one counts as old
+
+
+class Availability:
+    """The state of a store called `what`. `try_to_write` makes the smallest durable write, or raises UnavailableError.
+
+    `refused` counts the calls that failed since the store cannot be written."""
+
+    def __init__(self, what: str, try_to_write: Callable[[], Awaitable[object]]) -> None:
+        self.refused = 0
+        self._what = what
+        self._try_to_write = try_to_write
+        self._error: UnavailableError | None = None
+        self._since = 0.0
+        self._refused_before = 0
+        self._written = time.monotonic()
+        self._trying: asyncio.Task[None] | None = None
+
+    @property
+    def away(self) -> bool:
+        return self._error is not None
+
+    def report(self, error: Exception | None) -> None:
+        """Note that a call's write was committed, or its error. Any other error says nothing about the store."""
+        if error is None:
+            self._written = time.monotonic()
+            if self._error is not None:
+                self._come_back()
+        elif isinstance(error, UnavailableError):
+            self.refused += 1
+            if self._error is None:
+                self._since, self._refused_before = time.monotonic(), self.refused - 1
+                _log.error("the store %s cannot be written; calls are refused until it is back: %s", self._what, error)
+                self._trying = asyncio.create_task(self._try_until_back(), name="store that cannot be written")
+            self._error = error
+
+    async def check(self) -> None:
+        """UnavailableError unless the store can be written now."""
+        if self._error is not None:
+            raise self._error
+        if time.monotonic() - self._written > _TRY_SECONDS:
+            await self._try_to_write()
+
+    def close(self) -> None:
+        if self._trying is not None:
+            self._trying.cancel()
+
+    def _come_back(self) -> None:
+        seconds = time.monotonic() - self._since
+        refused = self.refused - self._refused_before
+        _log.warning("the store %s can be written again after %.1f s; %d calls failed", self._what, seconds, refused)
+        self._error = None
+
+    async def _try_until_back(self) -> None:
+        while self._error is not None:
+            await asyncio.sleep(_TRY_SECONDS)
+            try:
+                await self._try_to_write()
+            except UnavailableError:
+                self.refused -= 1  # nobody's call
