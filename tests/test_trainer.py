@@ -195,7 +195,7 @@ def test_rewards_of_sub_agents_side_by_side_reach_their_own_calls_or_none(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     tasks = [{"word": "ocean", "client": client} for client in ("agl", "openai", "urllib")]
-    result = trainer(tmp_path, algorithm=algorithm(steps=1, returns="air_dense")).fit(
+    result = trainer(tmp_path, algorithm=algorithm(steps=1, returns="air_dense", baseline="dr_grpo")).fit(
         agents.rewards_side_by_side, tasks
     )
     assert result.metrics[-1].values[f"rewards_lost/{UNCLEAR}"] == 12.0
