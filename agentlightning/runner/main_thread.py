@@ -13,6 +13,9 @@ import signal
 import sys
 from typing import Any, Final
 
+from agentlightning.errors import ConfigError
+from agentlightning.runner.agent import LitAgent, NamedAgent, is_async
+
 logger = logging.getLogger(__name__)
 
 ADVICE: Final = (
@@ -21,6 +24,7 @@ ADVICE: Final = (
 )
 _RAISED: Final = re.compile(r"main thread|signal\.alarm|threaded environment")  # of Python; of Math-Verify
 _SETS_ALARM: Final = re.compile(r"\b(?:alarm|setitimer)\s*\(")
+_HANDLES_SIGNAL: Final = re.compile(r"\bsignal\.signal\s*\(|\b(?:alarm|setitimer)\s*\(")
 _OF_SIGNAL: Final = tuple(getattr(signal, name, None) for name in ("alarm", "setitimer"))
 
 
@@ -34,6 +38,16 @@ def needs_main_thread(error: BaseException) -> bool:
             return True
         at = at.__cause__ or at.__context__
     return False
+
+
+def handles_signals(agent: LitAgent[Any]) -> bool:
+    """Whether it is a sync agent, and the source of its module sets alarms or handlers of signals."""
+    try:
+        loaded = agent.loaded() if isinstance(agent, NamedAgent) else agent
+        source = inspect.getsource(sys.modules[str(loaded.__module__)])
+        return _HANDLES_SIGNAL.search(source) is not None and not is_async(loaded.entry_point("train"))
+    except (ConfigError, KeyError, OSError, TypeError, SyntaxError):  # not loaded, no source, or for val only
+        return False
 
 
 class AlarmWatch:

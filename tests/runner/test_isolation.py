@@ -449,3 +449,8 @@ async def test_the_processes_of_a_killed_runner_end_too(tmp_path: Path) -> None:
     await runner.wait()
     for pid in pids:
         await until(lambda pid=pid: not alive(pid))
+
+
+def test_auto_gives_a_process_to_a_plain_function_whose_module_handles_signals() -> None:
+    assert place_of(as_agent(alarming.swallows), "auto", served=False) == "process"
+    assert place_of(as_agent(alarming.in_loop), "auto", served=False) != "process"
