@@ -22,7 +22,7 @@ ROOM_LINES = {
     "cli": 3_742,
     "server": 3_671,
     "data": 3_369,
-    "runner": 3_328,
+    "runner": 3_329,
     "tracing": 2_845,
     ".": 1_856,
     "dashboard": 1_445,

@@ -6,11 +6,13 @@ A plain function runs in a thread in the runner's process, and in the main threa
 
 from __future__ import annotations
 
+import ast
 import inspect
 import logging
 import re
 import signal
 import sys
+from types import ModuleType
 from typing import Any, Final
 
 from agentlightning.errors import ConfigError
@@ -23,9 +25,8 @@ ADVICE: Final = (
     "declare it with `async def`"
 )
 _RAISED: Final = re.compile(r"main thread|signal\.alarm|threaded environment")  # of Python; of Math-Verify
-_SETS_ALARM: Final = re.compile(r"\b(?:alarm|setitimer)\s*\(")
-_HANDLES_SIGNAL: Final = re.compile(r"\bsignal\.signal\s*\(|\b(?:alarm|setitimer)\s*\(")
-_OF_SIGNAL: Final = tuple(getattr(signal, name, None) for name in ("alarm", "setitimer"))
+_ALARMS: Final = ("alarm", "setitimer")
+_OF_SIGNAL: Final = tuple(getattr(signal, name, None) for name in _ALARMS)
 
 
 def needs_main_thread(error: BaseException) -> bool:
@@ -44,8 +45,8 @@ def handles_signals(agent: LitAgent[Any]) -> bool:
     """Whether it is a sync agent, and the source of its module sets alarms or handlers of signals."""
     try:
         loaded = agent.loaded() if isinstance(agent, NamedAgent) else agent
-        source = inspect.getsource(sys.modules[str(loaded.__module__)])
-        return _HANDLES_SIGNAL.search(source) is not None and not is_async(loaded.entry_point("train"))
+        module = sys.modules[str(loaded.__module__)]
+        return _calls(module, "signal", *_ALARMS) and not is_async(loaded.entry_point("train"))
     except (ConfigError, KeyError, OSError, TypeError, SyntaxError):  # not loaded, no source, or for val only
         return False
 
@@ -84,9 +85,22 @@ def _alarms(name: str) -> bool:
     if module is None or name.partition(".")[0] in sys.stdlib_module_names - {"__main__"}:
         return False
     try:
-        return _SETS_ALARM.search(inspect.getsource(module)) is not None
+        return _calls(module, *_ALARMS)
     except (OSError, TypeError, SyntaxError):  # there is no source, as in a notebook
         return False
+
+
+def _calls(module: ModuleType, *names: str) -> bool:
+    """Whether the source of a module has calls of functions of these names. OSError, TypeError or SyntaxError without
+    a source."""
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        if isinstance(node, ast.Call):
+            called = node.func
+            if isinstance(called, ast.Attribute) and called.attr in names:
+                return True
+            if isinstance(called, ast.Name) and called.id in names:
+                return True
+    return False
 
 
 watch: Final = AlarmWatch()
