@@ -46,6 +46,7 @@ KEEPABLE: Final = (
     "client disconnected",
     "the backend aborted the answer",
     "ended by a stop string",
+    "ended for an unknown reason",
     "constrained by a grammar",
     "sampled by weights that nobody knows",
     "SGLang's logprobs are those before top_p and top_k",

@@ -48,14 +48,24 @@ class Choice:
                 self.other[name] = value
 
     def _add_tool_call(self, part: dict[str, Any]) -> None:
-        """A tool-call delta: the first of an index has id and name, later ones more arguments."""
+        """A tool-call delta: the first of an index has its id, later ones more of its texts."""
         index = part.get("index", len(self.tool_calls))
         while len(self.tool_calls) <= index:
             self.tool_calls.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
         call, function = self.tool_calls[index], part.get("function") or {}
         call["id"] = part.get("id") or call["id"]
+        if part.get("type") == "custom":  # a hosted model's call of a custom tool
+            call |= {"type": "custom", "custom": {"name": "", "input": ""}}
+            call.pop("function", None)
+        if "custom" in call:
+            custom = part.get("custom") or {}
+            call["custom"]["name"] += custom.get("name") or ""
+            call["custom"]["input"] += custom.get("input") or ""
+            return
         call["function"]["name"] += function.get("name") or ""
         call["function"]["arguments"] += function.get("arguments") or ""
+        # Fields of the server's own go back to it with the call, such as Gemini's signature of a thought.
+        call |= {name: value for name, value in part.items() if name not in ("index", "id", "type", "function")}
 
     def string(self, *names: str) -> str:
         """The first of these fields of the message that has text, such as `content`."""
@@ -108,6 +118,11 @@ class Answer:
                 self.started = event
             case Usage():
                 self.usage = event
+
+    def settle(self) -> None:
+        """Leave out the choices at the end that a backend which has answered did not give."""
+        while len(self.choices) > 1 and self.choices[-1].finish_reason is None:
+            self.choices.pop()
 
     def abort(self, reason: str) -> None:
         """Close every choice that has not finished; none is to be trained, because of `reason`."""

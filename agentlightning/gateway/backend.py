@@ -7,7 +7,7 @@ does not know rollouts, spans or the store, nor which protocol the agent speaks.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import msgspec
@@ -17,8 +17,11 @@ from agentlightning.types import FinishReason
 
 # Names the session to a gateway further upstream, which cannot know the attempt.
 SESSION_HEADER = "x-agentlightning-session"
-# Why an answer that a stop string cut is not trained.
+# Why an answer that a stop string cut is not trained: its server did not say how many tokens it
+# sampled, so that those of the string may be missing.
 STOPPED_BY_STRING = "ended by a stop string"
+# Why an answer is not trained whose server said nothing known of its end.
+ENDED_OTHERWISE = "ended for an unknown reason"
 # Why an answer sampled under a grammar is not trained.
 CONSTRAINED = "constrained by a grammar"
 # Why an answer is not trained during which its server failed to load other weights.
@@ -99,11 +102,11 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """Last event of one choice. `stop_string` is the stop string that ended it. `untrainable` says why the choice must
-    not be trained, where the backend knows it, such as a stop string that ended the text without the policy having
-    sampled an end. `version` is the policy version in force at the end, where the backend cannot tell which tokens
-    were sampled by which: the deltas then name the oldest it may have been. `versions` are those of the whole choice,
-    run-length, where the backend tells them no earlier."""
+    """Last event of one choice. `stop_string` is the stop string that ended it. `untrainable` says
+    why the choice must not be trained, where the backend knows it. `version` is the policy version in
+    force at the end, where the backend cannot tell which tokens were sampled by which: the deltas
+    then name the oldest it may have been. `versions` are those of the whole choice, run-length, where
+    the backend tells them no earlier."""
 
     index: int
     finish_reason: FinishReason
@@ -120,6 +123,15 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     details: dict[str, Any] = {}
+
+
+def token_count(value: Any) -> int | None:
+    """A number of tokens; None for anything else."""
+    with suppress(TypeError, ValueError, OverflowError):
+        number = None if isinstance(value, bool) else float(value)
+        if number is not None and 0 <= number < 2**53 and number == int(number):
+            return int(number)
+    return None
 
 
 BackendEvent: TypeAlias = Started | Delta | Finished | Usage
@@ -146,6 +158,10 @@ class RelayedAnswer(msgspec.Struct, frozen=True):
     replica: str = ""
 
 
+class NotRelayedError(BackendError):
+    """The server has no such endpoint: it is no longer among the backend's `relays`."""
+
+
 class Backend(Protocol):
     """Answers calls. `name` is what spans say of it, such as its URL. `captures_tokens` says whether exact ids and
     logprobs are returned. `relays` are the endpoints (`embeddings`, `responses` …) that it answers in their own
@@ -155,7 +171,9 @@ class Backend(Protocol):
     name: str
     captures_tokens: bool
     seeded: bool
-    relays: frozenset[str]
+
+    @property
+    def relays(self) -> frozenset[str]: ...
 
     def answer(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
         """Yield Started, then deltas, one Finished per choice, and Usage where it is reported.
@@ -168,6 +186,7 @@ class Backend(Protocol):
     def relay(self, call: RelayedCall) -> AbstractAsyncContextManager[RelayedAnswer]:
         """The backend's own answer to an endpoint among `relays`, refusals and all. Leaving the block early cancels it.
 
+        NotRelayedError where it turns out that its server has no such endpoint, but could be asked by `answer`.
         BackendError where it cannot be reached, or refuses the gateway's key."""
         ...
 

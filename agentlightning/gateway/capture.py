@@ -136,7 +136,7 @@ class Call:
         end_time = self.start_time + (time.monotonic() - self._started)
         name = f"{self.endpoint.operation} {self.answer.model}"
         span = self._span(name, attributes, end_time, status, _tokens(self.answer))
-        self.statistics.captured(span, self.held_seconds)
+        self.statistics.captured(span, self.entry.name, self.held_seconds)
         await self._record(span)
 
     async def _record(self, span: Span) -> None:

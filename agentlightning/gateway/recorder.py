@@ -28,15 +28,19 @@ _Recorded: TypeAlias = tuple[Span, asyncio.Future[None] | None]
 class CallStatistics:
     """Calls since the gateway began, by model and outcome (`answered`, `failed`, `aborted`), and why some cannot be
     trained on. `undelivered` counts answers whose client had left, `held` calls that waited for new weights, for
-    `held_seconds` in all."""
+    `held_seconds` in all. `versions` are the newest weights that answered, by model."""
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     untrainable: Counter[str] = field(default_factory=Counter[str])
     undelivered: int = 0
     held: int = 0
     held_seconds: float = 0.0
+    versions: dict[str, int] = field(default_factory=dict[str, int])
 
-    def captured(self, span: Span, held_seconds: float) -> None:
+    def captured(self, span: Span, model: str, held_seconds: float) -> None:
+        version = span.attributes.get(semconv.CALL_LAST_VERSION)
+        if isinstance(version, int) and version >= self.versions.get(model, 0):
+            self.versions[model] = version
         flag = span.attributes.get(semconv.CALL_FLAG)
         if flag:
             self.untrainable[str(flag)] += 1

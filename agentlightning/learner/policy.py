@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from warnings import catch_warnings, simplefilter
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -145,6 +145,15 @@ def saved_weights(directory: Path) -> dict[str, Tensor]:
     """The weights that `Policy.save` wrote for a model without an adapter, by name. OSError or SafetensorError."""
     files = sorted(directory.glob("model*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def weight_names(directory: Path) -> set[str]:
+    """The names of what `saved_weights` reads, without reading it."""
+    names: set[str] = set()
+    for file in directory.glob("model*.safetensors"):
+        with safe_open(file, framework="pt") as saved:
+            names.update(saved.keys())
+    return names
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:

@@ -68,6 +68,7 @@ class ServerMetrics(Collector):
             *readings,
             Reading("agl_rollouts", "Rollouts in the store.", self._rollouts, ["status"]),
             Reading("agl_spans", "Spans in the store.", lambda: self._sum("spans")),
+            Reading("agl_workers", "Workers heard of in the last minute.", lambda: self._sum("workers_alive")),
             Reading("agl_queue_length", "Rollouts that wait for a worker.", lambda: self._sum(*_QUEUED)),
         ]
         self._registry = registry = CollectorRegistry()
@@ -116,6 +117,8 @@ def store_readings(store: SqlStore) -> list[Reading]:
     readings = [
         Reading("agl_store_away", "1 while the store cannot be written.", lambda: float(state.away)),
         Reading("agl_store_refused_calls_total", "Calls that could not be written.", lambda: state.refused),
+        Reading("agl_store_transactions_total", "Transactions that were committed.", lambda: state.transactions),
+        Reading("agl_store_transaction_seconds_total", "How long they took in all.", lambda: state.seconds),
     ]
     folder = Path(store.address).absolute().parent
     if folder.is_dir():  # not for ":memory:" of a removed folder, nor for a postgresql:// URL
@@ -127,6 +130,12 @@ def store_readings(store: SqlStore) -> list[Reading]:
 def gateway_readings(gateway: Gateway) -> list[Reading]:
     """Calls by model and outcome, why calls cannot be trained on, and what nobody received or was not recorded."""
     rows: list[Reading] = [
+        Reading(
+            "policy_version",
+            "The newest weights that answered a call.",
+            lambda: {(model,): version for model, version in gateway.statistics.versions.items()},
+            ["model"],
+        ),
         Reading("running_calls", "LLM calls being answered.", lambda: gateway.running),
         Reading("calls_total", "LLM calls by outcome.", lambda: gateway.statistics.calls, ["model", "outcome"]),
         Reading(

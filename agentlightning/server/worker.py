@@ -69,12 +69,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     undelivered: int
     held: int
     held_seconds: float
+    versions: dict[str, int]
     shed: int
     gates: dict[str, tuple[int, int]]
 
     def statistics(self) -> CallStatistics:
         calls = Counter({(model, outcome): count for model, outcome, count in self.calls})
-        return CallStatistics(calls, Counter(self.untrainable), self.undelivered, self.held, self.held_seconds)
+        return CallStatistics(
+            calls, Counter(self.untrainable), self.undelivered, self.held, self.held_seconds, self.versions
+        )
 
 
 class PipedStore(LightningStore):
@@ -185,6 +188,7 @@ class Worker:
             undelivered=counted.undelivered,
             held=counted.held,
             held_seconds=counted.held_seconds,
+            versions=counted.versions,
             shed=self.gateway.shed,
             gates={gate.name: (gate.running, gate.waiting) for gate in self.gateway.models.gates()},
         )

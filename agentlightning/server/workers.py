@@ -178,6 +178,8 @@ class SharedGateway(Gateway):
             whole.undelivered += statistics.undelivered
             whole.held += statistics.held
             whole.held_seconds += statistics.held_seconds
+            for model, version in statistics.versions.items():
+                whole.versions[model] = max(version, whole.versions.get(model, 0))
         return whole
 
     @property

@@ -20,10 +20,12 @@ _TRY_SECONDS: Final = 1.0  # between trial writes while the store is away, and u
 class Availability:
     """The state of a store called `what`. `try_to_write` makes the smallest durable write, or raises UnavailableError.
 
-    `refused` counts the calls that failed since the store cannot be written."""
+    `refused` counts the calls that failed since the store cannot be written, `transactions` those that were committed,
+    which took `seconds` in all."""
 
     def __init__(self, what: str, try_to_write: Callable[[], Awaitable[object]]) -> None:
-        self.refused = 0
+        self.refused = self.transactions = 0
+        self.seconds = 0.0
         self._what = what
         self._try_to_write = try_to_write
         self._error: UnavailableError | None = None
@@ -36,9 +38,12 @@ class Availability:
     def away(self) -> bool:
         return self._error is not None
 
-    def report(self, error: Exception | None) -> None:
-        """Note that a call's write was committed, or its error. Any other error says nothing about the store."""
+    def report(self, error: Exception | None, seconds: float) -> None:
+        """Note that a transaction was committed within `seconds`, or the error of a call. An error that is no
+        UnavailableError says nothing about the store."""
         if error is None:
+            self.transactions += 1
+            self.seconds += seconds
             self._written = time.monotonic()
             if self._error is not None:
                 self._come_back()
@@ -58,6 +63,7 @@ class Availability:
             await self._try_to_write()
 
     def close(self) -> None:
+        self._error = UnavailableError("the store is closed")
         if self._trying is not None:
             self._trying.cancel()
 

@@ -379,7 +379,7 @@ class LightningStore(abc.ABC):
 
     @call("GET /statistics", "read")
     async def statistics(self) -> dict[str, int]:
-        """Counts: rollouts by status, attempts, spans, resources, runs, groups, workers."""
+        """Counts: rollouts by status, attempts, spans, resources, runs, groups, workers, and those alive."""
 
     @call("GET /time", "read")
     async def get_time(self) -> float:

@@ -16,6 +16,7 @@ import contextlib
 import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -140,8 +141,8 @@ class DatabaseThread:
 
     `view` makes the transaction that an operation gets. Threads that are given the same `jobs` share the work.
     `before_commit` is called at the end of each transaction, inside it, with the changes of the operations that
-    succeeded; `committed` on the event loop after the commit, before anybody gets an answer; `report` with the error of
-    each operation, None for all that were committed."""
+    succeeded; `committed` on the event loop after the commit, before anybody gets an answer; `report` with
+    the error of each operation, None for all that were committed, and the seconds of the transaction."""
 
     def __init__(
         self,
@@ -154,7 +155,7 @@ class DatabaseThread:
         jobs: queue.SimpleQueue[list[_Job] | None] | None = None,
         before_commit: Callable[[Connection, Changes], None] = lambda connection, changes: None,
         committed: Callable[[Changes], None] = lambda changes: None,
-        report: Callable[[Exception | None], None] = lambda error: None,
+        report: Callable[[Exception | None, float], None] = lambda error, seconds: None,
     ) -> None:
         self._connection = connection
         self._view = view
@@ -224,6 +225,7 @@ class DatabaseThread:
         batch is tried again; for any other reason the whole batch fails."""
         outcomes: list[_Outcome] = []
         changes = Changes()
+        began = time.monotonic()
         try:
             self._connection.revive()
             self._connection.execute(self._begin)
@@ -242,7 +244,7 @@ class DatabaseThread:
                 self._transact(batch, tries - 1)
                 return
             outcomes, changes = [_Outcome(job, error=_typed(trouble, error, job.seconds)) for job in batch], Changes()
-        self._loop.call_soon_threadsafe(self._deliver, outcomes, changes)
+        self._loop.call_soon_threadsafe(self._deliver, outcomes, changes, time.monotonic() - began)
 
     def _roll_back(self) -> None:
         try:
@@ -275,13 +277,13 @@ class DatabaseThread:
         execute("RELEASE SAVEPOINT operation")
         return outcome
 
-    def _deliver(self, outcomes: list[_Outcome], changes: Changes) -> None:
+    def _deliver(self, outcomes: list[_Outcome], changes: Changes, seconds: float) -> None:
         self._committed(changes)
         if any(outcome.error is None for outcome in outcomes):
-            self._report(None)
+            self._report(None, seconds)
         for outcome in outcomes:
             if outcome.error is not None:
-                self._report(outcome.error)
+                self._report(outcome.error, seconds)
             if outcome.job.future.done():
                 continue  # the caller was cancelled and no longer waits
             if outcome.error is None:

@@ -33,6 +33,8 @@ from agentlightning.types import (
     Worker,
 )
 
+_ALIVE_SECONDS: Final = 60.0
+
 
 def add_resources(
     tx: Transaction,
@@ -219,7 +221,8 @@ def _workers(tx: Transaction, worker_id: str | None = None) -> list[Worker]:
 
 
 def statistics(tx: Transaction) -> dict[str, int]:
-    """`rollouts`, `rollouts_<status>`, `attempts`, `spans`, `resources`, `runs`, `groups` and `workers`."""
+    """`rollouts`, `rollouts_<status>`, `attempts`, `spans`, `resources`, `runs`, `groups`, `workers` and
+    `workers_alive`: those heard of in the last minute."""
     counts = {f"rollouts_{status}": 0 for status in lifecycle.ROLLOUT_MOVES}
     for status, count in tx.connection.execute("SELECT status, count(*) FROM rollouts GROUP BY status"):
         counts[f"rollouts_{status}"] = count
@@ -227,6 +230,8 @@ def statistics(tx: Transaction) -> dict[str, int]:
     tables = {name: name for name in ("attempts", "spans", "resources", "runs", "workers")}
     for name, table in {**tables, "groups": "rollout_groups"}.items():
         counts[name] = tx.connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
+    alive = "SELECT count(*) FROM workers WHERE last_heartbeat_time > ?"
+    (counts["workers_alive"],) = tx.connection.execute(alive, (tx.now - _ALIVE_SECONDS,)).fetchone()
     return counts
 
 

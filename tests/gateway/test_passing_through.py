@@ -224,6 +224,55 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_and_what_it_said_is_r
     assert 0 < float(str(span.attributes[semconv.GEN_AI_TIME_TO_FIRST_CHUNK])) < duration
 
 
+@pytest.mark.parametrize("path", ["messages", "responses"])
+async def test_the_record_of_a_stream_is_keyed_and_an_odd_part_of_it_costs_no_other(path: str) -> None:
+    """Blocks that interleave; usage that is none; a last event without the output."""
+    tool = {"type": "tool_use", "id": "t1", "name": "search"}
+    message = {"type": "message", "role": "assistant", "content": [SUNNY]}
+    call = {"type": "function_call", "call_id": "t1", "name": "search", "arguments": '{"q": "sun"}'}
+    streams: dict[str, list[dict[str, Any]]] = {
+        "messages": [
+            {"type": "message_start", "message": {"id": 7, "usage": "?"}},
+            {"type": "content_block_start", "index": 1, "content_block": tool},
+            {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+            {"type": "content_block_delta", "index": 1, "delta": {"partial_json": '{"q": '}},
+            {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "Sunny."}},
+            {"type": "content_block_delta", "index": 1, "delta": {"partial_json": '"sun"}'}},
+            {"type": "message_delta", "delta": {"stop_reason": "tool_use"}, "usage": {"output_tokens": "9"}},
+        ],
+        "responses": [
+            {"type": "response.created", "response": {"id": "r", "output": []}},
+            {"type": "response.output_item.added", "output_index": 0, "item": message | {"content": []}},
+            {"type": "response.output_text.delta", "output_index": 0, "delta": "Sun"},
+            {"type": "response.output_item.done", "output_index": 1, "item": call},
+            {"type": "response.output_text.delta", "output_index": 0, "delta": "ny."},
+            {"type": "response.completed", "response": {"id": "r", "output": [], "usage": {"output_tokens": 9.0}}},
+        ],
+    }
+    sent = "".join(f"data: {json.dumps(event)}\n\n" for event in streams[path])
+
+    async def answer(request: Request) -> Response:
+        return Response(sent, media_type="text/event-stream")
+
+    kind: Kind = "anthropic" if path == "messages" else "openai"
+    app = Starlette(routes=[Route(f"/v1/{path}", answer, methods=["POST"])])
+    async with serving(app) as url:
+        backend = HttpBackend(f"{url}/v1", kind=kind)
+        async with (
+            fronting(ModelEntry("hosted", backend, trainable=False)) as front,
+            aiohttp.ClientSession() as session,
+        ):
+            asked = {"model": "hosted", "stream": True, "messages": user("x"), "input": "x"}
+            async with session.post(f"{front.url}/v1/{path}", json=asked) as received:
+                assert await received.text() == sent
+            await front.gateway.close()
+            (span,) = await front.store.query_spans(UNATTRIBUTED)
+    (recorded,) = json.loads(str(span.attributes[semconv.GEN_AI_OUTPUT_MESSAGES]))
+    assert recorded["content"] == "Sunny." and span.attributes[semconv.GEN_AI_OUTPUT_TOKENS] == 9
+    (called,) = recorded["tool_calls"]
+    assert json.loads(called["function"]["arguments"]) == {"q": "sun"}
+
+
 @pytest.mark.parametrize(
     "odd",
     [

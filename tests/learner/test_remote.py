@@ -55,8 +55,8 @@ async def test_each_publication_is_loaded_before_its_first_token(tmp_path: Path,
             assert torch.equal(tensor, trained[name]), name
 
 
-async def test_a_server_that_keeps_its_old_weights_is_found_out(tmp_path: Path, model: Path) -> None:
-    """Before a rollout is paid for, and where it happens later at the next step."""
+async def test_a_server_that_keeps_old_weights_is_found_out(tmp_path: Path, model: Path) -> None:
+    """Before a rollout is paid for; and where it happens later, behind the first step, also of a resumed run."""
     async with standin(model) as (url, server):
         settings: dict[str, Any] = {"sampler": {"vllm": url}, "algorithm": algorithm(steps=6, temperature=1.0)}
         server.loads = False
@@ -64,9 +64,31 @@ async def test_a_server_that_keeps_its_old_weights_is_found_out(tmp_path: Path, 
             await trainer(tmp_path, model=policy(seed=1), run_dir=tmp_path / "a", **settings).fit_async(
                 agents.vowels, TASKS
             )
-        settings["optimizer"] = AdamW(learning_rate=0.02)
-        with pytest.raises(TrainingError, match=r"sampler and learner differ.*learner's weights"):
-            await trainer(tmp_path, model=model, run_dir=tmp_path / "b", **settings).fit_async(varied, TASKS)
+        settings |= {"optimizer": AdamW(learning_rate=0.02), "model": model, "run_dir": tmp_path / "b"}
+        with pytest.raises(TrainingError, match=r"after step 1 .*still has the weights of version 0"):
+            await trainer(tmp_path, **settings).fit_async(varied, TASKS)
+        server.loads = True
+        settings["algorithm"] = algorithm(steps=2, temperature=1.0)
+        await trainer(tmp_path, **settings).fit_async(varied, TASKS, resume=True)
+        server.loads = False
+        settings["algorithm"] = algorithm(steps=6, temperature=1.0)
+        with pytest.raises(TrainingError, match=r"after step 3 .*still has the weights"):
+            await trainer(tmp_path, **settings).fit_async(varied, TASKS, resume=True)
+
+
+async def test_a_server_that_keeps_its_old_head_is_found_out_behind_the_first_step(tmp_path: Path) -> None:
+    tied = policy()
+    tied.model.config.tie_word_embeddings = True
+    tied.model.tie_weights()
+    place = tmp_path / "tied"
+    place.mkdir()
+    tied.save(place)
+    async with standin(place) as (url, server):
+        server.keeps_head = True
+        settings: dict[str, Any] = {"sampler": {"vllm": url}, "optimizer": AdamW(learning_rate=0.005)}
+        training = trainer(tmp_path, model=place, algorithm=algorithm(steps=6, temperature=1.0), **settings)
+        with pytest.raises(TrainingError, match=r"after step 1 .*expected at most 0.001.*tie_word_embeddings.*lora"):
+            await training.fit_async(varied, TASKS)
 
 
 async def varied(task: Any, llm: agl.LLM, rollout: agl.Rollout) -> float:

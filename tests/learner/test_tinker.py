@@ -30,6 +30,7 @@ from agentlightning.learner.tinker import TinkerLearner, TinkerSampler, _ending,
 from agentlightning.learner.torch import TorchLearner
 from agentlightning.trainer import FitResult
 from tests import agents
+from tests.gateway.backends.engines import answered, chat_call
 from tests.learner.engines import ROOT, losses_of_servers, server
 from tests.learner.test_torch import batch
 from tests.test_trainer import TASKS, policy, trainer
@@ -62,7 +63,7 @@ class Client:
         return SimpleNamespace(sequences=[one])
 
 
-async def sampling(client: Client) -> TinkerSampler:
+async def sampling(client: Client, length: int = 7) -> TinkerSampler:
     async def created(base_model: str) -> Client:
         return client
 
@@ -70,7 +71,7 @@ async def sampling(client: Client) -> TinkerSampler:
     sdk = SimpleNamespace(TinkerError=OSError, types=kinds)
     service = SimpleNamespace(create_sampling_client_async=created)
     chat = ChatTemplate.from_pretrained(policy().tokenizer)
-    sampler = TinkerSampler(sdk, service, "model", chat, "server", 7)
+    sampler = TinkerSampler(sdk, service, "model", chat, "server", length)
     await sampler.check(Sampling())
     return sampler
 
@@ -106,6 +107,18 @@ async def test_nothing_is_sampled_for_who_left_while_weights_were_on_their_way()
         assert client.asked == 0
     assert len(await staying) == 2
     assert client.asked == 1
+
+
+@pytest.mark.anyio
+async def test_an_answer_that_a_stop_string_ends_trains() -> None:
+    """The agent sees what comes before the string; the tokens up to its end are kept."""
+    ids = policy().tokenizer.encode(" apple ocean quiet", add_special_tokens=False)
+    sampler = await sampling(Client(ids, "stop"), length=100)
+    answer = await answered(sampler.backend, chat_call(sampling=Sampling(stop=("ocean",))))
+    (choice,) = answer.choices
+    assert (choice.string("content").strip(), choice.stop_string, choice.untrainable) == ("apple", "ocean", None)
+    assert policy().tokenizer.decode(choice.token_ids).strip() == "apple ocean"
+    assert len(choice.logprobs) == len(choice.token_ids)
 
 
 def test_a_server_that_is_not_there_is_said(tmp_path: Path) -> None:

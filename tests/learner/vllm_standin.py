@@ -36,11 +36,12 @@ from tests.gateway.world import serving
 
 class Standin:
     """The server of the model in a directory. `told` are the control routes it was asked for, in order; `loads` says
-    whether it really loads what it is told to."""
+    whether it really loads what it is told to, and `keeps_head` that of a model whose embeddings are also its head it
+    loads the embeddings alone, as builds of vLLM for CPUs do."""
 
     def __init__(self, model: Path) -> None:
         self.told: list[str] = []
-        self.loads = True
+        self.loads, self.keeps_head = True, False
         self.sampler: EmbeddedSampler = serve_policy(load_policy(model), concurrency=32, max_sequence_length=128)
 
     async def _control(self, request: Request) -> Response:
@@ -52,6 +53,9 @@ class Standin:
                 async with self.sampler.exclusive():
                     weights = load_file(Path(body["kwargs"]["weights_path"]) / "model.safetensors")
                     with torch.no_grad():
+                        if self.keeps_head:
+                            head = self.sampler.model.lm_head
+                            head.weight = torch.nn.Parameter(head.weight.clone())  # no longer the embeddings
                         self.sampler.model.load_state_dict(weights, strict=False)
             case "/update_weight_version":
                 await self.sampler.service.update_weights(int(body["new_version"]))

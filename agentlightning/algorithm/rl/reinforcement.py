@@ -143,6 +143,9 @@ class Loop:
             await job.save()
         job.context.progress.step(step, metrics)
         self._alarms.check_lost_rewards(step, metrics)
+        self._alarms.check_excluded(step, metrics)
+        if version is not None:
+            await job.policies.check_published(step)
         self._alarms.check_explosion(step, metrics, self._how_to_replay(step))
         self._alarms.check_collapse(step, job.state.flat_steps or 0, job.checkpoints.best)
 

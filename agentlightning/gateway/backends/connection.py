@@ -8,15 +8,15 @@ import asyncio
 import functools
 import logging
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Final, Literal, TypeAlias, cast
+from typing import Final, Literal, TypeAlias, cast
 from urllib.parse import quote, urlsplit
 
 import httptools
-import msgspec
 
 from agentlightning.errors import BackendError, ConfigError
+from agentlightning.gateway.backends.words import failed_in_answer, words_of
 from agentlightning.gateway.request import CallRefused
 
 UNREACHABLE: Final = "backend_unreachable"
@@ -375,25 +375,22 @@ async def refusal(response: Response, base_url: str) -> BackendError:
         _log.warning("the backend at %s refused the gateway's key (%d)", base_url, response.status)
         message = f"the backend at {base_url} refused the gateway's key"  # its own words may repeat the key
         return BackendError(message, status=502, code="backend_key_refused")
-    text = (await response.read()).decode(errors="replace")
-    message, code, param = " ".join(text[:500].split())[:200], None, None  # a page of HTML, perhaps
-    with suppress(msgspec.DecodeError, AttributeError, RecursionError):  # not JSON, or not an object
-        error: Any = msgspec.json.decode(text)
-        error = error.get("error", error)
-        message, code, param = str(error.get("message", message)), error.get("code"), error.get("param")
+    words = words_of(await response.read())
     refused = CallRefused(
-        message,
+        words.message or f"the backend answered {response.status} and said nothing",
         status=response.status if 400 <= response.status < 500 else 502,
-        code=code if isinstance(code, str) else "backend_error",
-        param=param if isinstance(param, str) else None,
+        code=words.code or "backend_error",
+        param=words.param,
     )
     refused.retry_after = response.headers.get("retry-after")
     return refused
 
 
-async def event_data(response: Response) -> AsyncIterator[bytes]:
-    """The data of each server-sent event up to `[DONE]`. BackendError for a line that does not end."""
+async def event_data(response: Response, ended: Callable[[], None] = lambda: None) -> AsyncIterator[bytes]:
+    """The data of each server-sent event up to `[DONE]`, at which `ended` is called. BackendError for a line that does
+    not end, and for an event that is an error."""
     begun: list[bytes] = []  # of a line that has not ended
+    failed = False
     async for part in response.parts():
         *lines, rest = part.split(b"\n")
         if lines:
@@ -403,10 +400,15 @@ async def event_data(response: Response) -> AsyncIterator[bytes]:
         if sum(map(len, begun)) > _LONGEST_LINE:
             raise BackendError(f"the backend sent a line of more than {_LONGEST_LINE} bytes")
         for line in lines:
+            if line.startswith(b"event:"):
+                failed = line[6:].strip() == b"error"
             if not line.startswith(b"data:"):
                 continue
             data = line[5:].strip()
+            if failed:
+                raise failed_in_answer(data)
             if data == b"[DONE]":
+                ended()
                 # What ends the response is read so that its connection is used again, and not waited for.
                 with suppress(TimeoutError, BackendError):
                     async with asyncio.timeout(_END_SECONDS):

@@ -18,8 +18,10 @@ import msgspec
 
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.backend import UNSUPPORTED, WEIGHTS_UNKNOWN, BackendEvent, ModelCall
+from agentlightning.gateway.backends.answers import WeightsSpan, version_runs
 from agentlightning.gateway.backends.connection import NO_WEIGHTS, Connection, Response, event_data
-from agentlightning.gateway.backends.http import HttpBackend, WeightsSpan, version_runs
+from agentlightning.gateway.backends.http import HttpBackend
+from agentlightning.gateway.backends.words import failed_in_answer, words_of
 from agentlightning.gateway.chat.template import ChatTemplate
 from agentlightning.gateway.chat.token_backend import TokenBackend
 from agentlightning.gateway.generation import Ending, GenerationRequest, GrammarsAs, SampledToken
@@ -154,11 +156,6 @@ class _Generator:
             raise
 
 
-class _Error(msgspec.Struct):
-    message: str = "no message"
-    code: int | str | None = None
-
-
 class _Logprob(msgspec.Struct, gc=False):
     token_id: int
     logprob: float
@@ -181,7 +178,7 @@ class _VllmChoice(msgspec.Struct):
 
 class _VllmChunk(msgspec.Struct):
     choices: list[_VllmChoice] = []
-    error: _Error | None = None
+    error: Any = None
 
 
 _VLLM_CHUNK = msgspec.json.Decoder(_VllmChunk)
@@ -214,20 +211,21 @@ class _VllmAnswer(_Answer):
     def read(self, data: bytes) -> list[SampledToken]:
         chunk = _VLLM_CHUNK.decode(data)
         if chunk.error is not None:
-            raise BackendError(f"the vLLM server failed in mid-answer: {chunk.error.message}")
+            raise failed_in_answer({"error": chunk.error})
         return [token for choice in chunk.choices for token in self._read_choice(choice)]
 
     def _read_choice(self, choice: _VllmChoice) -> list[SampledToken]:
         sampled = choice.logprobs.content if choice.logprobs is not None else []
         if [token.token_id for token in sampled] != choice.token_ids:
             raise BackendError("the vLLM server returned logprobs of other tokens than it sampled")
-        most = self._request.top_logprobs
+        most, ending = self._request.top_logprobs, self._ending(choice)
         tokens = [
             SampledToken(
                 token.token_id,
                 token.logprob,
                 self._version,
                 top_logprobs=tuple((top.token_id, top.logprob) for top in token.top_logprobs[:most]),
+                ending=ending,  # of each: a stop string may cut the answer here
             )
             for token in sampled
         ]
@@ -236,7 +234,7 @@ class _VllmAnswer(_Answer):
                 raise BackendError(f"the vLLM server ended its answer: {choice.finish_reason}", status=503)
             self.finished = True
             reason = _REASONS[choice.finish_reason]
-            tokens[-1] = tokens[-1]._replace(finish_reason=reason, ending=self._ending(choice))
+            tokens[-1] = tokens[-1]._replace(finish_reason=reason)
         return tokens
 
     def _ending(self, choice: _VllmChoice) -> Ending:
@@ -276,7 +274,7 @@ class _Meta(msgspec.Struct):
 
 class _SglangChunk(msgspec.Struct):
     meta_info: _Meta | None = None
-    error: _Error | None = None
+    error: Any = None
 
 
 _SGLANG_CHUNK = msgspec.json.Decoder(_SglangChunk)
@@ -324,7 +322,10 @@ class _SglangAnswer(_Answer):
         """Chunks may repeat all that came before."""
         chunk = _SGLANG_CHUNK.decode(data)
         if chunk.error is not None or chunk.meta_info is None:
-            raise _refused(chunk.error or _Error("an answer without meta_info", 502))
+            if chunk.error is None:
+                raise _refused("an answer without meta_info", 502)
+            words = words_of({"error": chunk.error})
+            raise _refused(words.message or "no message", words.status or 400)
         meta = chunk.meta_info
         try:
             reason = _finish_reason(meta.finish_reason)
@@ -383,9 +384,8 @@ def _number(logprob: float | None) -> float:
     return float("nan") if logprob is None else logprob
 
 
-def _refused(error: _Error) -> BackendError:
-    status = error.code if isinstance(error.code, int) else 400
-    return BackendError(error.message, status=status, code="backend_error" if status >= 500 else "invalid_request")
+def _refused(message: str, status: int) -> BackendError:
+    return BackendError(message, status=status, code="backend_error" if status >= 500 else "invalid_request")
 
 
 def _finish_reason(reason: _FinishReason | None) -> Literal["stop", "length"] | None:
@@ -397,4 +397,4 @@ def _finish_reason(reason: _FinishReason | None) -> Literal["stop", "length"] | 
     if reason.type == "stop" and not isinstance(reason.matched, str):
         return "stop"
     why = reason.message if reason.type == "abort" else f"{reason.type} at {reason.matched!r}"
-    raise _refused(_Error(f"the SGLang server ended its answer: {why}", reason.status_code or 503))
+    raise _refused(f"the SGLang server ended its answer: {why}", reason.status_code or 503)

@@ -20,7 +20,6 @@ from agentlightning.errors import BackendError
 from agentlightning.gateway.admission import asks_for_nothing, forces_a_call
 from agentlightning.gateway.backend import (
     CONSTRAINED,
-    STOPPED_BY_STRING,
     BackendEvent,
     Delta,
     Finished,
@@ -268,8 +267,6 @@ class _ChoiceWriter:
         untrainable, version, versions = self._ending
         if self._form is not None:
             untrainable = CONSTRAINED
-        elif self.stop_string is not None:
-            untrainable = STOPPED_BY_STRING
         return Finished(self._index, reason, untrainable, self.stop_string, version, list(versions))
 
     def _entry(self, token: SampledToken) -> dict[str, Any]:

@@ -6,14 +6,14 @@ Knows no backends, rollouts or HTTP server.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import msgspec
 
 from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import Delta, Started, Usage
-from agentlightning.gateway.request import NOT_JSON, CallRefused, CallRequest
+from agentlightning.gateway.request import NOT_JSON, CallRefused, CallRequest, is_object
 
 
 class Writer(Protocol):
@@ -92,7 +92,9 @@ def openai_error(error: BackendError) -> dict[str, Any]:
     return {"message": str(error), "type": error_kind(error.status, "openai"), "param": param, "code": error.code}
 
 
-_PARTS: Final = {"image_url": "an image", "thought": "a thought", "function": "a tool call", None: "a tool's result"}
+_PARTS: Final = {"thought": "a thought", "function": "a tool call", None: "a tool's result"}
+SHOWN: Final = {"image_url": "an image", "input_audio": "audio", "file": "a file", "video_url": "a video"}
+"""Parts beside text that a user can show to a model, if it sees them."""
 
 
 def chat_of(field: str, turns: Iterable[tuple[str, Sequence[dict[str, Any]]]]) -> list[dict[str, Any]]:
@@ -110,7 +112,7 @@ def chat_of(field: str, turns: Iterable[tuple[str, Sequence[dict[str, Any]]]]) -
             kind = part.get("type")
             if kind == "text" and of_model:
                 text.append(part["text"])
-            elif kind == "text" or (kind == "image_url" and not of_model):
+            elif kind == "text" or (kind in SHOWN and not of_model):
                 said.append(part)
             elif kind == "function" and of_model:
                 calls.append(part)
@@ -119,7 +121,9 @@ def chat_of(field: str, turns: Iterable[tuple[str, Sequence[dict[str, Any]]]]) -
             elif kind is None and role == "user":
                 chat.append(part)
             else:
-                why = f"a message of role {role} holds {_PARTS[kind]}, which cannot be shown to the model there"
+                why = (
+                    f"a message of role {role} holds {(_PARTS | SHOWN)[kind]}, which cannot be shown to the model there"
+                )
                 raise CallRefused(f"{field}: {why}; send text", code="unsupported_content", param=field)
         if of_model:
             message: dict[str, Any] = {"role": role, "content": "".join(text) or (None if calls else "")}
@@ -161,49 +165,91 @@ def arguments_of(name: str, arguments: str) -> msgspec.Raw | str:
 
 class BlockWriter:
     """Writes an answer of one choice as blocks: thoughts, texts and tool calls. At any time one block at most is open,
-    the last; it is closed when another begins. Subclasses write the events, and keep the blocks in `_blocks`."""
+    the last; it is closed when another begins. What comes while a tool call is open whose arguments are no object yet
+    is held until they are, as parts of calls may interleave. Subclasses write the events, and keep the blocks in
+    `_blocks`."""
 
     refusal = "text"  # the kind of block that a refusal is
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self._blocks: list[dict[str, Any]] = []
-        self._open: str | int | None = None  # a kind of text, the index of a tool call, or nothing
+        self._open: _Part | None = None
         self._written: list[str] = []  # of the open block
-        self._calls = 0
+        self._held: list[_Part] = []
+        self._calls: set[str | int] = set()  # those that have been open
 
     def delta(self, event: Delta) -> bytes:
-        message, sent = event.delta, b""
+        message, parts = event.delta, list[_Part]()
         if thoughts := thoughts_of(message):
-            sent += self._add("thought", thoughts)
+            parts.append(_Part("thought", thoughts))
         if text := message.get("content"):
-            sent += self._add("text", text)
+            parts.append(_Part("text", text))
         if refusal := message.get("refusal"):
-            sent += self._add(self.refusal, refusal)
-        for part in message.get("tool_calls") or ():
-            index, function = part.get("index", self._calls), part.get("function") or {}
-            if self._open != index and index < self._calls:
-                raise BackendError(f"the backend went on with tool call {index}, which it had ended")
-            self._calls = index + 1
-            sent += self._add(index, function.get("arguments") or "", part.get("id"), function.get("name"))
+            parts.append(_Part(self.refusal, refusal))
+        for position, part in enumerate(message.get("tool_calls") or ()):
+            function = part.get("function") or {}
+            arguments, name = function.get("arguments") or "", function.get("name") or ""
+            parts.append(_Part(part.get("index", position), arguments, part.get("id") or "", name))
+        return b"".join(map(self._say, parts))
+
+    def _say(self, part: _Part) -> bytes:
+        """Write a part, or hold it."""
+        current = self._open
+        if current is None or not isinstance(current.kind, int):
+            return self._add(part)
+        if part.kind != current.kind:
+            if self._held or not is_object("".join(self._written)):
+                self._held.append(part)
+                return b""
+            return self._add(part)
+        sent = self._add(part)
+        if self._held and is_object("".join(self._written)):
+            held, self._held = self._held, []
+            sent += b"".join(map(self._say, held))
         return sent
 
-    def _add(self, kind: str | int, text: str, call_id: str | None = None, name: str | None = None) -> bytes:
-        """More of the open block, or the begin of one; the first part of a tool call brings its id and name."""
+    def _add(self, part: _Part) -> bytes:
+        """More of the open block, or another block. That of a tool call begins with its arguments: its name may come in
+        several parts."""
         sent = b""
-        if self._open != kind:
+        if self._open is None or self._open.kind != part.kind:
+            if part.kind in self._calls:
+                raise BackendError(f"the backend went on with tool call {part.kind}, which it had ended")
             sent = self._close()
-            self._open, self._written = kind, []
-            sent += self._begin(kind, call_id or "", name or "")
-        if text:
-            self._written.append(text)
-            sent += self._piece(kind, text)
+            self._open, self._written = part._replace(text=""), []
+            if isinstance(part.kind, int):
+                self._calls.add(part.kind)
+            else:
+                sent += self._begin(part.kind, "", "")
+        elif part.name:
+            self._open = self._open._replace(name=self._open.name + part.name)
+        if part.text:
+            sent += b"" if self._written else self._begin_call(self._open)
+            self._written.append(part.text)
+            sent += self._piece(part.kind, part.text)
         return sent
+
+    def _begin_call(self, call: _Part) -> bytes:
+        return self._begin(call.kind, call.id, call.name) if isinstance(call.kind, int) else b""
 
     def _close(self) -> bytes:
         """The events that end the open block, if there is one."""
-        kind, self._open = self._open, None
-        return b"" if kind is None else self._end(kind, "".join(self._written))
+        ended, self._open = self._open, None
+        if ended is None:
+            return b""
+        sent = b"" if self._written else self._begin_call(ended)
+        return sent + self._end(ended.kind, "".join(self._written))
+
+    def _close_all(self) -> bytes:
+        """The events that end the open block and write whole what was held."""
+        sent = self._close()
+        while self._held:
+            kind = self._held[0].kind
+            of_kind = [part for part in self._held if part.kind == kind]
+            self._held = [part for part in self._held if part.kind != kind]
+            sent += b"".join(map(self._add, of_kind)) + self._close()
+        return sent
 
     def _begin(self, kind: str | int, call_id: str, name: str) -> bytes:
         raise NotImplementedError
@@ -213,3 +259,12 @@ class BlockWriter:
 
     def _end(self, kind: str | int, text: str) -> bytes:
         raise NotImplementedError
+
+
+class _Part(NamedTuple):
+    """Part of a block: of a kind of text, or of the tool call of this index, whose first part has its `id`."""
+
+    kind: str | int
+    text: str
+    id: str = ""
+    name: str = ""

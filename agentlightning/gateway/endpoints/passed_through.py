@@ -6,6 +6,7 @@ Knows the wire formats of OpenAI's embeddings and responses and of Anthropic's m
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
@@ -13,7 +14,7 @@ import msgspec
 from agentlightning.data.conversations import chat_messages
 from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
-from agentlightning.gateway.backend import Delta, Usage
+from agentlightning.gateway.backend import Delta, Usage, token_count
 from agentlightning.gateway.endpoints.base import Endpoint
 from agentlightning.gateway.request import NOT_JSON, OBJECT, CallRefused, CallRequest, rest_json
 from agentlightning.tracing.dialects import items, joined, json_of, mapping
@@ -82,77 +83,87 @@ class AnswerCopy:
         text = b"".join(self._parts)[:500].decode(errors="replace")
         return BackendError(f"the backend answered {status}: {text}", status=status)
 
-    def read_into(self, answer: Answer, *, streamed: bool) -> FinishReason:
-        """The text so far, tool calls, usage and the body itself; returns how it ended. An answer in a
-        form that is not known, or too large to be kept, leaves all this out, and nothing fails."""
+    def read_into(self, answer: Answer) -> FinishReason:
+        """The text so far, tool calls, usage and the body itself; returns how it ended. What is in a form that is not
+        known is left out, or all of an answer that is too large to be kept, and nothing fails."""
         answer.first_token_time = self._began
         body = b"".join(self._parts)
-        try:
-            whole = None if self._size > _KEPT_BYTES else _streamed(body) if streamed else _decoded(body)
-            if whole is None:
-                return "stop"
-            message, usage, reason = _message(whole), _usage(whole), _finish_reason(whole)
-        except (AttributeError, KeyError, TypeError, ValueError):
+        whole = {} if self._size > _KEPT_BYTES else mapping(_decoded(body)) or _Events().read(body)
+        if not whole:
             return "stop"
-        if usage is not None:
-            answer.add(usage)
+        counts = [token_count(_first(mapping(whole.get("usage")), *names)) for names in (_READ, _WRITTEN)]
+        if counts != [None, None]:
+            answer.add(Usage(counts[0] or 0, counts[1] or 0))
         if "data" not in whole:  # vectors are not kept
-            answer.response_json = msgspec.json.encode(whole).decode()
-        answer.add(Delta(0, message))
-        return reason
+            with suppress(ValueError):
+                answer.response_json = msgspec.json.encode(whole).decode()
+        answer.add(Delta(0, _message(whole)))
+        end = whole.get("stop_reason") or whole.get("status")
+        return _ENDS.get(end, "stop") if isinstance(end, str) else "stop"
 
 
-def _usage(whole: dict[str, Any]) -> Usage | None:
-    usage = whole.get("usage")
-    if not isinstance(usage, dict):
-        return None
-    given = usage.get("input_tokens", usage.get("prompt_tokens", 0))
-    return Usage(int(given or 0), int(usage.get("output_tokens") or 0))
+_READ: Final = ("input_tokens", "prompt_tokens")
+_WRITTEN: Final = ("output_tokens", "completion_tokens")
 
 
-def _decoded(body: bytes) -> dict[str, Any] | None:
-    try:
-        return msgspec.json.decode(body, type=dict[str, Any])
-    except NOT_JSON:
-        return None
+def _first(fields: dict[str, Any], *names: str) -> Any:
+    return next((fields[name] for name in names if fields.get(name) is not None), None)
 
 
-def _streamed(body: bytes) -> dict[str, Any] | None:
-    """The whole answer at the end of an event stream: the last event that holds it (responses), or what the events of
-    a message add up to."""
-    message: dict[str, Any] | None = None
-    for line in body.split(b"\n"):
-        event = _decoded(line[5:]) if line.startswith(b"data:") else None
-        if event is None:
-            continue
-        if isinstance(event.get("response"), dict):
-            message = event["response"]
-        elif event.get("type") == "message_start":
-            message = event["message"]
-        elif message is not None:
-            _add_event(message, event)
-    return message
+def _decoded(data: bytes) -> Any:
+    return json_of(data.decode(errors="replace").strip())
 
 
-def _add_event(message: dict[str, Any], event: dict[str, Any]) -> None:
-    """One event of Anthropic's stream into the message it belongs to."""
-    content: list[dict[str, Any]] = message.setdefault("content", [])
-    match event:
-        case {"type": "content_block_start", "content_block": dict(block)}:
-            content.append(block)
-        case {"type": "content_block_delta", "delta": dict(delta)} if content:
-            for name, value in delta.items():
-                if name == "partial_json":
-                    content[-1]["partial_json"] = content[-1].get("partial_json", "") + value
-                elif name != "type" and isinstance(value, str):
-                    content[-1][name] = (content[-1].get(name) or "") + value
-        case {"type": "content_block_stop"} if content and "partial_json" in content[-1]:
-            content[-1]["input"] = _decoded(content[-1].pop("partial_json").encode() or b"{}") or {}
-        case {"type": "message_delta"}:
-            message |= event.get("delta") or {}
-            message["usage"] = {**(message.get("usage") or {}), **(event.get("usage") or {})}
-        case _:
-            pass
+class _Events:
+    """The events of a stream, of responses or of Anthropic's messages, as the whole answer that they add up to. Parts
+    are keyed by the number of their block or item, in whatever order they come."""
+
+    def __init__(self) -> None:
+        self._whole: dict[str, Any] = {}
+        self._parts: dict[int, dict[str, Any]] = {}
+
+    def read(self, body: bytes) -> dict[str, Any]:
+        for line in body.split(b"\n"):
+            if line.startswith(b"data:"):
+                self._add(mapping(_decoded(line[5:])))
+        parts = [self._parts[number] for number in sorted(self._parts)]
+        for part in parts:
+            if isinstance(arguments := part.pop("partial_json", None), str):
+                part["input"] = mapping(json_of(arguments))
+        name = "content" if "role" in self._whole else "output"
+        if parts and not self._whole.get(name):
+            self._whole[name] = parts
+        return self._whole
+
+    def _add(self, event: dict[str, Any]) -> None:
+        match event:
+            case {"response": dict(response)}:
+                self._whole = mapping(response)
+            case {"type": "message_start", "message": dict(message)}:
+                self._whole = {"role": "assistant", **mapping(message)}
+            case {"type": "message_delta"}:
+                usage = mapping(self._whole.get("usage")) | mapping(event.get("usage"))
+                self._whole |= mapping(event.get("delta")) | {"usage": usage}
+            case {"index": int(number), "content_block": dict(part)} | {
+                "output_index": int(number),
+                "item": dict(part),
+            }:
+                self._parts[number] = dict(mapping(part))
+            case {"index": int(number), "delta": dict(delta)}:
+                part = self._parts.setdefault(number, {"type": "text"})
+                for name, text in mapping(delta).items():
+                    if name != "type" and isinstance(text, str):
+                        part[name] = f"{part.get(name) or ''}{text}"
+            case {"output_index": int(number), "delta": str(text), "type": "response.output_text.delta"}:
+                self._say(number, text)
+            case _:
+                pass
+
+    def _say(self, number: int, text: str) -> None:
+        """More of a message of a response, until its item is done."""
+        item = self._parts.setdefault(number, {"type": "message", "role": "assistant"})
+        said = joined(item.get("content")) + text
+        item["content"] = [{"type": "output_text", "text": said}]
 
 
 def _message(whole: dict[str, Any]) -> dict[str, Any]:
@@ -164,7 +175,3 @@ def _message(whole: dict[str, Any]) -> dict[str, Any]:
 
 
 _ENDS: Final[dict[Any, FinishReason]] = {"max_tokens": "length", "incomplete": "length", "tool_use": "tool_calls"}
-
-
-def _finish_reason(whole: dict[str, Any]) -> FinishReason:
-    return _ENDS.get(whole.get("stop_reason") or whole.get("status"), "stop")

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from agentlightning.engine.service import EngineService
 from agentlightning.errors import BackendError, ConfigError
-from agentlightning.gateway.backend import STOPPED_BY_STRING, Delta, Sampling
+from agentlightning.gateway.backend import Delta, Sampling
 from agentlightning.gateway.backends.factory import make_backend
 from agentlightning.gateway.backends.tokens import TRUNCATED, SglangBackend
 from agentlightning.gateway.chat.token_backend import TokenBackend
@@ -220,7 +220,8 @@ async def test_a_stop_string_ends_the_answer_and_aborts_the_request(world: Setti
     call = chat_call("count", sampling=Sampling(temperature=0.0, stop=("4",)))
     answer = await answered(backend, call)
     assert answer.choices[0].string("content") == "1 2 3 "
-    assert (answer.choices[0].stop_string, answer.choices[0].untrainable) == ("4", STOPPED_BY_STRING)
+    assert (answer.choices[0].stop_string, answer.choices[0].untrainable) == ("4", None)
+    assert make_talker().tokenizer.decode(answer.choices[0].token_ids) == "1 2 3 4"
     assert server.aborted == [server.asked[0]["rid"]]
 
 

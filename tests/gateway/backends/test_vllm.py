@@ -20,6 +20,7 @@ from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import WEIGHTS_UNKNOWN, Sampling
 from agentlightning.gateway.backends.factory import make_backend
 from agentlightning.gateway.backends.tokens import VllmBackend
+from agentlightning.gateway.capture import untrainable_reason
 from agentlightning.gateway.chat.token_backend import TokenBackend
 from agentlightning.gateway.generation import SampledToken
 from agentlightning.gateway.models import ModelEntry, ModelTable
@@ -106,6 +107,19 @@ async def test_answers_are_those_of_the_same_engine_embedded(world: Setting, tex
     backend, server, embedded = world
     await check_parity(backend, embedded, text, stream)
     assert len(server.asked) == 1 and "tools" not in server.asked[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("takes_ids", [False, True])
+async def test_an_answer_that_a_stop_string_ends_trains(tokenizer: str, takes_ids: bool, stream: bool) -> None:
+    """All that was sampled is known, the tokens of the string too, which the agent does not see."""
+    async with connected(tokenizer, takes_ids=takes_ids) as (backend, _, _):
+        sampling = Sampling(temperature=0.0, stop=("4",))
+        answer = await answered(backend, chat_call("count", sampling=sampling, stream=stream))
+    (choice,) = answer.choices
+    assert (choice.string("content"), choice.stop_string, choice.finish_reason) == ("1 2 3 ", "4", "stop")
+    assert make_talker().tokenizer.decode(choice.token_ids) == "1 2 3 4"
+    assert len(choice.logprobs) == len(choice.token_ids) and untrainable_reason(answer, True) is None
 
 
 async def test_the_sampling_is_said_in_full(world: Setting) -> None:

@@ -336,12 +336,14 @@ async def test_a_failure_in_mid_stream_is_told_in_both_ways() -> None:
         assert [span.attributes.get(semconv.CALL_FLAG) for span in spans] == ["call failed", "call failed", None]
 
 
-async def test_a_call_that_is_taken_up_again_is_an_error() -> None:
-    first, second = calling(0, "{", id="a", name="f"), calling(1, "{}", id="b", name="f")
-    mixed = [delta(tool_calls=[first]), delta(tool_calls=[second]), delta(tool_calls=[calling(0, "}")])]
-    async with front_of(*mixed, delta("tool_calls"), DONE) as (front, _):
+async def test_an_item_that_others_interrupt_is_written_whole() -> None:
+    first, second = calling(0, "{", id="a", name="f"), calling(1, "{}", id="b", name="g")
+    parts = [{"tool_calls": [first]}, {"tool_calls": [second]}, {"content": "so"}, {"tool_calls": [calling(0, "}")]}]
+    async with front_of(*(delta(**part) for part in parts), delta("tool_calls"), DONE) as (front, _):
         events = await raw_events(front.client(await front.attempt()), input="hello", tools=[TOOL])
-        assert "tool call 0" in events[-2]["message"]
+        items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+        assert [item.get("name") or item["content"][0]["text"] for item in items] == ["f", "g", "so"]
+        assert [item["arguments"] for item in items[:2]] == ["{}", "{}"] and events[-1]["response"]["output"] == items
 
 
 @pytest.mark.parametrize("attributed", [False, True])
