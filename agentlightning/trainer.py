@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -65,14 +65,14 @@ if TYPE_CHECKING:
 class FitResult:
     """The result of `Trainer.fit`. `checkpoint` is the directory of the last weights, `best_checkpoint` that of the
     weights with the highest held-out reward; `AutoModelForCausalLM.from_pretrained` loads both. `conclusion` says what
-    to try next if the held-out reward did not rise."""
+    to try next if the held-out reward did not rise. Its repr, which notebooks print, leaves out every rollout."""
 
     run_id: str
     directory: Path
     checkpoint: Path | None
     stopped_because: str
-    evaluations: tuple[Evaluation, ...]
-    metrics: tuple[Metrics, ...]
+    evaluations: tuple[Evaluation, ...] = field(repr=False)
+    metrics: tuple[Metrics, ...] = field(repr=False)
     seconds: float
     best_checkpoint: Path | None = None
     conclusion: str | None = None

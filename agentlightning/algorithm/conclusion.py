@@ -36,10 +36,11 @@ def conclusion(evaluations: Sequence[Evaluation], metrics: Sequence[Metrics]) ->
             f", a difference of {difference:+.3f} with a 95 % interval of {interval[0]:+.3f} to {interval[1]:+.3f}"
         )
     verb = "fell" if interval is not None and interval[1] < 0 else "did not rise by more than chance"
-    return f"The held-out reward {verb} ({rewards}; {len(first)} rollouts). {_advice(first, metrics, verb == 'fell')}"
+    advice = _advice(first, last, metrics, verb == "fell")
+    return f"The held-out reward {verb} ({rewards}; {len(first)} rollouts). {advice}"
 
 
-def _advice(first: np.ndarray, metrics: Sequence[Metrics], fell: bool) -> str:
+def _advice(first: np.ndarray, last: np.ndarray, metrics: Sequence[Metrics], fell: bool) -> str:
     """The next thing to try, by what the steps measured."""
     if first.mean() >= _SOLVED:
         return "These tasks were solved before: train on harder ones."
@@ -58,7 +59,8 @@ def _advice(first: np.ndarray, metrics: Sequence[Metrics], fell: bool) -> str:
     rates = [values["learning_rate"] for values in steps if values.get("learning_rate")]
     rate = f" (now {max(rates):g})" if rates else ""
     if fell or after < before - _FLAT:
-        return f"Try a learning rate a third as large{rate}, and serve the best checkpoint, not the last."
+        serve = ", and serve the best checkpoint, not the last" if last.mean() < first.mean() else ""
+        return f"Try a learning rate a third as large{rate}{serve}."
     if after > before + _FLAT:
         return (
             f"The training reward rose from {before:.3f} to {after:.3f}: train on more tasks, like those held out, "

@@ -27,6 +27,7 @@ from agentlightning.types import SampledChoice, Span
 SCHEMA_VERSION: Final = "2"
 
 NO_CREDIT: Final = GroupCredit({}, {})
+NO_GATEWAY: Final = "rollouts whose calls the gateway did not record, as of imported traces: --format sft takes them"
 
 # Column → (its type, what it holds); null where there is none.
 COLUMNS: Final[Mapping[str, tuple[str, str]]] = {
@@ -72,7 +73,8 @@ def transition_lines(group: Sequence[Recorded], wanted: Wanted, credit: GroupCre
         rows = transition_rows(recorded, wanted, credit)
         reward = rows[0]["reward"] if rows else None
         if not rows:
-            found.left_out[NO_CALL] += 1
+            called = any(step.kind == "call" for step in read_steps(recorded.spans))
+            found.left_out[NO_GATEWAY if called else NO_CALL] += 1
         elif wanted.min_reward is not None and (reward is None or reward < wanted.min_reward):
             found.left_out[LOW_REWARD] += 1
         else:

@@ -5,7 +5,7 @@ values.
 |---|---|
 | `.jsonl` | a line of JSON |
 | `.json` | an element of an array |
-| `.csv` | a row, as a dict of texts |
+| `.csv` | a row, as a dict of texts; columns end at commas, or as Excel has it at semicolons or tabs |
 | `.parquet` | a row, as a dict |
 
 It does not know what records mean; pyarrow is imported only for Parquet files.
@@ -17,6 +17,7 @@ import codecs
 import csv
 import datetime
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -149,13 +150,21 @@ def _read_csv(path: Path) -> list[Any]:
     usual = csv.field_size_limit(_LONGEST_CELL)
     try:
         with path.open(encoding=encoding_of(path), newline="") as file:
-            rows = csv.DictReader(file)
+            rows = csv.DictReader(file, delimiter=_separator(file.readline()))
+            file.seek(0)
             check_columns(rows.fieldnames or (), str(path))
             return [_whole(row, rows, path) for row in rows]
     except csv.Error as error:
         raise ConfigError(f"{path} is not a CSV file: {error}") from None
     finally:
         csv.field_size_limit(usual)
+
+
+def _separator(header: str) -> str:
+    """The character between columns: a comma, or where the header has none outside quotes, what Excel writes: a
+    semicolon in countries whose decimals have commas, a tab in UTF-16."""
+    bare = re.sub('"[^"]*"', "", header)
+    return next((separator for separator in ",;\t" if separator in bare), ",")
 
 
 def _whole(row: dict[Any, Any], rows: csv.DictReader[str], path: Path) -> dict[Any, Any]:

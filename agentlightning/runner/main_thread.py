@@ -27,6 +27,8 @@ ADVICE: Final = (
 _RAISED: Final = re.compile(r"main thread|signal\.alarm|threaded environment")  # of Python; of Math-Verify
 _ALARMS: Final = ("alarm", "setitimer")
 _OF_SIGNAL: Final = tuple(getattr(signal, name, None) for name in _ALARMS)
+_NO_GRADERS: Final = sys.stdlib_module_names - {"__main__"} | {"transformers"}
+"""Packages whose alarms no agent meets: Transformers sets one while it asks at a terminal whether to trust a model."""
 
 
 def needs_main_thread(error: BaseException) -> bool:
@@ -82,7 +84,7 @@ def _has_signal(name: str) -> bool:
 
 def _alarms(name: str) -> bool:
     module = sys.modules.get(name)
-    if module is None or name.partition(".")[0] in sys.stdlib_module_names - {"__main__"}:
+    if module is None or name.partition(".")[0] in _NO_GRADERS:
         return False
     try:
         return _calls(module, *_ALARMS)

@@ -46,6 +46,13 @@ def test_a_training_that_did_not_improve_says_so_with_numbers(before, after, mea
     assert text is not None and all(part in text for part in said), text
 
 
+def test_the_last_checkpoint_is_not_advised_against_where_it_is_the_best() -> None:
+    for after, advised in (([0, 1, 0, 1], False), ([0, 0, 0, 0], True)):
+        text = conclusion([evaluated(0, 0, 0, 1), evaluated(*after)], steps(0.8, 0.1))
+        assert text is not None and "a third as large" in text
+        assert ("not the last" in text) == advised
+
+
 def test_a_training_that_improved_says_nothing() -> None:
     assert conclusion([evaluated(0, 0, 0, 0), evaluated(1, 1, 1, 1)], steps(0.1, 0.9)) is None
     assert conclusion([evaluated(0, 0)], steps(0.1, 0.9)) is None

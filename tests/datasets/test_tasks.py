@@ -121,6 +121,24 @@ def test_a_file_becomes_tasks(tmp_path: Path, mark: str, name: str, text: str, t
     assert load_dataset(str(path)) == load_dataset(path) == tasks
 
 
+@pytest.mark.parametrize(
+    ("text", "task"),
+    [
+        ('question;answer\n"1;1, or 2";3,5\n', {"question": "1;1, or 2", "answer": "3,5"}),
+        ("question\tanswer\n1;1, or 2\t\n", {"question": "1;1, or 2", "answer": ""}),
+        ('"a, b";c\n1;2\n', {"a, b": "1", "c": "2"}),
+        ('"a;b",c\n1;1,2\n', {"a;b": "1;1", "c": "2"}),
+        ('"a;b"\n1;1\n', {"a;b": "1;1"}),
+    ],
+)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_the_columns_of_a_csv_are_separated_as_excel_does(
+    tmp_path: Path, encoding: str, text: str, task: dict[str, str]
+) -> None:
+    (tmp_path / "tasks.csv").write_bytes(text.encode(encoding))
+    assert load_dataset(tmp_path / "tasks.csv") == [task]
+
+
 def test_parquet_keeps_types(tmp_path: Path) -> None:
     pandas.DataFrame(TASKS).to_parquet(tmp_path / "tasks.parquet")
     assert load_dataset(tmp_path / "tasks.parquet") == TASKS

@@ -97,6 +97,15 @@ async def test_a_grader_that_sets_an_alarm_in_a_thread_is_told_what_to_do(
     assert "alarming" in warning and "isolation='process'" in warning
 
 
+def test_the_alarm_of_transformers_accuses_no_agent(caplog: pytest.LogCaptureFixture) -> None:
+    import transformers.dynamic_module_utils  # which every training in one process has imported
+
+    assert transformers.dynamic_module_utils.__name__ in sys.modules
+    AlarmWatch().look("tests.runner.agents.isolated")
+    accused = [record.getMessage() for record in caplog.records if "transformers" in record.getMessage()]
+    assert not accused
+
+
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
