@@ -292,6 +292,7 @@ def test_the_baseline_measures_and_changes_nothing(tmp_path: Path) -> None:
     result = trainer(tmp_path, algorithm=agl.Baseline()).fit(agents.vowels, TASKS[:1], TASKS[:3])
     assert [len(evaluation.tasks) for evaluation in result.evaluations] == [3]
     assert result.checkpoint is None
+    assert result.run_id in repr(result) and len(repr(result)) < 1000  # what a notebook shows below the cell
     with pytest.raises(ConfigError, match="nothing to evaluate"):
         trainer(tmp_path, run_dir=tmp_path / "b", algorithm=agl.Baseline()).fit(agents.vowels, TASKS)
 

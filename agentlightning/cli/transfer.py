@@ -302,7 +302,8 @@ def _nothing(kind: str, done: _Exported, place: str) -> str:
     from agentlightning.data.call_filter import FROZEN
 
     if not done.rollouts:
-        return f"no rollout in {place} matches; `agl rollouts ls` shows what there is"
+        val = "" if kind == "parquet" else ". Held-out rollouts and calls of no attempt are exported with --mode val"
+        return f"no rollout in {place} matches; `agl rollouts ls` shows what there is{val}"
     reasons = "; ".join(f"{count:,} {reason}" for reason, count in done.left_out.most_common())
     hint = (
         ". Name a model with --model to learn from it although it is not trained"

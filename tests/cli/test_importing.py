@@ -320,6 +320,17 @@ def test_a_table_of_spans_is_read_in_every_format_of_tasks(form: str) -> None:
     assert "é" * 200_000 in str(call.attributes[semconv.GEN_AI_OUTPUT_MESSAGES])
 
 
+def test_an_export_of_imported_calls_as_token_ids_says_why_there_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.json").write_text(json.dumps(WHOLE))
+    assert run(["import", "a.json"]) == 0
+    assert run(["export", "a.parquet", "--format", "parquet"]) == 1
+    error = capsys.readouterr().err
+    assert "calls the gateway did not record" in error and "without a call" not in error
+    assert run(["export", "a.jsonl", "--format", "sft"]) == 0
+    assert run(["export", "b.jsonl", "--format", "sft", "--mode", "test"]) == 1
+    assert "--mode val" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-32"])
 def test_traces_are_read_in_every_encoding_that_says_what_it_is(encoding: str) -> None:
     Path("a.json").write_bytes(json.dumps(WHOLE).encode(encoding))
