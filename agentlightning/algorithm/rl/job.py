@@ -164,8 +164,8 @@ def explained(what: str, target: Path) -> Generator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"cannot write {what} {target}: {error}. Free space or choose another --out; training can be "
-            "resumed from the checkpoint before"
+            f"cannot write {what} {target}: {error}. Free space and continue from the checkpoint before, if there is "
+            "one, with --resume; or begin anew in another --run-dir"
         ) from None
 
 
