@@ -68,7 +68,9 @@ def eval(
     as_json: bool,
     **running: Any,
 ) -> int:
-    """Measure an agent on held-out tasks, from DATA or RUN.yaml: mean reward, pass@k and confidence intervals, overall
+    """Measure an agent on held-out tasks.
+
+    The tasks come from DATA or RUN.yaml. The result is the mean reward and pass@k with confidence intervals, overall
     and by tag.
 
     Without an agent, nothing is run: the rollouts that runs have stored are measured, or two runs compared.

@@ -63,7 +63,9 @@ def record(
     task: str | None,
     as_json: bool,
 ) -> int:
-    """Run a program unchanged and record its calls of language models and its traces.
+    """Run a program once and record its model calls.
+
+    The program is unchanged; its traces are recorded, too.
 
     The program must find its API by OPENAI_BASE_URL or ANTHROPIC_BASE_URL, as the SDKs do. Its exit code is passed on.
     A tree of its calls is printed on stderr; with --json, the program's own output too.

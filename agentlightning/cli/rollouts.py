@@ -26,7 +26,9 @@ _LOG_LINES: Final = 10  # the last ones of each stream, and of a traceback
 
 @click.group(cls=ListingGroup)
 def rollouts() -> None:
-    """List, show and annotate rollouts (default command: ls)."""
+    """List, follow, show and annotate rollouts.
+
+    The default command is ls."""
 
 
 # --- ls ----------------------------------------------------------------------------------------------------------
@@ -115,7 +117,9 @@ async def show(
     timed: bool,
     logs: bool,
 ) -> None:
-    """Show a rollout: how its attempts ended, and what an attempt did, call by call."""
+    """Show a rollout, call by call.
+
+    It shows how its attempts ended, and what one of them did."""
     from rich.console import Console
 
     from agentlightning.datasets.export import annotation_of
@@ -154,7 +158,9 @@ async def show(
 @click.option("--answer", help="The right last answer, which `agl export` teaches instead. Empty removes it.")
 @with_place(ANY_RUN)
 async def annotate(place: Place, rollout_id: str, as_json: bool, **parts: str | None) -> None:
-    """Give a rollout a label, a note or a corrected answer, for reading and `agl export`."""
+    """Give a rollout a label, note or right answer.
+
+    `agl rollouts show` prints them, and `agl export` uses them."""
     from agentlightning.datasets.export import annotation_of, changed_annotation
 
     if all(text is None for text in parts.values()):

@@ -48,7 +48,9 @@ _OWN: Final = ("ray", "kubernetes", "most")  # options of a pool
 @click.option("--max", "most", type=COUNT, metavar="N", help="Limit of the number of Jobs.")
 @json_option
 def runner(agent: str, server: str, key: str | None, instrument: str | None, **options: Any) -> int | None:
-    """Run an agent on rollouts leased from a server until stopped. AGENT is FILE.py:NAME or a run file.
+    """Run an agent on a server's rollouts.
+
+    It leases rollouts from the server until stopped.
 
     After Ctrl-C or SIGTERM it leases no more, and running rollouts may finish: exit code 0. Those that --drain or a
     second signal ends are handed back for a retry: exit code 130."""

@@ -60,7 +60,9 @@ class ListingGroup(click.Group):
 
 @click.group(cls=ListingGroup)
 def runs() -> None:
-    """List runs, or show one in detail (default command: ls)."""
+    """List, show, compare, stop and delete runs.
+
+    The default command is ls."""
 
 
 # --- finding -----------------------------------------------------------------------------------------------------
@@ -119,7 +121,9 @@ async def choose_run(name: str | None, place: Place) -> StoredRun:
 @watch_option
 @with_place(UNNAMED)
 async def ls(path: Path, watch: float | None, place: Place, as_json: bool) -> None:
-    """List the runs in a store file, or in the stores below a folder (default: runs)."""
+    """List runs.
+
+    PATH is a store file, or a folder with the stores of runs below it (default: runs)."""
 
     async def show() -> None:
         found = await stored_runs(path, place)
@@ -183,7 +187,7 @@ def runs_table(found: Sequence[StoredRun]) -> Table:
 @click.argument("name", metavar="[RUN]", required=False)
 @with_place(ANY_RUN)
 async def show(name: str | None, place: Place, as_json: bool) -> None:
-    """Show a run: its settings, its rollouts, and each metric over its steps.
+    """Show a run with its settings and metrics.
 
     RUN is an id, the beginning of one, or a directory; default: the newest run below runs/."""
 

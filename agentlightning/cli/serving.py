@@ -62,8 +62,9 @@ class Header(click.ParamType[tuple[str, str]]):
 @click.option("--seed", type=int, default=0, help="For sampling, and for making MODEL.")
 @json_option
 def serve(**options: Any) -> None:
-    """Serve MODEL to clients of OpenAI's and Anthropic's APIs: a checkpoint's directory, a Hugging Face id, or
-    FILE.py:NAME, a function that makes one."""
+    """Serve a model to OpenAI and Anthropic clients.
+
+    MODEL is a checkpoint's directory, a Hugging Face id, or FILE.py:NAME, a function that makes one."""
     from agentlightning.server.serve import run_on_fastest_loop
 
     with garbage_sought_seldom():
@@ -154,7 +155,9 @@ def server(
     as_json: bool,
     **others: Any,
 ) -> None:
-    """Run the store and the gateway as a process of their own; with --backend, pass calls on to it and record them.
+    """Run store and gateway for several machines.
+
+    They are a process of their own. With --backend, calls are passed on to it and recorded.
 
     Trainers join with `agl train --server URL`, runners with `agl runner AGENT --server URL`. URL/docs documents the
     interface. Ctrl-C or SIGTERM stops it after open requests are answered; nothing acknowledged is lost."""
@@ -227,7 +230,9 @@ async def until_stopped(greeting: str, details: object = None) -> None:
 @click.option("--port", type=click.IntRange(0, 65535), default=8124, help="Port to listen on; 0: any free port.")
 @json_option
 def ui(places: tuple[str, ...], key: str | None, port: int, as_json: bool) -> None:
-    """Show runs and rollouts on one page, also while they run; nothing is changed.
+    """Show runs and rollouts in the browser.
+
+    The page follows them while they run, and changes nothing.
 
     Each argument is a folder (default: this one) whose stores are found as they come and go, a store's file, a
     postgresql:// URL, or the URL of an `agl server`."""
@@ -279,7 +284,9 @@ async def _ui(places: tuple[str, ...], key: str | None, port: int, as_json: bool
 @click.option("--seed", type=int, default=0, help="For sampling, and for making MODEL.")
 @json_option
 def chat(model: str, model_name: str, key: str, seed: int, **conversation: Any) -> int:
-    """Talk to MODEL (a checkpoint's directory, a Hugging Face id, or FILE.py:NAME), or to the model of a server at URL.
+    """Talk to a model in the terminal.
+
+    MODEL is a checkpoint's directory, a Hugging Face id, or FILE.py:NAME; at URL, a server answers.
 
     Type one message per line; /new starts a new conversation, /quit or Ctrl-D ends. Nothing is stored. The exit code is
     1 if no message was answered."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def store() -> None:
-    """Delete rollouts, back up a store, check it for damage."""
+    """Check a store, copy it, or delete from it."""
 
 
 # --- removing ----------------------------------------------------------------------------------------------------
@@ -49,7 +49,9 @@ async def delete(
     yes: bool,
     as_json: bool,
 ) -> int:
-    """Delete rollouts for good, with their attempts and spans.
+    """Delete rollouts for good.
+
+    Their attempts and spans are deleted, too.
 
     With --older-than, unfinished rollouts stay, and so do groups with an unfinished member. Otherwise unfinished
     rollouts are cancelled first, and the file is rewritten so that no trace is left in it, which takes time."""
@@ -84,7 +86,9 @@ async def delete(
 @store.command()
 @on_store()
 async def check(store: LightningStore, as_json: bool) -> int:
-    """Check a store for damage and contradictions; the exit code is 1 if there are any."""
+    """Check a store for damage and contradictions.
+
+    The exit code is 1 if there are any."""
     found = await store.check_store()
     tell(as_json, {"problems": found}, "\n".join(found) or "nothing is wrong")
     return 1 if found else 0
@@ -95,7 +99,9 @@ async def check(store: LightningStore, as_json: bool) -> int:
 @click.option("--store", "path", metavar="PATH", required=True, help="SQLite file of the store.")
 @json_option
 def backup(destination: Path, path: str, as_json: bool) -> None:
-    """Copy a store's SQLite file to DEST, which may be in use meanwhile. DEST becomes a store of its own."""
+    """Copy a SQLite store, which may be in use.
+
+    DEST becomes a store of its own."""
     from agentlightning.store.sqlite import back_up
 
     if path.startswith(POSTGRES):
@@ -125,7 +131,9 @@ def keys() -> None:
 async def issue(
     store: LightningStore, name: str, as_json: bool, scopes: tuple[Any, ...], lifetime: float | None
 ) -> None:
-    """Issue a key called NAME and print its secret, once, on stdout."""
+    """Issue a key called NAME.
+
+    Its secret is printed once, on stdout."""
     issued = await store.issue_key(name, scopes, lifetime)
     tell(as_json, issued, issued.api_key)
     sys.stdout.flush()

@@ -37,7 +37,9 @@ from agentlightning.errors import ConfigError
 def sweep(
     run_file: Path, over: Sequence[str], assignments: Sequence[str], seeds: int, out: Path | None, as_json: bool
 ) -> int:
-    """Train from RUN.yaml with each combination of settings, one run after the other, and compare the results.
+    """Train with combinations of settings and compare.
+
+    The runs of RUN.yaml take turns, and a table compares their results.
 
     The exit code is 1 if a run failed. The same command with --out continues and does not repeat finished runs."""
     combinations = _combinations(over)

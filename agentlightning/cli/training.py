@@ -57,7 +57,9 @@ def train(
     dry_run: bool,
     **flags: Any,
 ) -> int:
-    """Train an agent from RUN.yaml, flags or both; a flag wins over --set, and --set over the file.
+    """Train an agent from a run file and flags.
+
+    A flag wins over --set, and --set over RUN.yaml.
 
     Without RUN.yaml, --agent or --environment, the run.yaml of this folder is used; with --resume, that of the run to
     resume, so that no other flag is needed. Each run's directory has one, which repeats the run."""
@@ -156,7 +158,9 @@ def exit_code(stopped_because: str) -> int:
 @click.argument("folder", type=click.Path(path_type=Path), default=".", metavar="[FOLDER]")
 @json_option
 def init(folder: Path, as_json: bool) -> None:
-    """Create a project in FOLDER (default: here) that trains at once: an agent, tasks, a reward, a run file, tests."""
+    """Create a project that trains at once.
+
+    FOLDER (default: here) gets an agent, tasks, a reward, a run file and tests."""
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder.resolve()} is not an empty folder; choose an empty or new one")
@@ -182,7 +186,9 @@ def init(folder: Path, as_json: bool) -> None:
 @json_option
 @key_flags(only=("seed", "time_limit", "run_dir", "resume"))
 def quickstart(steps: int | None, as_json: bool, **flags: Any) -> int:
-    """Train a small tool-using agent from scratch and show what it learned."""
+    """Train a small example agent from scratch.
+
+    It shows which tool the agent calls first, before and after."""
     console, flight = Console(stderr=as_json), _flight()
     run_file = flight / RUN_FILE
     if flags["resume"]:

@@ -47,7 +47,9 @@ _UNITS: Final = {"parquet": "rows", "sft": "conversations", "dpo": "pairs"}
 async def import_(
     place: Place, files: tuple[Path, ...], by: str | None, reward: str | None, mode: Mode, as_json: bool
 ) -> None:
-    """Store traces of other tools, or what `agl export --format rollouts` wrote, as finished rollouts.
+    """Import traces or exported rollouts into a store.
+
+    FILEs are traces of other tools, or what `agl export --format rollouts` wrote; they become finished rollouts.
 
     A FILE of traces is OTLP JSON: one ExportTraceServiceRequest, a list of them, or one per line. If part of it cannot
     be read, nothing is stored. Rollouts that are stored already are left unchanged."""
@@ -122,7 +124,9 @@ async def export(
     as_json: bool,
     **chosen: Any,
 ) -> None:
-    """Write finished rollouts to FILE, as a dataset or as they are.
+    """Export rollouts as a dataset, or a run's model.
+
+    Finished rollouts are written to FILE.
 
     FILE may be on the Hugging Face hub: hf:ORG/NAME/FILE.jsonl, or, for --format model, hf:ORG/NAME."""
     from agentlightning.data.recordings import ENDED, LEARNED_FROM, finished_rollouts
