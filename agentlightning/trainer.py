@@ -329,6 +329,7 @@ class Trainer:
         for sampler, _ in opened.values():
             await sampler.check(entries[0].train or Sampling())
         url, dashboard, calls_held = await self._connect(stack, store, entries, directory.mark.run_id)
+        stack.enter_context(directory.served_at(url))
         progress.note(f"dashboard: {dashboard}#/runs/{directory.mark.run_id} (when it has ended: agl ui)")
         resources, given = self.initial_resources, self.initial_resources.get("llm")
         if entries:

@@ -19,7 +19,8 @@ import click
 import msgspec
 import yaml
 
-from agentlightning.cli.options import INSTRUMENT_HELP, ISOLATION_HELP, Duration, Option, seconds_in, together
+from agentlightning.cli.options import INSTRUMENT_HELP, ISOLATION_HELP, Duration, Flag, Option, seconds_in, together
+from agentlightning.cli.place import store_file
 from agentlightning.data.references import is_reference, load_reference
 from agentlightning.datasets.hub import is_hub_name
 from agentlightning.errors import ConfigError, nearest
@@ -62,9 +63,10 @@ class CommandConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return command(self.command, reward=self.reward, grader=grader, env=self.env, cwd=self.cwd)
 
 
-def _flag(help_: str, metavar: str | None = None, *names: str, **settings: Any) -> msgspec.Meta:
-    """The text of a key that has a flag, for `agl train --help`; `settings` are click's."""
-    return msgspec.Meta(description=help_, extra={"names": names, "metavar": metavar, **settings})
+def _flag(help_: str, metavar: str | None = None, name: str | None = None, **settings: Any) -> msgspec.Meta:
+    """The text of a key that has a flag, for `agl train --help`. `name` is the flag's unless it is the key's, and
+    `settings` are those of `Flag`."""
+    return msgspec.Meta(description=help_, extra={"name": name, "metavar": metavar, **settings})
 
 
 def _key(description: str) -> msgspec.Meta:
@@ -136,13 +138,15 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     isolation: Annotated[Isolation, _flag(ISOLATION_HELP)] = "auto"
     instrument: Annotated[str | None, _flag(INSTRUMENT_HELP, "[NAMES]", is_flag=False, flag_value="all")] = None
     seed: Annotated[int, _flag("Random seed.")] = 0
-    run_dir: Annotated[str | None, _flag("Directory of the run; default: a new one below runs/.", "DIR", "--out")] = (
-        None
-    )
+    run_dir: Annotated[
+        str | None, _flag("Directory of the run; default: a new one below runs/.", "DIR", former=["--out"])
+    ] = None
     resume: Annotated[bool, _flag("Continue the run in --run-dir, or the newest run.", is_flag=True)] = False
-    store: Annotated[str | None, _flag("SQLite file; default: in the run's directory.", "PATH")] = None
+    store: Annotated[str | None, _flag("SQLite file or its folder; default: in the run's directory.", "PATH")] = None
     server: Annotated[str | None, _flag("Use the store and gateway of this `agl server`.", "URL")] = None
-    api_key: Annotated[str | None, _flag("Its key.", "KEY", "--key", envvar="AGL_KEY", show_envvar=True)] = None
+    api_key: Annotated[
+        str | None, _flag("Its key.", "KEY", "--key", former=["--api-key"], envvar="AGL_KEY", show_envvar=True)
+    ] = None
     port: Annotated[int, _flag("Port of this process's own server; 0: any free port.")] = 0
     max_sequence_length: Annotated[int | None, _flag("Limit of prompt and answer together.", "TOKENS")] = None
     device: Annotated[str | None, _flag("cpu, cuda or mps; default: cuda if available, else cpu.", "NAME")] = None
@@ -181,12 +185,13 @@ def key_flags(*left_out: str, only: Collection[str] = ()) -> Option:
 def _option(name: str, hint: Any) -> Option:
     type_, meta = typing.get_args(hint)
     settings: dict[str, Any] = {"help": meta.description, "default": None, **meta.extra}
+    flag = settings.pop("name") or f"--{name.replace('_', '-')}"
     kinds = typing.get_args(type_) if typing.get_origin(type_) in (UnionType, typing.Union) else (type_,)
     if typing.get_origin(kinds[0]) is Literal:
         settings["type"] = click.Choice(typing.get_args(kinds[0]))
     elif kinds[0] in (int, float):
         settings.setdefault("type", kinds[0])
-    return click.option(f"--{name.replace('_', '-')}", *settings.pop("names"), name, **settings)
+    return click.option(flag, name, cls=Flag, **settings)
 
 
 _HINTS: Final = {
@@ -239,6 +244,8 @@ def load_config(
             values["time_limit"] = seconds_in(limit, bare=True)
         except ValueError as error:
             raise ConfigError(f"{where}: time_limit: {error}") from None
+    if isinstance(values.get("store"), str):
+        values["store"] = store_file(values["store"], create=True)
     missing = [name for name in _needed(values) if values.get(name) is None]
     if missing:
         flags_hint = ", ".join(f"--{name.replace('_', '-')}" for name in missing)

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from agentlightning.cli.config import TrainConfig, key_flags, load_config
 from agentlightning.cli.fit import fit
-from agentlightning.cli.options import COUNT, MODE, json_option, make_table, numbers, print_json, print_table
+from agentlightning.cli.options import COUNT, MODE, json_option, make_table, numbers, print_json, print_table, quiet
 from agentlightning.cli.place import Place
 from agentlightning.cli.training import INTERRUPTED, RUN_FILE
 from agentlightning.errors import ConfigError, NotFoundError
@@ -186,7 +186,7 @@ async def _stored(name: str, mode: Mode | None, place: Place, fields: Sequence[s
         if not chosen:
             raise NotFoundError(f"{run_name} has measured no {wanted!r}; it has {', '.join(parts)}")
         found: list[Measured] = []
-        with counting("rollouts", len(chosen)) as advance:
+        with counting("rollouts", len(chosen), hidden=quiet()) as advance:
             for rollout in chosen:
                 spans = await store.query_spans(rollout.rollout_id, "latest")
                 found.append(measured(trace_rollout(rollout, spans), spans, fields))

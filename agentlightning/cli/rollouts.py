@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import click
 import msgspec
 
-from agentlightning.cli.options import COUNT, MODE, STATUSES, make_table, print_json, print_table, tell
+from agentlightning.cli.options import COUNT, MODE, STATUSES, make_table, note, print_json, print_table, tell
 from agentlightning.cli.place import ANY_RUN, NEWEST, Place, stores_below, with_place
 from agentlightning.cli.runs import ListingGroup, repeated, watch_option
 from agentlightning.errors import NotFoundError
@@ -90,7 +90,7 @@ def _print_list(listed: Sequence[ListedRollout], place: str, more: int) -> None:
         print_table(make_table(("rollout", "status", "mode", "started", "took", "reward", "input"), rows))
     else:
         click.echo("no rollout matches")
-    click.echo(f"{text_without_secrets(place)}{f'; {more} more, see --limit' if more > 0 else ''}", err=True)
+    note(f"{text_without_secrets(place)}{f'; {more} more, see --limit' if more > 0 else ''}")
 
 
 def _input(rollout: Rollout) -> str:
@@ -179,7 +179,7 @@ async def _find(named: Place, rollout_id: str) -> tuple[Place, Rollout]:
             rollout = await store.get_rollout_by_id(rollout_id)
         if rollout is not None:
             if len(places) > 1:
-                click.echo(f"in {place}", err=True)
+                note(f"in {place}")
             return place, rollout
     where = f"any of {len(places)} stores here" if len(places) > 1 else text_without_secrets(str(places[0]))
     raise NotFoundError(f"there is no rollout {rollout_id!r} in {where}; see `agl rollouts ls`")

@@ -19,6 +19,7 @@ from agentlightning.cli.options import (
     instrument_agents,
     instrument_option,
     json_option,
+    note,
     print_json,
 )
 from agentlightning.garbage import garbage_sought_seldom
@@ -106,7 +107,7 @@ async def _run(
         async with asyncio.timeout(None) as limit:
 
             def drain() -> None:
-                click.echo(f"no more leases; running rollouts have {drain_seconds:g} s", err=True)
+                note(f"no more leases; running rollouts have {drain_seconds:g} s")
                 working.stop()
                 limit.reschedule(asyncio.get_running_loop().time() + drain_seconds)
 
@@ -125,9 +126,9 @@ def _arguments(context: click.Context, each: int) -> list[str]:
     idle = context.params["idle_seconds"]
     arguments = [f"--concurrency={each}", f"--idle={60 if math.isinf(idle) else idle:f}s"]
     for option in context.command.params:
-        name, value = str(option.name), context.params[str(option.name)]
+        name, value = str(option.name), context.params.get(str(option.name))
         given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-        if given and name not in (*_OWN, "agent", "idle_seconds", "key", "concurrency", "as_json"):
+        if given and name in context.params and name not in (*_OWN, "agent", "idle_seconds", "key", "concurrency", "as_json"):
             seconds = isinstance(option.type, Duration)
             arguments.append(f"{option.opts[0]}={value:f}s" if seconds else f"{option.opts[0]}={value}")
     return [*arguments, "--", context.params["agent"]]
@@ -144,7 +145,7 @@ async def _run_pool(context: click.Context, ray: int | None, kubernetes: Path, m
     key = options["key"] or local_key(url, make=True)
     store = LightningStoreClient(url, api_key=key, patience=5.0)
     machines = RayActors(key, drain) if ray is not None else KubernetesJobs(read_manifest(kubernetes), drain)
-    arguments, tell = _arguments(context, each), partial(click.echo, err=True)
+    arguments, tell = _arguments(context, each), note
     pool = Pool(store, machines, arguments, ray or most, each, tell)
     tell(f"a pool of up to {pool.most} runners for {url}, each of {each} rollouts at once")
     if options["as_json"]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from agentlightning.cli.options import STATUSES, make_table, print_json, print_table, squeezed
+from agentlightning.cli.options import STATUSES, make_table, note, print_json, print_table, squeezed
 from agentlightning.cli.place import ANY_RUN, RUNS, STORE_FILE, UNNAMED, Place, stores_below, with_place
 from agentlightning.errors import ConfigError, NotFoundError, UnavailableError, nearest
 from agentlightning.types import And, Condition, Metrics, Run
@@ -80,7 +80,7 @@ async def stored_runs(path: Path, place: Place) -> list[StoredRun]:
         except ConfigError as error:
             if len(places) == 1:
                 raise
-            click.echo(f"left out: {error}", err=True)
+            note(f"left out: {error}")
     return sorted(found, key=lambda stored: stored.run.start_time)
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import msgspec
 
-from agentlightning.cli.options import Duration, json_option, make_table, print_json, print_table, tell
-from agentlightning.cli.place import POSTGRES, on_store, require_file
+from agentlightning.cli.options import Duration, json_option, make_table, note, print_json, print_table, tell
+from agentlightning.cli.place import POSTGRES, on_store, store_file
 from agentlightning.errors import ConfigError
 from agentlightning.types import ApiKey, Condition, Deleted
 
@@ -106,8 +106,7 @@ def backup(destination: Path, path: str, as_json: bool) -> None:
 
     if path.startswith(POSTGRES):
         raise ConfigError("a store in PostgreSQL is backed up by PostgreSQL's own programs, pg_dump and pg_restore")
-    require_file(path)
-    back_up(Path(path), destination)
+    back_up(Path(store_file(path)), destination)
     size = destination.stat().st_size
     tell(as_json, {"file": str(destination), "bytes": size}, f"{destination}: {size} bytes")
 
@@ -137,7 +136,7 @@ async def issue(
     issued = await store.issue_key(name, scopes, lifetime)
     tell(as_json, issued, issued.api_key)
     sys.stdout.flush()
-    click.echo(f"this is key {issued.key_id}; it is not shown again, and the store keeps no copy", err=True)
+    note(f"this is key {issued.key_id}; it is not shown again, and the store keeps no copy")
 
 
 @keys.command("list")

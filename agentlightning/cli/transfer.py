@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import msgspec
 
-from agentlightning.cli.options import MODE, print_json, tell
+from agentlightning.cli.options import MODE, note, print_json, quiet, tell
 from agentlightning.cli.place import ANY_RUN, NEW, Place, newest_store, with_place
 from agentlightning.cli.runs import StoredRun, choose_run
 from agentlightning.datasets.hub import is_hub_name, push, read_hub_name
@@ -182,7 +182,7 @@ def _destination(file: str) -> Generator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / (Path(name).name or "file")
         yield path
-        click.echo(f"pushed to {push(path, file)}", err=True)
+        note(f"pushed to {push(path, file)}")
 
 
 def _push_model(run: StoredRun | None, target: str, as_json: bool) -> None:
@@ -222,7 +222,7 @@ async def _export(
     done, total = _Exported(), (await store.page_rollouts(where, limit=0, with_total=True)).total
     with writing(path, force) as file:
         rows = TransitionFile(file) if kind == "parquet" else None
-        with contextlib.closing(rows) if rows else contextlib.nullcontext(), counting("rollouts", total) as advance:
+        with contextlib.closing(rows) if rows else contextlib.nullcontext(), counting("rollouts", total, hidden=quiet()) as advance:
             async for group in recorded_groups(store, where):
                 found = lines_of(group, wanted)
                 if rows is not None:
