@@ -36,6 +36,9 @@ START = "start"  # folder of the policy that training starts from, where the run
 _LOCK = ".lock"  # held by the run's process; its text is the URL of the server that has the run's store
 _OF_THE_START = {_LOCK, RUN_FILE, START, *(f"store.sqlite{ending}" for ending in ("", "-owner", "-shm", "-wal"))}
 
+_OF_THE_RUN = _OF_THE_START | {MARK, "checkpoints", "metrics.jsonl", "batches.jsonl", "result.json"}
+_OF_THE_RUN |= {"published", "prompts", "tensorboard", "base", "fsdp.log", "vllm.log"}
+
 
 class RunMark(msgspec.Struct):
     """The contents of `run.json`: which run of the store is here."""
@@ -147,6 +150,13 @@ def read_mark(directory: Path) -> RunMark:
         return msgspec.json.decode(mark.read_bytes(), type=RunMark)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"{mark} cannot be read: {error}; delete the directory or choose another") from None
+
+
+def not_the_runs(directory: Path) -> list[str]:
+    """The names in the directory of a run that no run writes there; the working directory is nobody's to delete."""
+    names = sorted({file.name for file in directory.iterdir()} - _OF_THE_RUN)
+    here = [] if directory.resolve() not in (Path.cwd(), *Path.cwd().parents) else ["the current folder"]
+    return names + here
 
 
 PACKAGES = (
