@@ -36,8 +36,10 @@ START = "start"  # folder of the policy that training starts from, where the run
 _LOCK = ".lock"  # held by the run's process; its text is the URL of the server that has the run's store
 _OF_THE_START = {_LOCK, RUN_FILE, START, *(f"store.sqlite{ending}" for ending in ("", "-owner", "-shm", "-wal"))}
 
-_OF_THE_RUN = _OF_THE_START | {MARK, "checkpoints", "metrics.jsonl", "batches.jsonl", "result.json"}
-_OF_THE_RUN |= {"published", "prompts", "tensorboard", "base", "fsdp.log", "vllm.log"}
+_OF_THE_RUN = {
+    *(*_OF_THE_START, MARK, "result.json", "metrics.jsonl", "batches.jsonl", "fsdp.log", "vllm.log"),
+    *("checkpoints", "published", "prompts", "tensorboard", "model", "vllm-model"),
+}
 
 
 class RunMark(msgspec.Struct):

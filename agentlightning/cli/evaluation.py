@@ -17,7 +17,7 @@ import click
 import msgspec
 from rich.console import Console
 
-from agentlightning.cli.config import TrainConfig, key_flags, load_config
+from agentlightning.cli.config import TrainConfig, check_files, key_flags, load_config
 from agentlightning.cli.fit import fit
 from agentlightning.cli.options import COUNT, MODE, json_option, make_table, numbers, print_json, print_table, quiet
 from agentlightning.cli.place import Place
@@ -154,6 +154,7 @@ def _run(config: TrainConfig, console: Console, fields: Sequence[str], show: boo
     from agentlightning.algorithm.measures import measured
     from agentlightning.display import show_tasks
 
+    check_files(config)
     result = fit(config, console, limit)
     tasks = result.evaluations[0].tasks
     if show:

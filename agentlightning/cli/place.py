@@ -58,7 +58,6 @@ class Place:
         finally:
             await opened.close()
 
-
     async def _open_here(self, *, create: bool, reading: bool) -> LightningStore:
         from agentlightning.store.reader import StoreReader
         from agentlightning.store.sql import SqlStore

@@ -100,7 +100,8 @@ async def _run(
         working = Runner(store, agent, **options)
         task = asyncio.current_task()
         assert task is not None
-        click.echo(f"{working.worker_id} runs {name} for {url}, up to {working.concurrency} at once", err=True)
+        await store.get_time()  # which asks the server, and knows the key
+        note(f"{working.worker_id} runs {name} for {url}, up to {working.concurrency} at once")
         if as_json:
             details = {"worker_id": working.worker_id, "agent": name, "server": url, "concurrency": working.concurrency}
             print_json(details)
@@ -128,7 +129,11 @@ def _arguments(context: click.Context, each: int) -> list[str]:
     for option in context.command.params:
         name, value = str(option.name), context.params.get(str(option.name))
         given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-        if given and name in context.params and name not in (*_OWN, "agent", "idle_seconds", "key", "concurrency", "as_json"):
+        if (
+            given
+            and name in context.params
+            and name not in (*_OWN, "agent", "idle_seconds", "key", "concurrency", "as_json")
+        ):
             seconds = isinstance(option.type, Duration)
             arguments.append(f"{option.opts[0]}={value:f}s" if seconds else f"{option.opts[0]}={value}")
     return [*arguments, "--", context.params["agent"]]

@@ -281,8 +281,8 @@ def _metrics_table(stored: StoredRun) -> Table:
 async def diff(first: str, second: str, place: Place, as_json: bool) -> None:
     """Show two runs side by side.
 
-    The settings that differ come first, then the results; with --json, equal results too. `agl eval --compare A B` says whether the difference of the
-    results is more than chance."""
+    The settings that differ come first, then the results; with --json, equal results too. `agl eval --compare A B`
+    says whether the difference of the results is more than chance."""
     sides = [await choose_run(name, place) for name in (first, second)]
     ours, theirs = (_settings(stored.run) for stored in sides)
     names = dict.fromkeys([*ours, *theirs])

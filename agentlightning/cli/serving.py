@@ -26,9 +26,7 @@ _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 FILE = click.Path(dir_okay=False)
 KEY = click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True,
                    help="Key that callers must send; required to listen on other than a loopback address.")  # fmt: skip
-STORE = store_option(
-    "SQLite file, created if missing, or postgresql://user@host/database.", default=str(SERVER_STORE)
-)
+STORE = store_option("SQLite file, created if missing, or postgresql://user@host/database.", default=str(SERVER_STORE))
 
 
 def address_options(port: int) -> Option:
@@ -165,7 +163,11 @@ def server(
     from agentlightning.server.logs import configure_logging
     from agentlightning.server.serve import run_on_fastest_loop
 
-    others |= {"store": store_file(address, create=True), "body_limit": body_limit * 1024 * 1024, "retain_seconds": retain}
+    others |= {
+        "store": store_file(address, create=True),
+        "body_limit": body_limit * 1024 * 1024,
+        "retain_seconds": retain,
+    }
     others |= {"hook": redact, "log_format": log_format}
     configure_logging(log_format)
     run_on_fastest_loop(_server(backend, as_json, others))

@@ -116,6 +116,14 @@ def backup(destination: Path, path: str, as_json: bool) -> None:
 _SCOPES: Final = ("read", "worker", "grader", "trainer", "admin")
 
 
+class Scope(click.Choice[str]):
+    """A scope of a key, which may be written in the plural: `workers`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        single = str(value).removesuffix("s")
+        return super().convert(single if single in self.choices else value, param, ctx)
+
+
 @click.group()
 def keys() -> None:
     """Issue, list and revoke keys of a store."""
@@ -123,7 +131,7 @@ def keys() -> None:
 
 @keys.command()
 @click.argument("name")
-@click.option("--scope", "scopes", multiple=True, required=True, type=click.Choice(_SCOPES),
+@click.option("--scope", "scopes", multiple=True, required=True, type=Scope(_SCOPES),
               help="What the key allows. Repeatable.")  # fmt: skip
 @click.option("--lifetime", type=Duration(), help="How long the key is valid: 30d, 12h; default: until revoked.")
 @on_store()

@@ -97,9 +97,10 @@ async def _import_traces(store: LightningStore, records: Sequence[Record], rewar
 
 @click.command()
 @click.argument("file", metavar="FILE")
-@click.option("--format", "kind", type=click.Choice([*_UNITS, "rollouts", "model"]), required=True,
+@click.option("--format", "kind", type=click.Choice([*_UNITS, "rollouts", "model"]),
               help="parquet: transitions; sft: conversations to imitate; dpo: pairs to prefer; rollouts: all there is, "
-                   "as .jsonl or .jsonl.gz for `agl import`; model: the best weights of --run.")  # fmt: skip
+                   "as .jsonl or .jsonl.gz for `agl import`; model: the best weights of --run. Default: parquet for "
+                   "FILE.parquet, model for hf:ORG/NAME.")  # fmt: skip
 @click.option("--run", "run_name", metavar="RUN", help="Only of this run: an id, or its directory, found below runs/.")
 @click.option("--mode", "modes", multiple=True, type=MODE,
               help="Only of this mode. Repeatable; default: all, for sft and dpo all but val.")  # fmt: skip
@@ -116,7 +117,7 @@ async def _import_traces(store: LightningStore, records: Sequence[Record], rewar
 async def export(
     place: Place,
     file: str,
-    kind: str,
+    kind: str | None,
     run_name: str | None,
     modes: tuple[str, ...],
     statuses: tuple[str, ...],
@@ -131,6 +132,7 @@ async def export(
     FILE may be on the Hugging Face hub: hf:ORG/NAME/FILE.jsonl, or, for --format model, hf:ORG/NAME."""
     from agentlightning.data.recordings import ENDED, LEARNED_FROM, finished_rollouts
 
+    kind = kind or _kind_of(file)
     wanted = _wanted(kind, **chosen)
     run = None if run_name is None else await choose_run(run_name, place)
     if kind == "model":
@@ -154,6 +156,15 @@ async def export(
                 _tell(kind, done, file, as_json)
                 return
     tell(as_json, copied, f"wrote {copied.rollouts} rollouts, {copied.attempts} attempts, {copied.spans} spans")
+
+
+def _kind_of(file: str) -> str:
+    """The format that the name of a file says. UsageError if it could be several."""
+    if file.endswith(".parquet"):
+        return "parquet"
+    if is_hub_name(file) and read_hub_name(file).file is None:
+        return "model"
+    raise click.UsageError(f"{file} may hold sft, dpo or rollouts: choose with --format")
 
 
 def _wanted(kind: str, models: tuple[str, ...], labels: tuple[str, ...], **others: Any) -> Wanted:
@@ -222,7 +233,10 @@ async def _export(
     done, total = _Exported(), (await store.page_rollouts(where, limit=0, with_total=True)).total
     with writing(path, force) as file:
         rows = TransitionFile(file) if kind == "parquet" else None
-        with contextlib.closing(rows) if rows else contextlib.nullcontext(), counting("rollouts", total, hidden=quiet()) as advance:
+        with (
+            contextlib.closing(rows) if rows else contextlib.nullcontext(),
+            counting("rollouts", total, hidden=quiet()) as advance,
+        ):
             async for group in recorded_groups(store, where):
                 found = lines_of(group, wanted)
                 if rows is not None:

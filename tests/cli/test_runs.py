@@ -118,7 +118,9 @@ async def end(run_id: str, reason: str, **manifest: object) -> None:
 
 def test_a_failed_run_says_why_in_the_list_and_when_it_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     make_runs("one", "two")
-    asyncio.run(end("one", f"none of 8 rollouts was rewarded. {'The first to fail said more. ' * 9}", conclusion="Try x."))
+    asyncio.run(
+        end("one", f"none of 8 rollouts was rewarded. {'The first to fail said more. ' * 9}", conclusion="Try x.")
+    )
     listed = told(capsys, "runs")
     assert "why it ended" in listed and "none of 8 rollouts was rewarded. The first" in listed and "name" not in listed
     shown = told(capsys, "runs", "show", "one", "--no-color")
@@ -140,7 +142,9 @@ def test_a_run_gets_a_name_and_tags_and_is_found_by_its_name(capsys: pytest.Capt
 def test_two_runs_are_shown_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
     make_runs("one", "two")
     for run_id, rate in (("one", 0.001), ("two", 0.01)):
-        asyncio.run(end(run_id, "x", config={"optimizer": {"learning_rate": rate, "betas": [0.9, 0.99]}, "dtype": None}))
+        asyncio.run(
+            end(run_id, "x", config={"optimizer": {"learning_rate": rate, "betas": [0.9, 0.99]}, "dtype": None})
+        )
     found = json.loads(told(capsys, "runs", "diff", "one", "two", "--json"))
     assert found["settings"] == {"optimizer.learning_rate": [0.001, 0.01]}
     assert found["results"]["val_reward"] == pytest.approx([0.7, 1.2])
