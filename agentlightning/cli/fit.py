@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,6 +21,7 @@ from agentlightning.cli.place import STORE_FILE, Place
 from agentlightning.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
+    from agentlightning.algorithm.base import Progress
     from agentlightning.trainer import FitResult
 
 _NOT_THE_TRAINERS: Final = {
@@ -42,6 +43,7 @@ def fit(config: TrainConfig, console: Console, limit: int | None = None) -> FitR
     if "torch" not in sys.modules and not quiet():  # which takes seconds
         console.print("loading libraries and the agent …", highlight=False)
     algorithm = make_algorithm(config.algorithm)
+    from agentlightning.algorithm.base import NoProgress
     from agentlightning.display import LiveProgress, hide_library_progress
     from agentlightning.environments import tasks_of
     from agentlightning.learner.base import AdamW, LoRA
@@ -53,7 +55,10 @@ def fit(config: TrainConfig, console: Console, limit: int | None = None) -> FitR
     passed = {key: value for key, value in msgspec.structs.asdict(config).items() if key not in _NOT_THE_TRAINERS}
     instrument_agents(config.instrument, here=isinstance(config.agent, str))
     steps, limits = getattr(algorithm, "steps", None), config.time_limit
-    with NoProgress() if quiet() else LiveProgress(console, steps=steps, time_limit=limits) as progress:
+    shown: AbstractContextManager[Progress] = contextlib.nullcontext(NoProgress())
+    if not quiet():
+        shown = LiveProgress(console, steps=steps, time_limit=limits)
+    with shown as progress:
         trainer = Trainer(
             algorithm=algorithm, optimizer=optimizer, lora=lora, progress=progress, run_file=kept(config), **passed
         )

@@ -19,9 +19,10 @@ from agentlightning.errors import AgentLightningError, ConfigError, InvalidError
 from agentlightning.runner.agent import LitAgent, is_async
 from agentlightning.runner.clients import guard_clients
 from agentlightning.runner.environment import serves_model
+from agentlightning.runner.hints import add_hint
 from agentlightning.semconv import REWARD_RETURNED
 from agentlightning.tracing.context import AttemptTracer, bind
-from agentlightning.tracing.emit import emit_exception, emit_reward, shown
+from agentlightning.tracing.emit import emit_exception, emit_reward, shown_error
 from agentlightning.tracing.instrument import quiet_openai_agents
 from agentlightning.tracing.rewards import read_reward
 from agentlightning.types import AttemptedRollout, AttemptStatus, NamedResources, Span
@@ -204,14 +205,19 @@ class Answer:
 
 
 async def call_agent(agent: LitAgent[Any], rollout: AttemptedRollout, resources: NamedResources) -> Any:
-    """What the agent returns. Async agents run in this event loop, sync ones in a thread."""
+    """What the agent returns. Async agents run in this event loop, sync ones in a thread. What it raises may get a note
+    that names the cause."""
     quiet_openai_agents()  # here, where the agent's module is imported, whichever process this is
     guard_clients()
     entry_point = agent.entry_point(rollout.mode)
     arguments = (rollout.input, resources, rollout)
-    if is_async(entry_point):
-        return await entry_point(*arguments)
-    value = await in_own_thread(lambda: entry_point(*arguments))
+    try:
+        if is_async(entry_point):
+            return await entry_point(*arguments)
+        value = await in_own_thread(lambda: entry_point(*arguments))
+    except Exception as error:
+        add_hint(error, rollout.input, resources)
+        raise
     if inspect.iscoroutine(value):
         value.close()
         raise InvalidError("the agent returned a coroutine from a plain function; declare it with `async def`")
@@ -287,4 +293,4 @@ def record_result(tracer: AttemptTracer, result: Any) -> None:
 
 
 def _failed(error: BaseException) -> Outcome:
-    return Outcome("failed", f"{type(error).__name__}: {shown(error)}", error)
+    return Outcome("failed", f"{type(error).__name__}: {shown_error(error)}", error)
