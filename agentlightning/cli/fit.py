@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -55,7 +55,7 @@ def fit(config: TrainConfig, console: Console, limit: int | None = None) -> FitR
     passed = {key: value for key, value in msgspec.structs.asdict(config).items() if key not in _NOT_THE_TRAINERS}
     instrument_agents(config.instrument, here=isinstance(config.agent, str))
     steps, limits = getattr(algorithm, "steps", None), config.time_limit
-    shown: AbstractContextManager[Progress] = contextlib.nullcontext(NoProgress())
+    shown: AbstractContextManager[Progress] = nullcontext(NoProgress())
     if not quiet():
         shown = LiveProgress(console, steps=steps, time_limit=limits)
     with shown as progress:

@@ -277,7 +277,7 @@ class LightningStoreClient(LightningStore):
 
     async def _ask(self, call: Call) -> Any:
         form = form_of(type(call))
-        return form.result(await self._send_until_answered(form.request(call), call.method, call.repeatable()))
+        return form.result(await self._send_until_answered(form.request(call), call.words(), call.repeatable()))
 
     async def _send_until_answered(self, request: Wire, name: str, may_repeat: bool) -> Answer:
         """The answer that ends the call. UnavailableError if none came in time, or repeating the call could do it
@@ -307,7 +307,9 @@ class LightningStoreClient(LightningStore):
                 pause += fault.seconds
             elapsed = time.monotonic() - begin
             if not harmless:
-                raise UnavailableError(f"{fault} {name} may have been carried out: look before you repeat it")
+                raise UnavailableError(
+                    f"{fault} The server may have carried it out ({name}): look before you repeat it"
+                )
             if elapsed + pause > patience:
                 raise UnavailableError(f"{fault} (tried for {elapsed:.1f} s of {patience:g} s)")
             if elapsed > _SILENT_SECONDS and not self._away:
