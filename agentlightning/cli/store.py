@@ -6,6 +6,7 @@ This module reads command lines and prints; `agentlightning.store` does the work
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from pathlib import Path
@@ -14,13 +15,14 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import msgspec
 
-from agentlightning.cli.options import Duration, json_option, make_table, note, print_json, print_table, tell
-from agentlightning.cli.place import POSTGRES, on_store, store_file
+from agentlightning.cli.options import Duration, make_table, note, print_json, print_table, tell
+from agentlightning.cli.place import POSTGRES, STORE, Place, on_store, with_place
 from agentlightning.errors import ConfigError
 from agentlightning.types import ApiKey, Condition, Deleted
 
 if TYPE_CHECKING:
     from agentlightning.store.base import LightningStore
+    from agentlightning.store.client import LightningStoreClient
 
 
 @click.group()
@@ -96,19 +98,35 @@ async def check(store: LightningStore, as_json: bool) -> int:
 
 @store.command()
 @click.argument("destination", metavar="DEST", type=click.Path(path_type=Path))
-@click.option("--store", "path", metavar="PATH", required=True, help="SQLite file of the store.")
-@json_option
-def backup(destination: Path, path: str, as_json: bool) -> None:
+@with_place(STORE)
+async def backup(destination: Path, place: Place, as_json: bool) -> None:
     """Copy a SQLite store, which may be in use.
 
-    DEST becomes a store of its own."""
+    DEST becomes a store of its own. With --server, the server's store is copied to this machine."""
+    from agentlightning.store.client import LightningStoreClient
     from agentlightning.store.sqlite import back_up
 
-    if path.startswith(POSTGRES):
+    if (place.address or "").startswith(POSTGRES):
         raise ConfigError("a store in PostgreSQL is backed up by PostgreSQL's own programs, pg_dump and pg_restore")
-    back_up(Path(store_file(path)), destination)
-    size = destination.stat().st_size
+    if place.server is None and place.address is not None:
+        await asyncio.to_thread(back_up, Path(place.address), destination)
+    else:
+        async with place.open() as store:
+            assert isinstance(store, LightningStoreClient)
+            await _download(store, destination)
+    size = (await asyncio.to_thread(destination.stat)).st_size
     tell(as_json, {"file": str(destination), "bytes": size}, f"{destination}: {size} bytes")
+
+
+async def _download(store: LightningStoreClient, copy: Path) -> None:
+    from agentlightning.store.transfer import writing
+
+    if await asyncio.to_thread(copy.exists):
+        raise ConfigError(f"{copy} exists already; choose another name")
+    with writing(copy, overwrite=False) as file:
+        os.fchmod(file.fileno(), 0o600)  # prompts and the secret that keys are signed with
+        await store.copy_into(file)
+        os.fsync(file.fileno())
 
 
 # --- keys --------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http.client import responses
 from types import NoneType
-from typing import Any, Final, get_args
+from typing import Any, BinaryIO, Final, get_args
 from urllib.parse import quote
 
 import aiohttp
@@ -338,6 +338,19 @@ class LightningStoreClient(LightningStore):
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._unreachable(error) from None
 
+    async def copy_into(self, file: BinaryIO) -> None:
+        """Write a copy of the server's SQLite store, as it is at one moment, into a file. ConflictError if the server's
+        store is another."""
+        session = self._session or self._open_session()
+        try:
+            async with session.get(f"{self._calls}/backup", timeout=_BACKUP, allow_redirects=False) as answer:
+                if answer.status != 200:
+                    raise error_of(await self._answer(answer))
+                async for chunk in answer.content.iter_chunked(1 << 20):
+                    file.write(chunk)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise self._unreachable(error) from None
+
     async def _send(self, request: Wire) -> Answer:
         session = self._session or self._open_session()
         url = URL(self._calls + request.path, encoded=True)
@@ -370,6 +383,7 @@ def _timeout(wait: float) -> aiohttp.ClientTimeout:
 
 
 _TIMEOUT: Final = _timeout(0.0)
+_BACKUP: Final = aiohttp.ClientTimeout(total=None, sock_connect=_ANSWER_SECONDS)  # a large store takes its time to copy
 
 
 def _checked(url: str) -> str:

@@ -81,6 +81,7 @@ def test_a_store_or_a_server_must_be_named_and_exist(agl, tmp_path: Path) -> Non
         ([], 2, "choose the store"),
         (["--store", "x.db", "--server", "http://127.0.0.1:1"], 2, "choose the store"),
         (["--store", tmp_path / "typo.db"], 1, "there is no store at"),
+        (["--store", tmp_path], 1, f"there is no store at {tmp_path}/store.sqlite"),
     ):
         code, _, err = agl("store", "check", *options)
         assert code == expected and said in err
@@ -176,6 +177,15 @@ def test_a_running_server_is_asked_to_do_it(agl, path: Path) -> None:
         assert agl("store", "check", *at) == (0, "nothing is wrong\n", "")
         assert agl("export", moved, "--format", "rollouts", *at)[1].startswith("wrote 2 rollouts")
         assert agl("store", "backup", copy, "--store", path)[0] == 0
+        far = path.parent / "far.db"
+        assert agl("store", "backup", far, *at)[0] == 0
+        assert "exists already" in agl("store", "backup", far, *at)[2]
+        assert len(inputs(far)) == 3 and not list(path.parent.glob(".backup-*"))
+        far.unlink()
+        _, worker, _ = agl("keys", "issue", "ci", "--scope", "workers", *at)
+        for words, refused in ((("backup", far), "back up the store"), (("check",), "check store")):
+            code, _, err = agl("store", *words, "--server", url, "--key", worker.strip())
+            assert code == 1 and f"may not {refused}; use an admin key" in err and not far.exists()
         assert agl("store", "delete", *at, "--task", "ZEBRA", "--yes")[1] == "removed 2 rollouts, 2 attempts, 0 spans\n"
         traces = [file.name for file in path.parent.iterdir() if b"ZEBRA" in file.read_bytes()]
         assert sorted(traces) == ["copy.db", "rollouts.jsonl"]
