@@ -126,7 +126,7 @@ def _written(store: Path) -> float:
 class Named(NamedTuple):
     """How a command's options name its store, its default, and whether it may be new."""
 
-    option: Option | None
+    option: Option
     default: Callable[[], str] | None = None
     new: bool = False
 
@@ -146,7 +146,6 @@ NEW: Final = Named(
     lambda: str(SERVER_STORE),
     new=True,
 )
-UNNAMED: Final = Named(None)
 _ASKED: Final = (
     click.option("--server", metavar="URL", help="Use the store of this `agl server` instead."),
     click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key."),
@@ -168,7 +167,7 @@ def with_place(named: Named) -> Option:
             done = command(place=Place(address, server, key), **others)
             return asyncio.run(done) or 0 if asyncio.iscoroutine(done) else done
 
-        return together(*([named.option] if named.option else []), *_ASKED)(placed)
+        return together(named.option, *_ASKED)(placed)
 
     return add
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from agentlightning.cli.options import STATUSES, make_table, note, print_json, print_table, squeezed, tell
-from agentlightning.cli.place import ANY_RUN, RUNS, STORE_FILE, UNNAMED, Place, stores_below, with_place
+from agentlightning.cli.place import ANY_RUN, RUNS, STORE_FILE, Place, stores_below, with_place
 from agentlightning.errors import ConfigError, ConflictError, NotFoundError, UnavailableError, nearest
 from agentlightning.types import And, Condition, Metrics, Not, Run
 
@@ -125,7 +125,7 @@ async def choose_run(name: str | None, place: Place) -> StoredRun:
 @runs.command()
 @click.argument("path", type=click.Path(path_type=Path), default=RUNS)
 @watch_option
-@with_place(UNNAMED)
+@with_place(ANY_RUN)
 async def ls(path: Path, watch: float | None, place: Place, as_json: bool) -> None:
     """List runs.
 
@@ -382,10 +382,10 @@ async def tag(name: str, tags: tuple[str, ...], remove: bool, place: Place, as_j
 @click.option("--force", is_flag=True, help="Also a run that counts as running: its process died far from its server.")
 @with_place(ANY_RUN)
 async def delete(name: str, yes: bool, force: bool, place: Place, as_json: bool) -> int:
-    """Delete a run for good, with all that belongs to it.
+    """Delete a run for good.
 
-    That is its metrics and rollouts and, if it has a folder of its own, that folder with its checkpoints. A folder that
-    holds anything else stays."""
+    Its metrics and rollouts go with it and, if it has a folder of its own, that folder with its checkpoints. A folder
+    that holds anything else stays."""
     stored = await choose_run(name, place)
     run_id = stored.run.run_id
     if stored.run.status == "running" and not force:
