@@ -436,3 +436,17 @@ def test_a_job_that_must_end_begins_nothing_more_even_where_it_would_not_wait(tm
 
     trainer(tmp_path, algorithm=Hasty()).fit(agents.vowels, TASKS)
     assert began == [True]
+
+
+@pytest.mark.slow
+@pytest.mark.anyio
+async def test_fit_blocks_in_a_running_event_loop_with_agents_in_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings: dict[str, Any] = {"isolation": "process", "n_runners": 1, "progress": True, "hooks": None}
+    result = trainer(tmp_path, algorithm=algorithm(steps=1, tasks_per_step=1), **settings).fit(agents.vowels, TASKS)
+    assert result.stopped_because == "all steps done" and "step 1/1" in capsys.readouterr().err
+    store = await SqlStore.open(tmp_path / "mine.sqlite")
+    with pytest.raises(ConfigError, match=r"await trainer\.fit_async"):
+        trainer(tmp_path, store=store, run_dir=tmp_path / "another").fit(agents.vowels, TASKS)
+    await store.close()
