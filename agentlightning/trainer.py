@@ -281,9 +281,8 @@ class Trainer:
         async with AsyncExitStack() as stack:
             stack.enter_context(garbage_sought_seldom())
             root, named = self.run_dir or "runs", self.run_dir is not None
-            directory = stack.enter_context(
-                run_directory(root, algorithm.name, named=named, resume=resume, seed=self.seed)
-            )
+            held = run_directory(root, algorithm.name, named=named, resume=resume, seed=self.seed)
+            directory = stack.enter_context(held)
             progress = stack.enter_context(self._display())
             try:
                 context = await self._open(stack, directory, train_tasks, val_tasks, progress)

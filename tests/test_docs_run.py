@@ -95,7 +95,10 @@ NAMES = {
     "docs/record.md": "llm, spans = agl.LLM(endpoint='http://127.0.0.1:8000/v1', model='policy'), []",
 }
 BEFORE = {
-    "docs/evaluation.md": ["sed -i s,API,https://api.openai.com/v1, apo.yaml", "agl train apo.yaml --run-dir runs/apo-1"],
+    "docs/evaluation.md": [
+        "sed -i s,API,https://api.openai.com/v1, apo.yaml",
+        "agl train apo.yaml --run-dir runs/apo-1",
+    ],
     "docs/operate.md": ["export SERVER=http://localhost:8123"],
     "docs/reference/http.md": ["agl server"],
 }

@@ -65,10 +65,9 @@ def record(
 ) -> int:
     """Run a program once and record its model calls.
 
-    The program is unchanged; its traces are recorded, too.
-
-    The program must find its API by OPENAI_BASE_URL or ANTHROPIC_BASE_URL, as the SDKs do. Its exit code is passed on.
-    A tree of its calls is printed on stderr; with --json, the program's own output too.
+    The program is unchanged, and its traces are recorded too. It must find its API by OPENAI_BASE_URL or
+    ANTHROPIC_BASE_URL, as the SDKs do. Its exit code is passed on. A tree of its calls is printed on stderr; with
+    --json, the program's own output too.
 
     With --harness the program gets a prepared home directory of its own: yours is neither read nor changed.
 

@@ -16,6 +16,7 @@ from starlette.routing import Route
 from agentlightning.errors import ConflictError, ForbiddenError
 from agentlightning.server.access import Access
 from agentlightning.server.logs import note_caller
+from agentlightning.store.base import LightningStore
 from agentlightning.store.sql import SqlStore
 from agentlightning.store.sqlite import back_up
 
@@ -23,8 +24,11 @@ BACKUP_PATH: Final = "/api/v1/backup"
 _CHUNK: Final = 1 << 20  # bytes
 
 
-def backup_route(store: SqlStore, access: Access) -> Route:
-    """The route over one store. ForbiddenError unless an administrator asks, ConflictError if the store is no file."""
+def backup_routes(store: LightningStore, access: Access) -> list[Route]:
+    """The route over one store, if this process owns it. ForbiddenError unless an administrator asks, ConflictError if
+    the store is no file."""
+    if not isinstance(store, SqlStore):
+        return []
 
     async def send_copy(request: Request) -> Response:
         caller = await access.scope(request.headers)
@@ -34,7 +38,7 @@ def backup_route(store: SqlStore, access: Access) -> Route:
         copy = await asyncio.to_thread(_copied, Path(store.address))
         return StreamingResponse(_chunks(copy), media_type="application/vnd.sqlite3")
 
-    return Route(BACKUP_PATH, send_copy, methods=["GET"])
+    return [Route(BACKUP_PATH, send_copy, methods=["GET"])]
 
 
 def _copied(file: Path) -> Path:
