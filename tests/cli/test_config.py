@@ -186,6 +186,11 @@ def test_missing_files_are_named_before_libraries_load(flags: dict[str, str], me
         check_files(load_config(None, (), complete | flags))
 
 
+def test_initials_find_the_setting_they_stand_for() -> None:
+    with pytest.raises(ConfigError, match="unknown key 'lr'; did you mean 'learning_rate'"):
+        build(AdamW, {"lr": 1e-4}, "optimizer")
+
+
 def test_a_sampler_by_url_takes_the_place_of_a_named_one(run_file: Path) -> None:
     for given in ("embedded", "{sglang: start, program: python}"):
         run_file.write_text(f"{COMPLETE}\nsampler: {given}\n", encoding="utf-8")

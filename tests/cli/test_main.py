@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -152,3 +153,14 @@ def test_help_needs_no_torch_web_framework_or_database() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_another_interrupt_ends_a_process_that_is_ending() -> None:
+    slow = "import atexit, time; atexit.register(lambda: (print('ending', flush=True), time.sleep(240)))"
+    script = f"{slow}; from agentlightning.runner.signals import exit_with; exit_with(130)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ending\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=200) == ("", "") and process.returncode == 130
