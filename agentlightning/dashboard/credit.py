@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from agentlightning.data.token_bytes import TokenBytes
 
 _TEXT: Final = 200  # characters of a node
+HELD_OUT: Final = "held-out rollouts are not trained: they measure the weights, and no reward becomes an advantage"
 
 
 class CreditedCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,9 +77,15 @@ class TracedGroup:
     def settings(self) -> CreditSettings:
         return self.training.credit or CreditSettings()
 
+    @property
+    def held_out(self) -> bool:
+        return any(member.rollout.mode != "train" for member in self.traced)
+
     def advantages(self, settings: CreditSettings) -> dict[str, FloatArray]:
         """An advantage for each sampled token, float32[T], by the call's span id, for the calls that count. ConfigError
-        if the settings do not go together."""
+        if the settings do not go together, or the rollouts are held out."""
+        if self.held_out:
+            raise ConfigError(HELD_OUT)
         group = rewarded_group(self.traced, self.training.unrewarded)
         credit = settings.credit(self.training.reward)
         models = {call.model for calls in group.transitions for call in calls}
@@ -94,6 +101,8 @@ class TracedGroup:
         advantages: dict[str, FloatArray] = {}
         problem = None
         try:
+            if self.held_out:
+                raise ConfigError(HELD_OUT)
             if self.training.credit is None and self.training.name is not None:
                 raise ConfigError(f"what {self.training.name} made of these rewards is not known here")
             # Without a baseline, an advantage is the return itself.

@@ -107,7 +107,8 @@ def create_app(
             routes.append(events.route())
             shown.append(Reading("agl_event_streams", "Callers that listen to events.", lambda: events.open))
             stops.append(events.stop)
-        routes += page_routes(access, protected=protected, reading=isinstance(store, ManyStores))
+        reading, called = isinstance(store, ManyStores), gateway is not None
+        routes += page_routes(access, protected=protected, reading=reading, gateway=called)
         routes += [*otlp_routes(store, access, body_limit), reward_route(store)]
     if isinstance(store, SqlStore):
         shown += store_readings(store)
