@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from agentlightning.data.token_bytes import TokenBytes
 
 _TEXT: Final = 200  # characters of a node
-HELD_OUT: Final = "held-out rollouts are not trained: they measure the weights, and no reward becomes an advantage"
+HELD_OUT: Final = "Held-out rollouts are not trained: they measure the weights."
 
 
 class CreditedCall(msgspec.Struct, frozen=True, kw_only=True):

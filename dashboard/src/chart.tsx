@@ -44,6 +44,9 @@ interface Pointed {
 /** Steps of a time axis that people count in. */
 const SECONDS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400, 172800, 604800];
 
+/** Steps of an axis that counts. */
+const WHOLE = [1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9].flatMap((unit) => [unit, 2 * unit, 5 * unit]);
+
 /** Charts on one page share the pointer's place. */
 const pointer = uPlot.sync("runs");
 
@@ -210,7 +213,7 @@ function options(
       {
         ...axis,
         size: 24,
-        ...(x === "time" ? { incrs: SECONDS } : {}),
+        ...(x === "cost" ? {} : { incrs: x === "time" ? SECONDS : WHOLE }),
         values: (_, ticks, __, ___, step) => (x === "time" ? ticks.map(clock) : tickLabels(ticks, step)),
       },
       {

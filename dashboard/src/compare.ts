@@ -34,10 +34,13 @@ export function searched(run: RunRow): string {
   return texts.join("\n").toLowerCase();
 }
 
-/** The settings that differ between some runs, by name. */
+/** The settings that differ between some runs, by name. That runs of one kind lack those of another does not count. */
 export function differing(rows: RunRow[]): string[] {
   const names = [...new Set(rows.flatMap((row) => Object.keys(row.settings)))].sort();
-  return names.filter((name) => new Set(rows.map((row) => row.settings[name])).size > 1);
+  return names.filter((name) => {
+    const kinds = new Set(rows.filter((row) => name in row.settings).map((row) => row.kind));
+    return new Set(rows.filter((row) => kinds.has(row.kind)).map((row) => row.settings[name])).size > 1;
+  });
 }
 
 /** Seconds from its start to its end, or to now. */
@@ -102,7 +105,8 @@ export function lines(name: string, rows: RunRow[], all: RunSeries[], axis: Axis
   });
 }
 
-/** The mean of several seeds at each step, and one standard deviation to either side. */
+/** The mean of several seeds, and one standard deviation to either side, at each step that at least two and half of
+ * them measured. */
 function together(several: { row: RunRow; series: RunSeries; line: Line }[], name: string): Line[] {
   const [first] = several;
   if (!first) return [];
@@ -119,7 +123,12 @@ function together(several: { row: RunRow; series: RunSeries; line: Line }[], nam
       at.set(step, here);
     });
   }
-  const points = [...at.entries()].sort(([one], [other]) => one - other).map(([, point]) => point);
+  const enough = Math.max(2, several.length / 2); // lest the line jump where seeds end
+  const points = [...at.entries()]
+    .filter(([, point]) => point.y.length >= enough)
+    .sort(([one], [other]) => one - other)
+    .map(([, point]) => point);
+  if (points.length === 0) return several.map((one) => one.line);
   const mean = (values: number[]) => values.reduce((sum, one) => sum + one, 0) / values.length;
   const spread = (values: number[]) => Math.sqrt(mean(values.map((one) => (one - mean(values)) ** 2)));
   return [

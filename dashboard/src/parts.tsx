@@ -46,7 +46,7 @@ export function Head({ title, note, link = {}, children }: HeadProperties) {
       {note && <span class="note">{note}</span>}
       <div class="controls">
         {children}
-        <Copy text={address} label="the link to this view" name="copy link" />
+        <Copy text={address} label="link to this view" name="copy link" />
       </div>
     </header>
   );

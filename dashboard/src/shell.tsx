@@ -42,7 +42,7 @@ const VIEWS: View[] = [
   { name: "Chat", path: "chat", key: "c", view: Chat, filled: called },
 ];
 
-const CHANGES = ["reset", "metrics", "rollout"];
+const CHANGES = ["reset", "metrics", "queued"];
 
 const HELP: [keys: string, meaning: string][] = [
   ...VIEWS.map((one): [string, string] => [`g ${one.key}`, one.name]),
@@ -76,7 +76,7 @@ export function Shell() {
       <Side />
       <main id="content" tabIndex={-1}>
         {gone.value && (
-          <p class="gone" role="alert">
+          <p class="server-gone" role="alert">
             The server of this page has stopped, as it does when its run ends. What was loaded stays here; agl ui shows the
             run again at any time.
           </p>

@@ -71,7 +71,7 @@ export function Charts({ rows }: { rows: RunRow[] }) {
         <Empty>Choose runs to compare in the table above.</Empty>
       ) : (
         <Waiting loaded={known}>
-          {() => names.length === 0 && <Empty>Nothing was measured yet. Curves begin with the first step.</Empty>}
+          {() => names.length === 0 && <Empty>{rows.some((row) => row.status === "running") ? BEFORE : NEVER}</Empty>}
         </Waiting>
       )}
       {series.error && <Failed message={series.error.message} again={series.reload} />}
@@ -121,7 +121,7 @@ function Legend({ rows, spread }: { rows: RunRow[]; spread: boolean }) {
         return (
           <li key={row.run_id}>
             <i class="dot" style={{ background: `var(${shades.get(row.run_id) ?? "--accent"})` }} />
-            <a href={href(["runs", row.run_id])}>{visible(label(row))}</a>
+            <a href={href(["runs", row.run_id])}>{visible(label(row))}</a>{" "}
             {alike.length > 1 && (
               <span class="muted" title={alike.map((one) => visible(label(one))).join(", ")}>
                 and {plural(alike.length - 1, "other seed")}, mean ± standard deviation
@@ -168,6 +168,9 @@ function useSeries(run_ids: string[], names: string[]): Loaded<RunSeries[]> {
   );
 }
 
+const BEFORE = "Nothing was measured yet. Curves begin with the first step.";
+const NEVER = "Nothing was measured: it ended before its first step.";
+
 const PINNED = "Pinned";
 const pinned = remembered("agentlightning.pinned", []);
 const opened = remembered("agentlightning.sections", [PINNED, "Reward", "Policy", "Length"]);
@@ -180,7 +183,7 @@ const OVER: Partial<Record<Axis, string>> = {
 };
 
 const SEEDS = {
-  "mean of seeds": "Runs that differ only in their seed are one line, with a band of one standard deviation",
+  "mean of seeds": "Runs that differ only in their seed are one line, with a band of one standard deviation, over the steps that at least half of them measured",
   "each seed": "A line for each run",
 };
 

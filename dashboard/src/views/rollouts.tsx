@@ -15,7 +15,7 @@ const PAGE = 100;
 const columnsOf = (runs: Map<string, string>, range: [number, number] | undefined): Column<RolloutRow>[] => [
   {
     name: "Task",
-    width: "minmax(150px, 3fr)",
+    width: "minmax(150px, 4fr)",
     cell: ({ rollout }) => <span title={rollout.rollout_id}>{taskLine(rollout.input)}</span>,
   },
   {
@@ -90,6 +90,7 @@ export function Rollouts() {
   const runs = useGet<RunRow[]>("dashboard/runs", (happened) => happened.kind === "reset");
   const names = new Map((runs.data ?? []).map((run) => [run.run_id, label(run)]));
   const range = rangeOf(pages.rows.map((row) => row.reward));
+  const columns = columnsOf(names, range).filter((one) => one.name !== "Run" || !query.get("run"));
   return (
     <section class="view rollouts">
       <Head title="Rollouts" note={pages.total === null ? "" : plural(pages.total, "rollout")}>
@@ -108,7 +109,7 @@ export function Rollouts() {
         <Table
           label="Rollouts"
           rows={pages.rows}
-          columns={columnsOf(names, range)}
+          columns={columns}
           id={(row) => row.rollout.rollout_id}
           href={(row) => href(["rollouts", row.rollout.rollout_id])}
           more={pages.done ? undefined : pages.more}

@@ -213,14 +213,14 @@ function columnsOf(
   settings: string[],
   toggle: (id: string) => void,
 ): Column<RunRow>[] {
-  const why: Column<RunRow> = { name: "Why", width: "minmax(130px, 1.4fr)", cell: (row) => <Why row={row} /> };
+  const why: Column<RunRow> = { name: "Why", width: "minmax(110px, 1.4fr)", cell: (row) => <Why row={row} /> };
   const tags: Column<RunRow> = {
     name: "Tags",
     width: "minmax(70px, 0.8fr)",
     cell: (row) => row.tags.map((tag) => <Tag key={tag}>{tag}</Tag>),
   };
   return [
-    { name: "Run", width: "minmax(150px, 1.4fr)", cell: (row) => <RunName row={row} /> },
+    { name: "Run", width: "minmax(136px, 1.4fr)", cell: (row) => <RunName row={row} /> },
     {
       name: "Shown",
       width: "56px",
@@ -237,18 +237,18 @@ function columnsOf(
         </label>
       ),
     },
-    { name: "Status", width: "96px", cell: (row) => <RunStatus row={row} /> },
+    { name: "Status", width: "88px", cell: (row) => <RunStatus row={row} /> },
     ...(rows.some((row) => whyOf(row)) ? [why] : []),
     ...(rows.some((row) => row.tags.length) ? [tags] : []),
-    { name: "Step", width: "76px", align: "end", cell: (row) => progress(row) },
-    { name: "Reward", width: "64px", align: "end", cell: (row) => number(row.last["reward"]) },
+    { name: "Step", width: "64px", align: "end", cell: (row) => progress(row) },
+    { name: "Reward", width: "52px", align: "end", cell: (row) => number(row.last["reward"]) },
     { name: "Curve", width: "92px", cell: (row) => <Sparkline values={row.sparkline} /> },
-    { name: "Best val", width: "64px", align: "end", cell: (row) => number(row.best_val) },
+    { name: "Best val", width: "54px", align: "end", cell: (row) => number(row.best_val) },
     ...settings.flatMap((name) => settingColumn(name)),
-    { name: "Failed", width: "56px", align: "end", cell: (row) => (row.failed ? <Failed row={row} /> : "") },
-    { name: "Tokens/s", width: "70px", align: "end", cell: (row) => number(row.last["tokens_per_second"]) },
-    { name: "Took", width: "66px", align: "end", cell: (row) => duration(took(row)) },
-    { name: "Started", width: "84px", align: "end", cell: (row) => ago(row.start_time) },
+    { name: "Failed", width: "40px", align: "end", cell: (row) => (row.failed ? <Failed row={row} /> : "") },
+    { name: "Tokens/s", width: "56px", align: "end", cell: (row) => number(row.last["tokens_per_second"]) },
+    { name: "Took", width: "56px", align: "end", cell: (row) => duration(took(row)) },
+    { name: "Started", width: "70px", align: "end", cell: (row) => ago(row.start_time) },
   ];
 }
 
@@ -256,7 +256,7 @@ function columnsOf(
 function settingColumn(name: string): Column<RunRow>[] {
   if (name === "none") return [];
   const cell = (row: RunRow) => <span title={visible(row.settings[name] ?? "")}>{oneLine(row.settings[name] ?? "—", 60)}</span>;
-  return [{ name: visible(name.split(".").at(-1) ?? name), id: name, title: visible(name), width: "88px", cell }];
+  return [{ name: visible(name.split(".").at(-1) ?? name), id: name, title: visible(name), width: "80px", cell }];
 }
 
 /** Why a run ended, where it did not end well, or what to say of its result. */
