@@ -150,12 +150,12 @@ def chat_messages(recorded: Iterable[Mapping[str, Any]], *, answer: bool = False
     messages: list[Message] = []
     for source in recorded:
         kind = source.get("type") or "message"
-        if kind == "function_call":
+        if kind in ("function_call", "custom_tool_call"):
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
-            call = _tool_call(source.get("call_id"), source.get("name"), source.get("arguments"))
+            call = _tool_call(source.get("call_id"), source.get("name"), _arguments(source))
             messages[-1].setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             messages.append(_tool_result(source.get("call_id"), source.get("output")))
         elif kind == "message":
             role = "assistant" if answer else source.get("role")
@@ -165,12 +165,17 @@ def chat_messages(recorded: Iterable[Mapping[str, Any]], *, answer: bool = False
     return messages
 
 
+def _arguments(call: Mapping[str, Any]) -> object:
+    """The arguments of a function; the text that a custom tool is given is the one argument `input`."""
+    return {"input": call["input"]} if isinstance(call.get("input"), str) else call.get("arguments")
+
+
 def _of_assistant(source: Mapping[str, Any]) -> Message:
     message: Message = {"role": "assistant", "content": _content(source.get("content")) or None}
     calls = [
-        _tool_call(call.get("id"), function.get("name"), function.get("arguments"))
+        _tool_call(call.get("id"), function.get("name"), _arguments(function))
         for call in map(mapping, items(source.get("tool_calls")))
-        for function in [mapping(call.get("function"))]
+        for function in [mapping(call.get("custom") or call.get("function"))]
     ]
     for block in map(mapping, items(source.get("content"))):
         if block.get("type") == "tool_use":

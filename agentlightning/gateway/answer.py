@@ -54,6 +54,14 @@ class Choice:
             self.tool_calls.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
         call, function = self.tool_calls[index], part.get("function") or {}
         call["id"] = part.get("id") or call["id"]
+        if part.get("type") == "custom":  # a hosted model's call of a custom tool
+            call |= {"type": "custom", "custom": {"name": "", "input": ""}}
+            call.pop("function", None)
+        if "custom" in call:
+            custom = part.get("custom") or {}
+            call["custom"]["name"] += custom.get("name") or ""
+            call["custom"]["input"] += custom.get("input") or ""
+            return
         call["function"]["name"] += function.get("name") or ""
         call["function"]["arguments"] += function.get("arguments") or ""
         # Fields of the server's own go back to it with the call, such as Gemini's signature of a thought.

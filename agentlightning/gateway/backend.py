@@ -158,6 +158,10 @@ class RelayedAnswer(msgspec.Struct, frozen=True):
     replica: str = ""
 
 
+class NotRelayedError(BackendError):
+    """The server has no such endpoint: it is no longer among the backend's `relays`."""
+
+
 class Backend(Protocol):
     """Answers calls. `name` is what spans say of it, such as its URL. `captures_tokens` says whether exact ids and
     logprobs are returned. `relays` are the endpoints (`embeddings`, `responses` …) that it answers in their own
@@ -167,7 +171,9 @@ class Backend(Protocol):
     name: str
     captures_tokens: bool
     seeded: bool
-    relays: frozenset[str]
+
+    @property
+    def relays(self) -> frozenset[str]: ...
 
     def answer(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
         """Yield Started, then deltas, one Finished per choice, and Usage where it is reported.
@@ -180,6 +186,7 @@ class Backend(Protocol):
     def relay(self, call: RelayedCall) -> AbstractAsyncContextManager[RelayedAnswer]:
         """The backend's own answer to an endpoint among `relays`, refusals and all. Leaving the block early cancels it.
 
+        NotRelayedError where it turns out that its server has no such endpoint, but could be asked by `answer`.
         BackendError where it cannot be reached, or refuses the gateway's key."""
         ...
 

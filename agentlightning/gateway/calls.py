@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -15,12 +16,14 @@ from agentlightning.errors import AgentLightningError, BackendError
 from agentlightning.gateway.admission import admit, admit_relayed
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.attribution import Attributor, Caller, is_worker
-from agentlightning.gateway.backend import SESSION_HEADER, RelayedCall, Sampling
+from agentlightning.gateway.backend import SESSION_HEADER, NotRelayedError, RelayedCall, Sampling
 from agentlightning.gateway.callers import caller_attributes
 from agentlightning.gateway.capture import Call
+from agentlightning.gateway.chat.repairs import canonical
 from agentlightning.gateway.conversations import Conversations
 from agentlightning.gateway.endpoints.base import Endpoint
 from agentlightning.gateway.endpoints.passed_through import HEADERS, read_passed_through
+from agentlightning.gateway.endpoints.response_items import with_references
 from agentlightning.gateway.gates import Holding
 from agentlightning.gateway.generation import call_seed
 from agentlightning.gateway.models import ANY, ModelAwayError, ModelEntry, ModelTable
@@ -63,9 +66,13 @@ class _Incoming(NamedTuple):
     @property
     def admitted(self) -> tuple[CallRequest, list[str]]:
         """(what may be sent of the request, names of its fields that are not). CallRefused where that is not enough."""
-        if not self.guarded:
-            return self.request, []
-        return admit(self.request, trained=self.entry.trainable, training=self.learns)
+        request, dropped = self.request, list[str]()
+        if self.entry.backend.captures_tokens and request.relayed is None:
+            request, dropped = canonical(request)
+        if self.guarded:
+            request, more = admit(request, trained=self.entry.trainable, training=self.learns)
+            dropped += more
+        return request, dropped
 
     @property
     def run_sampling(self) -> Sampling | None:
@@ -151,6 +158,19 @@ class Calls:
             lost=self.models.lost,
         )
 
+    def translate(self, call: Call, body: bytes, headers: Mapping[str, str]) -> None:
+        """Make a call whose backend turned out to have no such endpoint one that it is asked by chat completions.
+        CallRefused for what has no such form."""
+        request = self._read(call.endpoint, body, call.caller)
+        incoming = _Incoming(call.caller, None, headers, request, call.entry)
+        admitted, dropped = incoming.admitted
+        call.sent, call.overridden = _sent(incoming, admitted, call.sent.request_id, call.index)
+        call.request, call.relayed = request, None
+        call.dropped = [*dropped, *request.dropped]
+        call.made_by = caller_attributes(headers, request.messages)
+        answer = call.answer
+        call.answer = Answer(call.sent.sampling.n, answer.response_id, answer.model, answer.created)
+
     async def count_tokens(
         self, endpoint: Endpoint, body: bytes, headers: Mapping[str, str], path_ids: tuple[str, str] | None
     ) -> bytes:
@@ -162,8 +182,12 @@ class Calls:
         if fields is None:
             count = await backend.count_tokens(_sent(incoming, incoming.admitted[0], "", None)[0])
             return msgspec.json.encode({endpoint.counted_as: count})
-        async with backend.relay(RelayedCall(endpoint.path, incoming.model, fields, _let_through(headers))) as answer:
-            body = b"".join([part async for part in answer.parts])
+        relayed = RelayedCall(endpoint.path, incoming.model, fields, _let_through(headers))
+        try:
+            async with backend.relay(relayed) as answer:
+                body = b"".join([part async for part in answer.parts])
+        except NotRelayedError:  # which it will not be again
+            return await self.count_tokens(endpoint, body, headers, path_ids)
         if answer.status != 200:
             message = f"the backend did not count ({answer.status}): {body[:500].decode(errors='replace')}"
             raise BackendError(message, status=answer.status if 400 <= answer.status < 500 else 502)
@@ -190,8 +214,13 @@ class Calls:
             entry = self._resolve(request.model, caller, key, headers)
             if endpoint.path in entry.backend.relays:
                 return _Incoming(caller, key, headers, request, entry)
-        request = self._conversations.join(caller, endpoint.read(body))
+        request = self._read(endpoint, body, caller)
         return _Incoming(caller, key, headers, request, self._resolve(request.model, caller, key, headers))
+
+    def _read(self, endpoint: Endpoint, body: bytes, caller: Caller) -> CallRequest:
+        """The request with what it goes on from, or refers to, of the caller's earlier responses."""
+        body = with_references(body, partial(self._conversations.answer, caller))
+        return self._conversations.join(caller, endpoint.read(body))
 
     def _resolve(self, model: str, caller: Caller, key: Credential | None, headers: Mapping[str, str]) -> ModelEntry:
         """The model that answers; a call with FROZEN_HEADER is not trained, and sampled as it asks. CallRefused (403)

@@ -38,6 +38,11 @@ class Conversations:
         own, history = request.instructions, _MESSAGES.decode(self._kept[key])
         return msgspec.structs.replace(request, messages=[*request.messages[:own], *history, *request.messages[own:]])
 
+    def answer(self, caller: Caller, response_id: str) -> dict[str, Any] | None:
+        """The message of a response of the caller's, None if it is not kept."""
+        kept = self._kept.get((_scope(caller), response_id))
+        return None if kept is None else _MESSAGES.decode(kept)[-1]
+
     def remember(self, caller: Caller, request: CallRequest, answer: Answer) -> None:
         """Keep a response that was answered, for later calls to continue."""
         if not request.continuable or answer.choices[0].finish_reason == "abort":

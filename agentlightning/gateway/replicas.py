@@ -78,13 +78,16 @@ class Replicas:
         self.name = ", ".join(backend.name for backend in backends)
         self.captures_tokens = all(backend.captures_tokens for backend in backends)
         self.seeded = all(backend.seeded for backend in backends)
-        self.relays = frozenset.intersection(*(backend.relays for backend in backends))
         for backend in backends:
             backend.connection.retries = len(backends) == 1
         self._choices = itertools.count(1)
         self._check_seconds = check_seconds
         self._lost = lost
         self._checking: asyncio.Task[None] | None = None
+
+    @property
+    def relays(self) -> frozenset[str]:
+        return frozenset.intersection(*(replica.backend.relays for replica in self.replicas))
 
     async def answer(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
         """See `Backend.answer`; `Started.replica` is the server."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, TypeAlias
+import base64
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -84,10 +85,17 @@ class CallRequest(ModelCall, frozen=True, kw_only=True):
 
 
 class Fields:
-    """The fields of a protocol that the gateway reads, and their types. Others are passed on, except `refused` ones."""
+    """The fields of a protocol that the gateway reads, and their types. Others are passed on, except `refused` ones.
+    `spelled` gives the name of a field that may be written in several ways."""
 
-    def __init__(self, types: Mapping[str, Any], refused: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        types: Mapping[str, Any],
+        refused: frozenset[str] = frozenset(),
+        spelled: Callable[[str], str] | None = None,
+    ) -> None:
         self._refused = refused
+        self._spelled = spelled
         self._decoders = {name: msgspec.json.Decoder(type_) for name, type_ in types.items()}
 
     def read(self, body: bytes, *required: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, msgspec.Raw]]:
@@ -102,6 +110,8 @@ class Fields:
             raw = OBJECT.decode(body)
         except NOT_JSON as error:
             raise CallRefused(f"the request body is not a JSON object: {error}", code="invalid_json") from None
+        if self._spelled is not None:
+            raw = {self._spelled(name): value for name, value in raw.items()}
         values: dict[str, Any] = {}
         unread: dict[str, Any] = {}
         for name, value in raw.items():
@@ -117,12 +127,21 @@ class Fields:
     def _decoded(self, name: str, raw: msgspec.Raw) -> Any:
         if name in SAMPLING_TYPES and len(bytes(raw)) > _LARGEST_SETTING:
             raise CallRefused(f"{name} has more than {_LARGEST_SETTING:,} bytes; send fewer", param=name)
-        try:
-            return self._decoders[name].decode(raw) if name in self._decoders else msgspec.json.decode(raw)
-        except NOT_JSON as error:
-            what, _, place = str(error).partition(" - at `$")
-            field = name + place.removesuffix("`")
-            raise CallRefused(f"{field} cannot be used: {what}", param=field) from None
+        return decoded(name, raw, self._decoders.get(name, _ANYTHING))
+
+
+T = TypeVar("T")
+_ANYTHING: Final[msgspec.json.Decoder[Any]] = msgspec.json.Decoder()
+
+
+def decoded(where: str, raw: msgspec.Raw, decoder: msgspec.json.Decoder[T]) -> T:
+    """The field `where`. CallRefused (400) names what of it is of the wrong type or out of range."""
+    try:
+        return decoder.decode(raw)
+    except NOT_JSON as error:
+        what, _, place = str(error).partition(" - at `$")
+        where += place.removesuffix("`")
+        raise CallRefused(f"{where} cannot be used: {what}", param=where) from None
 
 
 def converted(where: str, raw: Any, kind: Any, *, strict: bool = True) -> Any:
@@ -199,6 +218,73 @@ def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 def image(url: str, detail: str | None = None) -> dict[str, Any]:
     return {"type": "image_url", "image_url": given(url=url, detail=detail)}
+
+
+def text_part(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+_TEXTUAL: Final = frozenset({"application/json", "application/xml", "application/x-yaml", "application/javascript"})
+
+
+def attached(where: str, media_type: str, data: str, name: str | None = None) -> dict[str, Any]:
+    """The part that stands for base64 `data`: plain text is text for every model. CallRefused (400) for text that is
+    not base64 of UTF-8."""
+    kind, _, form = media_type.partition(";")[0].lower().partition("/")
+    url = f"data:{media_type};base64,{data}"
+    if kind == "text" or f"{kind}/{form}" in _TEXTUAL:
+        try:
+            return text_part(base64.b64decode(data, validate=True).decode())
+        except ValueError as error:
+            raise CallRefused(f"{where} is no base64 of text: {error}", param=where) from None
+    if kind == "image":
+        return image(url)
+    if kind == "video":
+        return {"type": "video_url", "video_url": {"url": url}}
+    if kind == "audio":
+        return {"type": "input_audio", "input_audio": {"data": data, "format": form}}
+    return {"type": "file", "file": given(filename=name, file_data=url)}
+
+
+def of_data_url(where: str, url: str, name: str | None = None) -> dict[str, Any]:
+    """The part that a `data:` URL stands for. CallRefused (400) for another URL: nothing is fetched here."""
+    head, comma, data = url.partition(",")
+    if not (comma and head.startswith("data:")):
+        raise CallRefused(f"{where}: {FILES_NOT_KEPT}", code="unsupported_content", param=where)
+    return attached(where, head.removeprefix("data:").removesuffix(";base64") or "text/plain", data, name)
+
+
+FILES_NOT_KEPT: Final = "files are neither kept nor fetched here; send its text, or its data as base64"
+CUSTOM_INPUT: Final = "input"
+"""The one argument of the function that a custom tool is for the model."""
+
+
+def custom_function(name: str, description: str | None, format: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A custom tool, whose input is free text, as a function of one string. The grammar of its input, which is not
+    enforced here, goes to the description."""
+    described = [description or ""]
+    definition = (format or {}).get("definition")
+    if isinstance(definition, str):
+        described.append(f"The {CUSTOM_INPUT} follows this {(format or {}).get('syntax', '')} grammar:\n{definition}")
+    schema = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}}, "required": [CUSTOM_INPUT]}
+    return function(name, "\n\n".join(filter(None, described)), schema)
+
+
+def custom_call(call_id: str, name: str, text: str) -> dict[str, Any]:
+    """A call of a custom tool as that of the function."""
+    return function_call(call_id, name, msgspec.json.encode({CUSTOM_INPUT: text}).decode())
+
+
+def custom_text(arguments: str) -> str:
+    """The input of a custom tool in the arguments of the function; all of them where they have another form."""
+    try:
+        return msgspec.json.decode(arguments, type=_CustomArguments).input
+    except NOT_JSON:
+        return arguments
+
+
+class _CustomArguments(msgspec.Struct):
+    input: str
 
 
 def require_question(name: str, turns: Sequence[Any], own_role: str) -> None:

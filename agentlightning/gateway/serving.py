@@ -19,7 +19,7 @@ from agentlightning.errors import (
     NotFoundError,
     UnavailableError,
 )
-from agentlightning.gateway.backend import Delta, Finished, RelayedCall, Started
+from agentlightning.gateway.backend import Delta, Finished, NotRelayedError, RelayedCall, Started
 from agentlightning.gateway.calls import Calls
 from agentlightning.gateway.capture import FAILED, Call
 from agentlightning.gateway.endpoints.base import Endpoint
@@ -123,11 +123,18 @@ class Serving:
 
     async def _answer(self, endpoint: Endpoint, exchange: Exchange) -> None:
         """`POST` to an endpoint, streamed or whole: the end is sent when the call is committed."""
-        opened = self._calls.open(endpoint, await self._body(exchange), exchange.headers, exchange.ids)
-        async with await opened as call:
+        body = await self._body(exchange)
+        async with await self._calls.open(endpoint, body, exchange.headers, exchange.ids) as call:
             exchange.in_call = True
+            end = None
             if call.relayed is not None:
-                end = await _relayed(call, call.relayed, exchange)
+                try:
+                    end = await _relayed(call, call.relayed, exchange)
+                except NotRelayedError:
+                    self._calls.translate(call, body, exchange.headers)
+            del body  # it may be large, and the answer may take long
+            if end is not None:
+                pass
             elif call.request.stream:
                 end = await _streamed(call, exchange)
             else:

@@ -356,6 +356,11 @@ async def execute(
     When it has exited, the rest of its process group is killed. If the awaiting task is cancelled, the group gets
     SIGTERM and, `GRACE_SECONDS` later, SIGKILL. Only a grandchild in a session of its own escapes. If it could not
     start, the caller closes `outputs`."""
+    if directory is not None:
+        environment = {
+            **environment,
+            "PWD": os.path.join(os.getcwd(), directory),
+        }  # some programs believe it rather than ask
     # Not a pipe: programs may open /dev/stdin, seek in it, or leave it unread.
     with tempfile.TemporaryFile() as given:
         given.write(stdin)

@@ -87,7 +87,7 @@ def create_app(
     routes = health_routes(store)
     described: list[type[Call]] = []
     inner: list[Middleware] = []
-    shown = list(readings)
+    shown = [*readings, *(store_readings(store) if isinstance(store, SqlStore) else ())]
     stops: list[Callable[[], None]] = []
     if store is not None and access is not None:
         polls = LongPolls()
@@ -110,8 +110,6 @@ def create_app(
         reading, called = isinstance(store, ManyStores), gateway is not None
         routes += page_routes(access, protected=protected, reading=reading, gateway=called)
         routes += [*otlp_routes(store, access, body_limit), reward_route(store)]
-    if isinstance(store, SqlStore):
-        shown += store_readings(store)
     if gateway is not None:
         stops.append(gateway.turn_away)
         shown += gateway_readings(gateway)

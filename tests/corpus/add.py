@@ -1,6 +1,6 @@
 """Adds an agent's requests to the corpus, without any text of theirs.
 
-    python tests/corpus/add.py claude-code 2.1.197 http://127.0.0.1:8000    # listens at http://127.0.0.1:8001
+    python tests/corpus/add.py claude-code 2.1.332 http://127.0.0.1:8000    # listens at http://127.0.0.1:8001
 
 Passes everything on to the server behind it, an `agl server` or a provider, until it is stopped. Keys, types, numbers
 and words of the protocol stay; every other string becomes a placeholder. Writes `NAME.jsonl`: first the agent, its

@@ -1,4 +1,5 @@
-"""What agents that people use send is answered, whoever answers: `tests/corpus/*.jsonl`, which `add.py` writes."""
+"""What agents that people use send is answered, whoever answers: `tests/corpus/*.jsonl`, which `add.py` writes.
+`protocol-kinds.jsonl` has a request of each kind of item, part and tool that agents send."""
 
 from __future__ import annotations
 
@@ -115,8 +116,9 @@ async def answering(kind: str, directory: Path) -> AsyncIterator[Backend]:
     else:
         upstream = Hosted(GOOD)
         routes = [Route("/v1/chat/completions", upstream.answer, methods=["POST"])]
-        routes += [Route(f"/v1/{path}", upstream.own, methods=["POST"]) for path in ("responses", "messages")]
-        async with connected(routes, kind) as backend:
+        if kind != "chat only":
+            routes += [Route(f"/v1/{path}", upstream.own, methods=["POST"]) for path in ("responses", "messages")]
+        async with connected(routes, "openai" if kind == "chat only" else kind) as backend:
             yield backend
 
 
@@ -140,7 +142,7 @@ async def gateway(kind: str, directory: Path) -> AsyncIterator[World]:
 # --- what they say -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["embedded", "vllm", "sglang", "openai", "anthropic"])
+@pytest.mark.parametrize("kind", ["embedded", "vllm", "sglang", "openai", "chat only", "anthropic"])
 async def test_every_request_is_answered(kind: str, tmp_path: Path) -> None:
     problems: list[str] = []
     async with gateway(kind, tmp_path) as there, aiohttp.ClientSession() as session:
@@ -166,7 +168,7 @@ async def _problem(there: World, session: aiohttp.ClientSession, request: dict[s
         return f"{response.status} {text[:300]}"
     if response.content_type != "text/event-stream":
         answer = json.loads(text)
-        if answer.get("error") or not any(answer.get(name) for name in ("choices", "output", "content")):
+        if answer.get("error") or not any(answer.get(name) for name in ("choices", "output", "content", "candidates")):
             return f"answers {text[:300]}"
     else:
         events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]

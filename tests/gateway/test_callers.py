@@ -136,12 +136,18 @@ async def test_housekeeping_trains_only_by_name_and_gets_no_intermediate_reward(
     assert [call.unlearnable for call in read_calls(spans)[0]] == [None, None, "housekeeping call"]
 
 
+FORCED_HOSTED = {
+    "tools": [{"type": "web_fetch_20250910", "name": "x"}],
+    "tool_choice": {"type": "tool", "name": "x"},
+}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "code"),
     [
         ("chat/completions", {"model": "policy", "messages": []}, 400, "invalid_request"),
         ("chat/completions", {"messages": user("hello")}, 400, "invalid_request"),
-        ("messages", claude_asks(tools=[{"type": "web_fetch_20250910", "name": "x"}]), 400, None),
+        ("messages", claude_asks(**FORCED_HOSTED), 400, None),
         ("responses", {"model": "policy", "input": "x" * 5000}, 413, "body_too_large"),
         ("messages/count_tokens", {"model": "policy"}, 400, "invalid_request"),
         ("audio/speech", {"model": "policy"}, 404, "not_found"),

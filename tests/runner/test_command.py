@@ -168,7 +168,7 @@ request = urllib.request.Request(
     {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
 )
 answer = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
-print(os.environ["AGL_KEY"] == "an admin's key", os.environ["OWN"], os.getcwd())
+print(os.environ["AGL_KEY"] == "an admin's key", os.environ["OWN"], os.getcwd(), os.environ["PWD"])
 print(float(answer == "hello"))
 """
 
@@ -186,7 +186,7 @@ async def test_a_program_that_knows_openais_variables_calls_as_its_attempt_witho
     assert path.startswith(f"/rollout/{rollout.rollout_id}/attempt/")
     spans = await store.query_spans(rollout.rollout_id)
     assert agl.find_final_reward(spans) == 1.0
-    assert log_of(spans) == f"False mine {tmp_path}\n1.0\n"
+    assert log_of(spans) == f"False mine {tmp_path} {tmp_path}\n1.0\n"
 
 
 # --- how it ends -------------------------------------------------------------------------------------------------

@@ -81,7 +81,10 @@ class ByProtocol:
         self._anthropic = anthropic
         self.name = f"{openai.name}, {anthropic.name}"
         self.captures_tokens, self.seeded = openai.captures_tokens, openai.seeded
-        self.relays = openai.relays | anthropic.relays
+
+    @property
+    def relays(self) -> frozenset[str]:
+        return self._openai.relays | self._anthropic.relays
 
     def answer(self, call: ModelCall) -> AsyncGenerator[BackendEvent, None]:
         return self._openai.answer(call)

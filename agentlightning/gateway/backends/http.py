@@ -7,7 +7,7 @@ not.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
@@ -15,10 +15,19 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 
 from agentlightning.errors import BackendError, ConfigError, nearest
-from agentlightning.gateway.backend import SESSION_HEADER, BackendEvent, ModelCall, RelayedAnswer, RelayedCall
+from agentlightning.gateway.admission import forces_a_call
+from agentlightning.gateway.backend import (
+    SESSION_HEADER,
+    BackendEvent,
+    ModelCall,
+    NotRelayedError,
+    RelayedAnswer,
+    RelayedCall,
+)
 from agentlightning.gateway.backends.answers import AnswerReader
 from agentlightning.gateway.backends.connection import Connection, KeyHeader, Response, event_data, refusal
-from agentlightning.gateway.request import NEUTRAL_PENALTIES, given
+from agentlightning.gateway.chat.repairs import Repair, as_system, may_be_repaired, tries, with_json_arguments
+from agentlightning.gateway.request import NEUTRAL_PENALTIES, NOT_JSON, CallRefused, given
 
 Kind: TypeAlias = Literal["vllm", "openai", "azure", "anthropic"]
 
@@ -44,6 +53,9 @@ KINDS: Final[dict[str, _Kind]] = {
         key_header="x-api-key",
     ),
 }
+# What can be asked by chat completions where a server does not answer it itself.
+_TRANSLATED: Final = frozenset({"responses", "messages", "messages/count_tokens"})
+_NO_ROUTE: Final = (404, 405, 501)
 # What comes back with an answer that was passed through.
 _RELAYED_HEADERS: Final = ("content-type", "request-id", "x-request-id", "retry-after", "openai-processing-ms")
 
@@ -72,6 +84,9 @@ class HttpBackend:
         self.seeded = False
         self.keeps_weights = False  # a call ends with the weights that it began with
         self.relays = KINDS[kind].relays
+        # Of chats that the server renders. Templates that do not know developers leave out what they say.
+        self._repairs: tuple[Repair, ...] = (as_system, with_json_arguments) if kind == "vllm" else ()
+        self._chat_only = False
         self.model = model
         self.connection = Connection(
             base_url,
@@ -95,8 +110,7 @@ class HttpBackend:
         failed_loads = self.connection.failed_loads
         reader = AnswerReader(call, self.captures_tokens, self.connection.version)
         url = self.connection.url("chat/completions" if call.prompt is None else "completions")
-        posted = self.connection.posted(url, msgspec.json.encode(self._body(call)), self._headers(call), accepted=True)
-        async with posted as response:
+        async with self._accepted(url, call, self._body) as response:
             if _streamed(response, asked=call.stream):
                 async for data in event_data(response, reader.ended):
                     for event in reader.read(data):
@@ -113,13 +127,41 @@ class HttpBackend:
         """Asks vLLM's tokenizer. Hosted APIs have none to ask: there it is an estimate, a token for four bytes."""
         if self.kind != "vllm":
             return len(msgspec.json.encode((call.messages, call.tools))) // 4
-        body = {"model": self.model or call.model, "messages": call.messages, "tools": call.tools or None}
         url = f"{self.connection.root}/tokenize"
-        async with self.connection.posted(url, msgspec.json.encode(body), accepted=True) as response:
+        async with self._accepted(url, call, self._counted_body) as response:
             try:
                 return msgspec.json.decode(await response.read(), type=_Counted).count
             except msgspec.DecodeError as error:
                 raise BackendError(f"{url} did not answer with a count: {error}") from None
+
+    def _counted_body(self, call: ModelCall) -> dict[str, Any]:
+        return {"model": self.model or call.model, "messages": call.messages, "tools": call.tools or None}
+
+    @asynccontextmanager
+    async def _accepted(
+        self, url: str, call: ModelCall, body: Callable[[ModelCall], dict[str, Any]]
+    ) -> AsyncGenerator[Response]:
+        """The server's answer, with the repairs that its chats turn out to need; those are made at once from then on.
+        BackendError is the first refusal where none helps."""
+        headers, refused = self._headers(call), None
+        for messages, repair in tries(call.messages, self._repairs):
+            tried = msgspec.structs.replace(call, messages=messages)
+            begun = False
+            try:
+                async with self.connection.posted(
+                    url, msgspec.json.encode(body(tried)), headers, accepted=True
+                ) as response:
+                    begun = True
+                    if repair is not None and repair not in self._repairs:
+                        self._repairs = (*self._repairs, repair)
+                    yield response
+                    return
+            except CallRefused as error:
+                refused = refused or error
+                if begun or not may_be_repaired(str(refused)):
+                    raise
+        if refused is not None:
+            raise refused
 
     @asynccontextmanager
     async def relay(self, call: RelayedCall) -> AsyncGenerator[RelayedAnswer]:
@@ -129,7 +171,22 @@ class HttpBackend:
             if response.status in (401, 403):
                 raise await refusal(response, self.name)
             kept = {name: response.headers[name] for name in _RELAYED_HEADERS if name in response.headers}
-            yield RelayedAnswer(response.status, kept, response.parts())
+            parts = response.parts()
+            if response.status in _NO_ROUTE and call.path in _TRANSLATED:
+                said = await response.read()
+                if not _names_something(said):
+                    self._lacks(call.path)
+                    raise NotRelayedError(f"{self.name} has no {call.path}", status=response.status, code="not_found")
+                parts = _once(said)
+            yield RelayedAnswer(response.status, kept, parts)
+
+    def _lacks(self, path: str) -> None:
+        """The server does not know this endpoint. One that does not know responses is not OpenAI's own, and knows
+        neither its newer roles nor its newer names."""
+        self.relays -= {path}
+        if self.kind == "openai" and path == "responses":
+            self._chat_only = True
+            self._repairs = (as_system, with_json_arguments, *self._repairs)
 
     def _headers(self, call: ModelCall) -> dict[str, str]:
         return self._chat_headers if call.session is None else self._chat_headers | {SESSION_HEADER: call.session}
@@ -147,12 +204,12 @@ class HttpBackend:
             "seed": sampling.seed,
             "n": sampling.n if sampling.n > 1 else None,
             "tools": call.tools or None,
-            "tool_choice": call.tool_choice,
+            "tool_choice": call.tool_choice if call.tools or forces_a_call(call.tool_choice) else None,
             "stream_options": {"include_usage": True} if call.stream else None,
             "return_token_ids": self.captures_tokens or None,
             "return_weight_versions": self.captures_tokens or None,
         }
-        if self.kind in ("openai", "azure") and chat:
+        if self.kind in ("openai", "azure") and chat and not self._chat_only:
             optional[call.max_tokens_name] = optional.pop("max_tokens")
         if self.captures_tokens or call.logprobs:
             optional["logprobs"] = True if chat else call.top_logprobs
@@ -168,6 +225,30 @@ def _streamed(response: Response, *, asked: bool) -> bool:
     """Whether the answer is an event stream: some servers always send one, others never."""
     kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
     return kind == "text/event-stream" or (asked and kind != "application/json")
+
+
+def _names_something(refusal: bytes) -> bool:
+    """Whether a 404 is about what was asked for, such as a model, rather than about the endpoint."""
+    try:
+        error = msgspec.json.decode(refusal, type=_NotFound).error
+    except NOT_JSON:
+        return False
+    coded = isinstance(error.code, str) and error.code not in ("404", "405", "not_found", "not_found_error")
+    return coded or error.param is not None or "model" in error.message.lower()
+
+
+async def _once(body: bytes) -> AsyncGenerator[bytes, None]:
+    yield body
+
+
+class _Reason(msgspec.Struct):
+    message: str = ""
+    code: str | int | None = None
+    param: str | None = None
+
+
+class _NotFound(msgspec.Struct):
+    error: _Reason
 
 
 class _Counted(msgspec.Struct):

@@ -40,16 +40,18 @@ class ToolCallParts:
         self._by_id: dict[str, _Begun] = {}
 
     def read(self, value: Any, *, whole: bool) -> list[dict[str, Any]]:
-        """The parts with `index`, `function.name` and `function.arguments` as texts; the first part of each call has
-        its `id`. In a `whole` answer every item is a call."""
+        """The parts with `index`, `function.name` and `function.arguments` (`custom.name` and `custom.input` of a
+        custom tool) as texts; the first part of each call has its `id`. In a `whole` answer every item is a call."""
         listed: list[Any] = [value] if isinstance(value, dict) else items(value)
         return [self._part(part, whole=whole) for part in map(mapping, listed) if part]
 
     def _part(self, part: dict[str, Any], *, whole: bool) -> dict[str, Any]:
-        function = mapping(part.get("function"))
+        kind = "custom" if part.get("type") == "custom" or "custom" in part else "function"
+        content = "input" if kind == "custom" else "arguments"
+        function = mapping(part.get(kind))
         name = function.get("name")
         name = name if isinstance(name, str) else ""
-        arguments = _text(function.get("arguments"))
+        arguments = _text(function.get(content))
         index, id = part.get("index"), part.get("id")
         index = index if isinstance(index, int) else None
         id = str(id) if isinstance(id, str | int) and id != "" else None
@@ -57,7 +59,7 @@ class ToolCallParts:
         begins = call is None
         if call is None:
             call = self._begin(index, id)
-        said = function | {"arguments": arguments}
+        said = function | {content: arguments}
         if name and name != call.name:
             said["name"] = name
             call.name += name
@@ -66,8 +68,8 @@ class ToolCallParts:
         if arguments:
             call.arguments.append(arguments)
         keyed = {key: value for key, value in part.items() if key != "id" and value is not None}
-        keyed |= {"index": call.position, "function": said}
-        return keyed | {"id": self._id(call), "type": "function"} if begins else keyed
+        keyed |= {"index": call.position, kind: said}
+        return keyed | {"id": self._id(call), "type": kind} if begins else keyed
 
     def _of(self, index: int | None, id: str | None, name: str) -> _Begun | None:
         """The call that a part goes on with; None where it begins one."""

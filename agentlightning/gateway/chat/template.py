@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, cast
 
 from jinja2 import TemplateError
@@ -26,6 +26,7 @@ from transformers.utils.chat_template_utils import _compile_jinja_template, rend
 
 from agentlightning.data.token_bytes import TokenBytes, splits_at_special_tokens
 from agentlightning.errors import BackendError, ConfigError
+from agentlightning.gateway.chat.repairs import tries
 from agentlightning.gateway.chat.text import BEGIN, END, TOOL_FORMATS, Detokenizer, ToolCallParser, detect_tool_format
 
 # The rollouts of a group begin with the same prompt, and turns repeat: short texts are tokenised once.
@@ -94,18 +95,13 @@ class ChatTemplate:
         /,
         **variables: Any,
     ) -> str:
-        """The prompt up to where the assistant begins to speak. Where the template refuses system messages behind the
-        first message, they are part of what the user says. BackendError (400) says what else it refuses."""
+        """The prompt up to where the assistant begins to speak, of the first form of the chat (`repairs.tries`) that
+        the template takes. BackendError (400) says why it takes none."""
         options: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": True, **self._special_tokens}
         options["chat_template"] = self._template
         try:
-            plain = [self._plain(message) for message in messages]
-            try:
-                return render_jinja_template([plain], **options, **variables)[0][0]
-            except TemplateError:
-                if not any(message["role"] == "system" for message in plain[1:]):
-                    raise
-                return render_jinja_template([_without_later_system(plain)], **options, **variables)[0][0]
+            rendered = partial(render_jinja_template, **options, **variables)  # no variable replaces an option
+            return _first_taken(rendered, [self._plain(message) for message in messages])
         except BackendError:
             raise
         except Exception as error:  # noqa: BLE001 - a template is a program from elsewhere and may fail in any way
@@ -149,16 +145,15 @@ class ChatTemplate:
         return plain
 
 
-def _without_later_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """user "U", system "S", assistant "A"  →  user "U\\n\\nS", assistant "A"."""
-    merged = messages[:1]
-    for message in messages[1:]:
-        role = "user" if message["role"] == "system" else message["role"]
-        if role == "user" == merged[-1]["role"]:
-            merged[-1] = merged[-1] | {"content": f"{merged[-1]['content']}\n\n{message['content']}"}
-        else:
-            merged.append(message | {"role": role})
-    return merged
+def _first_taken(rendered: Callable[..., Any], messages: list[dict[str, Any]]) -> str:
+    refused: TemplateError | None = None
+    for tried, _ in tries(messages):
+        try:
+            return rendered([tried])[0][0]
+        except TemplateError as error:
+            refused = refused or error
+    assert refused is not None, "there is a first try"
+    raise refused
 
 
 def _text(content: Any) -> str:

@@ -92,7 +92,9 @@ def openai_error(error: BackendError) -> dict[str, Any]:
     return {"message": str(error), "type": error_kind(error.status, "openai"), "param": param, "code": error.code}
 
 
-_PARTS: Final = {"image_url": "an image", "thought": "a thought", "function": "a tool call", None: "a tool's result"}
+_PARTS: Final = {"thought": "a thought", "function": "a tool call", None: "a tool's result"}
+SHOWN: Final = {"image_url": "an image", "input_audio": "audio", "file": "a file", "video_url": "a video"}
+"""Parts beside text that a user can show to a model, if it sees them."""
 
 
 def chat_of(field: str, turns: Iterable[tuple[str, Sequence[dict[str, Any]]]]) -> list[dict[str, Any]]:
@@ -110,7 +112,7 @@ def chat_of(field: str, turns: Iterable[tuple[str, Sequence[dict[str, Any]]]]) -
             kind = part.get("type")
             if kind == "text" and of_model:
                 text.append(part["text"])
-            elif kind == "text" or (kind == "image_url" and not of_model):
+            elif kind == "text" or (kind in SHOWN and not of_model):
                 said.append(part)
             elif kind == "function" and of_model:
                 calls.append(part)
@@ -119,7 +121,9 @@ def chat_of(field: str, turns: Iterable[tuple[str, Sequence[dict[str, Any]]]]) -
             elif kind is None and role == "user":
                 chat.append(part)
             else:
-                why = f"a message of role {role} holds {_PARTS[kind]}, which cannot be shown to the model there"
+                why = (
+                    f"a message of role {role} holds {(_PARTS | SHOWN)[kind]}, which cannot be shown to the model there"
+                )
                 raise CallRefused(f"{field}: {why}; send text", code="unsupported_content", param=field)
         if of_model:
             message: dict[str, Any] = {"role": role, "content": "".join(text) or (None if calls else "")}

@@ -23,6 +23,7 @@ from agentlightning.gateway.request import (
     CallRequest,
     Fields,
     TopLogprobs,
+    custom_text,
     rest_json,
     sampling_fields,
 )
@@ -43,15 +44,23 @@ class _CalledFunction(msgspec.Struct):
     arguments: str | dict[str, Any] | None = None
 
 
+class _CalledCustom(msgspec.Struct):
+    name: str
+    input: str
+
+
 class _ToolCall(msgspec.Struct):
-    function: _CalledFunction
+    function: _CalledFunction | None = None
+    custom: _CalledCustom | None = None
     id: str | None = None
 
 
 class _Message(msgspec.Struct):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[_Part], MANY] | None = None
     tool_calls: Annotated[list[_ToolCall], MANY] | None = None
+    function_call: _CalledFunction | None = None
+    name: str | None = None
 
 
 class _ToolFunction(msgspec.Struct):
@@ -60,9 +69,16 @@ class _ToolFunction(msgspec.Struct):
     parameters: dict[str, Any] | None = None
 
 
+class _Custom(msgspec.Struct):
+    name: str
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+
 class _Tool(msgspec.Struct):
-    type: Literal["function"]
-    function: _ToolFunction
+    type: str
+    function: _ToolFunction | None = None
+    custom: _Custom | None = None
 
 
 _COMMON: Final[dict[str, Any]] = {
@@ -98,6 +114,11 @@ class ChatCompletions(Endpoint):
             raise CallRefused("messages is empty; a call needs at least one message", param="messages")
         if values.get("top_logprobs") and not values.get("logprobs"):
             raise CallRefused("top_logprobs needs logprobs to be true", param="top_logprobs")
+        tools: list[_Tool] = values.get("tools", [])
+        for position, tool in enumerate(tools):
+            if tool.type in ("function", "custom") and getattr(tool, tool.type) is None:
+                where = f"tools[{position}]"
+                raise CallRefused(f"{where} is of type {tool.type!r} and lacks that field", param=where)
         limits = {name: values[name] for name in ("max_completion_tokens", "max_tokens") if name in values}
         # Messages and tools travel as the agent wrote them, with fields unknown here.
         return CallRequest(
@@ -110,6 +131,7 @@ class ChatCompletions(Endpoint):
             logprobs=values.get("logprobs", False),
             top_logprobs=values.get("top_logprobs", 0),
             extra=extra,
+            original=frozenset(tool.custom.name for tool in tools if tool.custom is not None),
             request_json=rest_json(raw, "messages", "tools"),
             **_written_alike(values),
             **sampling_fields(values, min(limits.values(), default=None)),
@@ -226,6 +248,7 @@ class ChunkWriter:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         self._head = {"id": answer.response_id, "object": kind, "created": answer.created, "model": answer.model}
         self._frames: dict[int, list[bytes]] = {}  # of each choice, what is around the delta in an event
+        self._customs: frozenset[str] = request.original or frozenset()
 
     def started(self, event: Started) -> bytes:
         """The first chunk of each choice, and the prompt's ids where they were asked for."""
@@ -240,6 +263,8 @@ class ChunkWriter:
 
     def delta(self, event: Delta) -> bytes:
         request = self._request
+        if self._customs and "tool_calls" in event.delta:
+            event = msgspec.structs.replace(event, delta=self._without_customs(event))
         if not (request.return_token_ids or request.logprobs):
             return self._framed(event.index, self._content(event.delta)) if event.delta else b""
         if not event.delta and not event.token_ids:
@@ -251,6 +276,42 @@ class ChunkWriter:
             choice["token_ids"] = event.token_ids
             return self._event([choice], policy_version=event.version)
         return self._event([choice])
+
+    def _without_customs(self, event: Delta) -> dict[str, Any]:
+        """The delta without the calls of custom tools, whose input is known when all their arguments are: the answer,
+        which has the parts up to here, tells which they are."""
+        calls = self._answer.choices[event.index].tool_calls
+        parts = [part for part in event.delta["tool_calls"] if not self._is_custom(calls[part.get("index", -1)])]
+        rest = {name: value for name, value in event.delta.items() if name != "tool_calls"}
+        return rest | ({"tool_calls": parts} if parts else {})
+
+    def _is_custom(self, call: dict[str, Any]) -> bool:
+        return "function" in call and call["function"]["name"] in self._customs
+
+    def _own(self, call: dict[str, Any]) -> dict[str, Any]:
+        """A call in the form of its tool."""
+        if not self._is_custom(call):
+            return call
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        return {"id": call["id"], "type": "custom", "custom": {"name": name, "input": custom_text(arguments)}}
+
+    def _custom_calls(self) -> bytes:
+        """The calls of custom tools, each in one piece."""
+        sent = b""
+        for index, choice in enumerate(self._answer.choices if self._customs else ()):
+            calls = [
+                {"index": position, **self._own(call)}
+                for position, call in enumerate(choice.tool_calls)
+                if self._is_custom(call)
+            ]
+            sent += self._event([_choice(index, {"delta": {"tool_calls": calls}})]) if calls else b""
+        return sent
+
+    def _message(self, choice: Choice) -> dict[str, Any]:
+        message = choice.message()
+        if self._customs and "tool_calls" in message:
+            message["tool_calls"] = [self._own(call) for call in message["tool_calls"]]
+        return message
 
     def _framed(self, index: int, content: dict[str, Any]) -> bytes:
         """The event of a choice that says only this; all but that is encoded once."""
@@ -266,13 +327,15 @@ class ChunkWriter:
         ends = [self._event([_choice(index, self._content({}), ended)]) for index, ended in choices]
         if self._request.include_usage:
             ends.append(self._event([], usage=_usage(self._answer.token_counts())))
-        return b"".join(ends) + b"data: [DONE]\n\n"
+        return self._custom_calls() + b"".join(ends) + b"data: [DONE]\n\n"
 
     def whole(self) -> bytes:
         request, answer, chat = self._request, self._answer, self._chat
         choices: list[dict[str, Any]] = []
         for index, choice in enumerate(answer.choices):
-            body = _choice(index, {"message": choice.message()} if chat else {"text": choice.string("content")}, choice)
+            body = _choice(
+                index, {"message": self._message(choice)} if chat else {"text": choice.string("content")}, choice
+            )
             if request.logprobs:
                 body["logprobs"] = _logprobs(request, choice.logprob_entries)
             if request.return_token_ids:

@@ -10,9 +10,10 @@ Knows the wire format. No backends, no rollouts, no HTTP server.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from itertools import groupby
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 
@@ -28,13 +29,16 @@ from agentlightning.gateway.endpoints.base import (
     server_sent,
     thoughts_of,
 )
+from agentlightning.gateway.endpoints.kinds import KINDS
 from agentlightning.gateway.request import (
+    FILES_NOT_KEPT,
     MANY,
     SAMPLING_TYPES,
     SOME,
     CallRefused,
     CallRequest,
     Fields,
+    attached,
     converted,
     function,
     function_call,
@@ -43,6 +47,7 @@ from agentlightning.gateway.request import (
     require_question,
     rest_json,
     sampling_fields,
+    text_part,
     unsupported,
 )
 
@@ -68,17 +73,23 @@ class _FunctionResponse(_Struct, frozen=True):
     id: str | None = None
 
 
+class _FileData(_Struct, frozen=True):
+    file_uri: str
+    mime_type: str = ""
+
+
 class _Part(_Struct, frozen=True):
     text: str | None = None
     thought: bool | None = None
     inline_data: _Blob | None = None
+    file_data: _FileData | None = None
     function_call: _FunctionCall | None = None
     function_response: _FunctionResponse | None = None
 
 
 class _Content(_Struct, frozen=True):
-    parts: Annotated[list[_Part], MANY] = []
-    role: Literal["user", "model", "function"] = "user"
+    parts: Annotated[list[dict[str, Any]], MANY] = []
+    role: Literal["user", "model", "function", "tool", "system"] = "user"
 
 
 class _Function(_Struct, frozen=True):
@@ -86,7 +97,6 @@ class _Function(_Struct, frozen=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     parameters_json_schema: dict[str, Any] | None = None
-    as_the_sdk_writes: dict[str, Any] | None = msgspec.field(default=None, name="parameters_json_schema")
 
 
 class _Calling(_Struct, frozen=True):
@@ -98,18 +108,52 @@ class _ToolConfig(_Struct, frozen=True):
     function_calling_config: _Calling | None = None
 
 
+_Objects: TypeAlias = dict[str, Any] | Annotated[list[dict[str, Any]], MANY]
+_UNDERSCORE: Final = re.compile("_([a-z])")
+# What belongs to the agent in what these hold, names included.
+_OPAQUE: Final = frozenset({"args", "response", "parameters", "parametersJsonSchema", "responseSchema", "labels"})
+_DEEPEST: Final = 8  # levels of the protocol's own fields
+_REPEATED: Final = frozenset({"parts", "functionDeclarations"})
+
+
+def _camel(name: str) -> str:
+    """The one spelling of a field that the protocol has two of: `inline_data` → `inlineData`."""
+    return _UNDERSCORE.sub(lambda found: found[1].upper(), name)
+
+
+def _spelled(value: Any, levels: int = _DEEPEST) -> Any:
+    """The value with all fields of the protocol in one spelling, and lists where one object stands for a list."""
+    if levels == 0:
+        return value
+    if isinstance(value, list):
+        return [_spelled(one, levels - 1) for one in value]
+    if not isinstance(value, dict):
+        return value
+    fields: dict[str, Any] = {}
+    for written, inner in value.items():
+        name = _camel(written)
+        inner = inner if name in _OPAQUE or name.endswith("Schema") else _spelled(inner, levels - 1)
+        fields[name] = [inner] if name in _REPEATED and isinstance(inner, dict) else inner
+    return fields
+
+
+def _listed(objects: Any) -> Any:
+    return [objects] if isinstance(objects, dict) else objects
+
+
 _FIELDS = Fields(
     {
-        "contents": Annotated[list[_Content], MANY],
-        "systemInstruction": _Content,
-        "tools": Annotated[list[dict[str, Any]], SOME],
-        "toolConfig": _ToolConfig,
+        "contents": _Objects,
+        "systemInstruction": dict[str, Any] | str,
+        "tools": _Objects,
+        "toolConfig": dict[str, Any],
         "generationConfig": dict[str, Any],
-    }
+    },
+    spelled=_camel,
 )
+_PARTS: Final = KINDS["generateContent"]["parts"]
+_TOOLS: Final = KINDS["generateContent"]["tools"]
 _NEUTRAL: Final = frozenset({"model", "labels", "store", "serviceTier"})  # they change nothing about what is answered
-# The agent gets on without these tools, which Google runs; all others of Google's are refused.
-_HOSTED: Final = frozenset({"googleSearch", "googleSearchRetrieval", "googleMaps", "urlContext", "codeExecution"})
 _NAMES: Final = {
     "temperature": "temperature",
     "topP": "top_p",
@@ -121,6 +165,9 @@ _NAMES: Final = {
     "presencePenalty": "presence_penalty",
     "frequencyPenalty": "frequency_penalty",
 }
+# Fields of a part that say something about it.
+_INFORMING: Final = frozenset({"thought", "thoughtSignature", "videoMetadata", "mediaResolution", "partMetadata"})
+_ROLES: Final = {"model": "assistant", "system": "system"}  # of the others it is the user's
 _CHOICES: Final = {"MODE_UNSPECIFIED": None, "AUTO": "auto", "VALIDATED": "auto", "NONE": "none", "ANY": "required"}
 
 
@@ -139,9 +186,8 @@ class GenerateContent(Endpoint):
         fields, unread, raw = _FIELDS.read(body, "contents")
         if "cachedContent" in unread:
             raise unsupported("cachedContent", "nothing is kept here; send the contents")
-        config: dict[str, Any] = {
-            name: value for name, value in fields.get("generationConfig", {}).items() if value is not None
-        }
+        written = _spelled(fields.get("generationConfig", {}))
+        config: dict[str, Any] = {name: value for name, value in written.items() if value is not None}
         if config.pop("responseLogprobs", False):
             raise unsupported("generationConfig.responseLogprobs", "the span of a call keeps them")
         values = {
@@ -152,10 +198,14 @@ class GenerateContent(Endpoint):
         response_format = _response_format(config)
         # What is left are hints to Google's own servers.
         dropped = {f"generationConfig.{name}" for name in config} | (unread.keys() - _NEUTRAL)
-        calling = fields.get("toolConfig", _ToolConfig()).function_calling_config or _Calling()
-        tools, tool_choice = _chosen(_tools(fields.get("tools", []), dropped), calling)
+        tool_config = converted("toolConfig", _spelled(fields.get("toolConfig", {})), _ToolConfig)
+        offered = converted("tools", _listed(fields.get("tools", [])), Annotated[list[dict[str, Any]], SOME])
+        calling = tool_config.function_calling_config or _Calling()
+        tools, tool_choice = _chosen(_tools(_spelled(offered), dropped), calling)
+        reader = _Reader(dropped)
+        messages = reader.chat(fields.get("systemInstruction"), fields["contents"])
         return CallRequest(
-            messages=_chat(fields.get("systemInstruction"), fields["contents"]),
+            messages=messages,
             tools=tools,
             tool_choice=tool_choice,
             extra={} if response_format is None else {"response_format": response_format},
@@ -181,7 +231,8 @@ def _schema(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     standard: dict[str, Any] = {}
-    for name, value in schema.items():
+    for written, value in schema.items():
+        name = _camel(written)
         match name, value:
             case "type", str():
                 standard[name] = [value.lower(), "null"] if schema.get("nullable") is True else value.lower()
@@ -217,14 +268,10 @@ def _tools(tools: list[dict[str, Any]], dropped: set[str]) -> list[dict[str, Any
     functions: list[dict[str, Any]] = []
     for index, tool in enumerate(tools):
         for kind, inner in tool.items():
-            if kind in _HOSTED:
-                dropped.add(f"tools.{kind}")
+            if _TOOLS.read_as(kind, None, f"tools[{index}]", dropped) is None:
                 continue
-            if kind != "functionDeclarations":
-                why = "the gateway runs no tools; only functionDeclarations, which the agent runs, can be offered"
-                raise CallRefused(f"tools[{index}].{kind}: {why}", code="unsupported_tool", param=f"tools[{index}]")
             for declared in converted(f"tools[{index}].{kind}", inner, Annotated[list[_Function], SOME]):
-                schema = declared.parameters_json_schema or declared.as_the_sdk_writes or _schema(declared.parameters)
+                schema = declared.parameters_json_schema or _schema(declared.parameters)
                 functions.append(function(declared.name, declared.description, schema))
     return functions
 
@@ -237,31 +284,49 @@ def _chosen(tools: list[dict[str, Any]], calling: _Calling) -> tuple[list[dict[s
     return [tool for tool in tools if not allowed or tool["function"]["name"] in allowed], _CHOICES[calling.mode]
 
 
-def _chat(system: _Content | None, contents: list[_Content]) -> list[dict[str, Any]]:
-    """The whole conversation. Consecutive contents of one role are one turn, as the protocol has it."""
-    require_question("contents", contents, "model")
-    reader = _Reader()
-    turns = [("system", list(map(reader.part, system.parts)))] if system is not None and system.parts else []
-    for of_model, turn in groupby(contents, key=lambda content: content.role == "model"):
-        if of_model:
-            reader.open.clear()
-        parts = [reader.part(part) for content in turn for part in content.parts]
-        turns.append(("assistant" if of_model else "user", parts))
-    return chat_of("contents", turns)
-
-
 class _Reader:
     """Reads the parts of a chat in their order. Calls without an id have one made up, the same whenever the
-    conversation is sent; results without one belong to the first call of their name that has none yet."""
+    conversation is sent; results without one belong to the first call of their name that has none yet. `dropped` gets
+    the names of what is left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropped: set[str]) -> None:
         self.open: dict[str, str] = {}  # id → name of the calls that have no result yet
         self._calls = 0
+        self._dropped = dropped
 
-    def part(self, part: _Part) -> dict[str, Any]:
+    def chat(self, system: dict[str, Any] | str | None, contents: Any) -> list[dict[str, Any]]:
+        """The whole conversation. Consecutive contents of one role are one turn, as the protocol has it."""
+        read = converted("contents", _spelled(_listed(contents)), Annotated[list[_Content], MANY])
+        require_question("contents", read, "model")
+        turns: list[tuple[str, list[dict[str, Any]]]] = []
+        if isinstance(system, str):
+            turns.append(("system", [text_part(system)]))
+        elif system is not None:
+            instruction = converted("systemInstruction", _spelled(system), _Content)
+            parts = self._parts("systemInstruction.parts", instruction)
+            turns += [("system", parts)] if parts else []
+        numbered = enumerate(read)
+        for role, turn in groupby(numbered, key=lambda one: _ROLES.get(one[1].role, "user")):
+            if role == "assistant":
+                self.open.clear()
+            said: list[dict[str, Any]] = []
+            for position, content in turn:
+                said += self._parts(f"contents[{position}].parts", content)
+            turns.append((role, said))
+        return chat_of("contents", turns)
+
+    def _parts(self, where: str, content: _Content) -> list[dict[str, Any]]:
+        parts: list[dict[str, Any]] = []
+        for position, raw in enumerate(content.parts):
+            place = f"{where}[{position}]"
+            kinds = [kind for kind, value in raw.items() if value is not None and kind not in _INFORMING]
+            read = [_PARTS.read_as(kind, None, place, self._dropped) for kind in kinds]
+            if any(read):
+                parts.append(self._part(place, converted(place, raw, _Part)))
+        return parts
+
+    def _part(self, where: str, part: _Part) -> dict[str, Any]:
         match part:
-            case _Part(text=str(text), function_call=None, function_response=None):
-                return {"type": "thought" if part.thought else "text", "text": text}
             case _Part(function_call=_FunctionCall() as call):
                 self._calls += 1
                 call_id = call.id or f"{self._calls:09}"  # Mistral's templates take nine letters or digits
@@ -269,11 +334,14 @@ class _Reader:
                 return function_call(call_id, call.name, json.dumps(call.args or {}, ensure_ascii=False))
             case _Part(function_response=_FunctionResponse() as result):
                 return self._result(result)
-            case _Part(inline_data=_Blob(mime_type, data)) if mime_type.startswith("image/"):
-                return image(f"data:{mime_type};base64,{data}")
+            case _Part(inline_data=_Blob(mime_type, data)):
+                return attached(where, mime_type, data)
+            case _Part(file_data=_FileData(uri, mime_type)) if mime_type.startswith("image/") and "://" in uri:
+                return image(uri)
+            case _Part(text=str(text)):
+                return {"type": "thought" if part.thought else "text", "text": text}
             case _:
-                why = "contents hold a part that cannot be shown to the model; send text or images"
-                raise CallRefused(why, code="unsupported_content", param="contents")
+                raise CallRefused(f"{where}: {FILES_NOT_KEPT}", code="unsupported_content", param=where)
 
     def _result(self, result: _FunctionResponse) -> dict[str, Any]:
         call_id = result.id if result.id in self.open else None

@@ -9,6 +9,7 @@ Knows the wire format. No backends, no rollouts, no HTTP server.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Annotated, Any, Final, Literal, TypeAlias
@@ -20,6 +21,7 @@ from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import Delta, Started, Usage
 from agentlightning.gateway.endpoints.base import (
+    SHOWN,
     BlockWriter,
     Endpoint,
     arguments_of,
@@ -29,8 +31,10 @@ from agentlightning.gateway.endpoints.base import (
     error_kind,
     server_sent,
 )
+from agentlightning.gateway.endpoints.kinds import KINDS
 from agentlightning.gateway.request import (
     CHAT_ONLY,
+    FILES_NOT_KEPT,
     MANY,
     SAMPLING_TYPES,
     SHAPING_FIELDS,
@@ -38,6 +42,9 @@ from agentlightning.gateway.request import (
     CallRefused,
     CallRequest,
     Fields,
+    attached,
+    converted,
+    decoded,
     function,
     function_call,
     image,
@@ -45,19 +52,32 @@ from agentlightning.gateway.request import (
     require_question,
     rest_json,
     sampling_fields,
+    text_part,
     unsupported,
 )
 
+_PARTS: Final = KINDS["messages"]["parts"]
+_TOOLS: Final = KINDS["messages"]["tools"]
+_DATE: Final = re.compile(r"_\d{8}$")  # behind the kind of a tool of Anthropic's
+_Raws: TypeAlias = Annotated[list[msgspec.Raw], MANY]
 
-class _Source(msgspec.Struct):
-    type: Literal["base64", "url"]
+
+class _Source(msgspec.Struct, frozen=True):
+    type: Literal["base64", "url", "text", "content"]
     media_type: str = ""
     data: str = ""
     url: str = ""
+    content: str | _Raws = ""
+
+
+class _Typed(msgspec.Struct, frozen=True):
+    type: str
+    text: Any = None
 
 
 class _Block(msgspec.Struct, frozen=True):
-    type: Literal["text", "image", "tool_result", "tool_use", "thinking", "redacted_thinking"]
+    """A block of a kind that is read."""
+
     text: str | None = None
     source: _Source | None = None
     thinking: str | None = None
@@ -65,17 +85,27 @@ class _Block(msgspec.Struct, frozen=True):
     name: str | None = None
     input: dict[str, msgspec.Raw] | None = None
     tool_use_id: str | None = None
-    content: str | list[_Shown] | None = None
+    content: str | _Raws | None = None
     is_error: bool | None = None
+    title: str | None = None
+    context: str | None = None
+    tool_name: str | None = None
 
 
-class _Shown(_Block, frozen=True):
-    type: Literal["text", "image"]
+class _SearchResult(msgspec.Struct, frozen=True):
+    title: str
+    source: str
+    content: _Raws
+
+
+_TYPED: Final = msgspec.json.Decoder(_Typed)
+_BLOCK: Final = msgspec.json.Decoder(_Block)
+_SEARCH_RESULT: Final = msgspec.json.Decoder(_SearchResult)
 
 
 class _Message(msgspec.Struct):
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[_Block], MANY]
+    content: str | _Raws
 
 
 class _Tool(msgspec.Struct):
@@ -97,13 +127,12 @@ class _Format(msgspec.Struct):
     schema: dict[str, Any]
 
 
-class _OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
-    effort: str | None = None
+class _OutputConfig(msgspec.Struct):
     format: _Format | None = None
 
 
 class _ThinkingConfig(msgspec.Struct):
-    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    type: str
 
 
 # Read, and without effect: they change nothing about what is answered.
@@ -117,7 +146,7 @@ _FIELDS = Fields(
     {
         **{name: SAMPLING_TYPES[name] for name in ("model", "max_tokens", "stream", "seed", *SHAPING_FIELDS)},
         "messages": Annotated[list[_Message], MANY],
-        "system": str | Annotated[list[_Shown], MANY],
+        "system": str | _Raws,
         "tools": Annotated[list[_Tool], SOME],
         "tool_choice": _ToolChoice,
         "temperature": _Share,
@@ -125,7 +154,7 @@ _FIELDS = Fields(
         "top_k": Annotated[int, Meta(ge=0, lt=2**31)],
         "stop_sequences": Annotated[list[str], Meta(max_length=100)],
         "thinking": _ThinkingConfig,
-        "output_config": _OutputConfig,
+        "output_config": dict[str, Any],
         "output_format": _Format,
         **dict.fromkeys((*_NEUTRAL, *_DROPPED), Any),
     },
@@ -144,24 +173,28 @@ class Messages(Endpoint):
         values, extra, raw = _FIELDS.read(body, *self._required)
         if "thread" in extra:
             raise CallRefused("thread is not supported: send all messages", code=_NO_THREADS, param="thread")
-        tool_choice: _ToolChoice | None = values.get("tool_choice")
-        if tool_choice is not None and tool_choice.disable_parallel_tool_use:
+        choice: _ToolChoice | None = values.get("tool_choice")
+        if choice is not None and choice.disable_parallel_tool_use:
             extra["parallel_tool_calls"] = False
-        config: _OutputConfig = values.get("output_config", _OutputConfig())
-        output_format: _Format | None = config.format or values.get("output_format")
+        config = values.get("output_config", {})
+        output_format: _Format | None = converted("output_config", config, _OutputConfig).format or values.get(
+            "output_format"
+        )
         if output_format is not None:
             extra["response_format"] = json_schema(output_format.schema)
         dropped = [name for name in _DROPPED if name in values]
+        reader = _Reader()
+        messages = reader.chat(values.get("system"), values["messages"])
+        tools, tool_choice = _offered(values.get("tools", []), choice, reader.dropped)
         if "thinking" in values and values["thinking"].type != "disabled":  # the policy decides how much it thinks
             dropped.append("thinking")
-        if config.effort is not None:
-            dropped.append("output_config.effort")
+        dropped += [f"output_config.{name}" for name in config if name != "format"]
         return CallRequest(
-            messages=_chat(values.get("system"), values["messages"]),
-            tools=[_tool(index, tool) for index, tool in enumerate(values.get("tools", ()))],
-            tool_choice=None if tool_choice is None else _choice(tool_choice),
+            messages=messages,
+            tools=tools,
+            tool_choice=tool_choice,
             extra=extra,
-            dropped=tuple(dropped),
+            dropped=(*dropped, *sorted(reader.dropped)),
             request_json=rest_json(raw, "system", "messages", "tools"),
             **sampling_fields(values | {"stop": values.get("stop_sequences")}, values.get("max_tokens")),
         )
@@ -180,15 +213,22 @@ class CountTokens(Messages):
     _required = ("model", "messages")
 
 
-def _tool(index: int, tool: _Tool) -> dict[str, Any]:
-    place = f"tools[{index}]"
-    if tool.type not in (None, "custom"):
-        raise unsupported(
-            place, f"{tool.type!r} is a tool of Anthropic's; define your own by name, description and input_schema"
-        )
-    if not tool.name or tool.input_schema is None:
-        raise CallRefused(f"{place} needs a name and an input_schema", param=place)
-    return function(tool.name, tool.description, tool.input_schema, tool.strict)
+def _offered(
+    tools: list[_Tool], choice: _ToolChoice | None, dropped: set[str]
+) -> tuple[list[dict[str, Any]], str | dict[str, Any] | None]:
+    """The functions, and the choice among them. CallRefused for a choice of a tool that Anthropic runs."""
+    functions: list[dict[str, Any]] = []
+    for index, tool in enumerate(tools):
+        place = f"tools[{index}]"
+        kind = _DATE.sub("", tool.type or "custom")
+        if _TOOLS.read_as(kind, None, place, dropped) is None:
+            if choice is not None and choice.type == "tool" and choice.name == tool.name:
+                raise unsupported("tool_choice", f"{tool.name!r} is run by Anthropic, and nothing here takes its place")
+            continue
+        if not tool.name or tool.input_schema is None:
+            raise CallRefused(f"{place} needs a name and an input_schema", param=place)
+        functions.append(function(tool.name, tool.description, tool.input_schema, tool.strict))
+    return functions, None if choice is None else _choice(choice)
 
 
 def _choice(choice: _ToolChoice) -> str | dict[str, Any]:
@@ -199,41 +239,87 @@ def _choice(choice: _ToolChoice) -> str | dict[str, Any]:
     return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
 
 
-def _chat(system: str | list[_Shown] | None, messages: list[_Message]) -> list[dict[str, Any]]:
-    """The whole conversation. Consecutive messages of one role are one turn, as the protocol has it."""
-    require_question("messages", messages, "assistant")
-    turns: list[tuple[str, list[dict[str, Any]]]] = [("system", _parts(system))] if system else []
-    for role, turn in groupby(messages, key=lambda message: message.role):
-        turns.append((role, [part for message in turn for part in _parts(message.content)]))
-    return chat_of("messages", turns)
+class _Reader:
+    """Reads the blocks of a conversation. `dropped` has the names of those that are left out."""
 
+    def __init__(self) -> None:
+        self.dropped: set[str] = set()
 
-def _parts(content: str | Sequence[_Block] | None) -> list[dict[str, Any]]:
-    if content is None or isinstance(content, str):
-        return [{"type": "text", "text": content}] if content else []
-    return [_part(block) for block in content if block.type != "redacted_thinking"]  # encrypted for another model
+    def chat(self, system: str | _Raws | None, messages: list[_Message]) -> list[dict[str, Any]]:
+        """The whole conversation. Consecutive messages of one role are one turn, as the protocol has it."""
+        require_question("messages", messages, "assistant")
+        turns: list[tuple[str, list[dict[str, Any]]]] = [("system", self._parts("system", system))] if system else []
+        numbered = enumerate(messages)
+        for role, turn in groupby(numbered, key=lambda one: one[1].role):
+            parts: list[dict[str, Any]] = []
+            for position, message in turn:
+                parts += self._parts(f"messages[{position}].content", message.content)
+            turns.append((role, parts))
+        return chat_of("messages", turns)
 
+    def _parts(self, where: str, content: str | Sequence[msgspec.Raw] | None) -> list[dict[str, Any]]:
+        if content is None or isinstance(content, str):
+            return [text_part(content)] if content else []
+        parts: list[dict[str, Any]] = []
+        for position, raw in enumerate(content):
+            place = f"{where}[{position}]"
+            typed = decoded(place, raw, _TYPED)
+            kind = _PARTS.read_as(typed.type, typed.text, place, self.dropped)
+            if kind == "document":
+                parts += self._document(place, decoded(place, raw, _BLOCK))
+            elif kind == "search_result":
+                parts.append(self._search_result(place, decoded(place, raw, _SEARCH_RESULT)))
+            elif kind is not None:
+                parts += self._part(place, kind, decoded(place, raw, _BLOCK))
+        return parts
 
-def _part(block: _Block) -> dict[str, Any]:
-    """Chat completions have no mark of failure: a failed call's result begins with `Error: `."""
-    match block.type:
-        case "text" if block.text is not None:
-            return {"type": "text", "text": block.text}
-        case "tool_use" if block.id is not None and block.name is not None and block.input is not None:
-            return function_call(block.id, block.name, msgspec.json.encode(block.input).decode())
-        case "tool_result" if block.tool_use_id is not None:
-            parts = _parts(block.content)
-            if block.is_error and (isinstance(block.content, list) or not parts):
-                parts = [{"type": "text", "text": "Error: "}, *parts]
-            elif block.is_error:
-                parts[0]["text"] = f"Error: {parts[0]['text']}"
-            return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content_of(parts)}
-        case "image" if (source := block.source) is not None:
-            return image(source.url if source.type == "url" else f"data:{source.media_type};base64,{source.data}")
-        case "thinking" if block.thinking is not None:
-            return {"type": "thought", "text": block.thinking}
-        case _:
-            raise CallRefused(f"messages: a block of type {block.type!r} lacks a field", param="messages")
+    def _part(self, where: str, kind: str, block: _Block) -> list[dict[str, Any]]:
+        """Chat completions have no mark of failure: a failed call's result begins with `Error: `."""
+        match kind:
+            case "text" if block.text is not None:
+                return [text_part(block.text)]
+            case "tool_use" if block.id is not None and block.name is not None and block.input is not None:
+                return [function_call(block.id, block.name, msgspec.json.encode(block.input).decode())]
+            case "tool_result" if block.tool_use_id is not None:
+                parts = self._shown(where, block.content)
+                if block.is_error and (isinstance(block.content, list) or not parts):
+                    parts = [text_part("Error: "), *parts]
+                elif block.is_error:
+                    parts[0]["text"] = f"Error: {parts[0]['text']}"
+                return [{"role": "tool", "tool_call_id": block.tool_use_id, "content": content_of(parts)}]
+            case "image" if (source := block.source) is not None and source.type in ("url", "base64"):
+                return [image(source.url or f"data:{source.media_type};base64,{source.data}")]
+            case "thinking" if block.thinking is not None:
+                return [{"type": "thought", "text": block.thinking}]
+            case "tool_reference" if block.tool_name is not None:
+                return [text_part(block.tool_name)]
+            case "compaction":  # a summary of what came before it
+                return self._shown(where, block.content)
+            case _:
+                raise CallRefused(f"messages: a block of type {kind!r} lacks a field", param="messages")
+
+    def _shown(self, where: str, content: str | Sequence[msgspec.Raw] | None) -> list[dict[str, Any]]:
+        """The content of a block, of which only text and pictures can be shown."""
+        parts = self._parts(f"{where}.content", content)
+        return [part for part in parts if part.get("type") == "text" or part.get("type") in SHOWN]
+
+    def _document(self, where: str, block: _Block) -> list[dict[str, Any]]:
+        """A document under its title and context, if it has them."""
+        source = block.source
+        if source is None or source.type == "url":
+            raise CallRefused(f"{where}: {FILES_NOT_KEPT}", code="unsupported_content", param=where)
+        if source.type == "text":
+            parts = [text_part(source.data)]
+        elif source.type == "content":
+            parts = self._shown(f"{where}.source", source.content)
+        else:
+            parts = [attached(f"{where}.source", source.media_type, source.data, block.title)]
+        head = "\n".join(filter(None, (block.title, block.context)))
+        return [text_part(f"{head}\n\n"), *parts] if head else parts
+
+    def _search_result(self, where: str, found: _SearchResult) -> dict[str, Any]:
+        parts = self._shown(where, found.content)
+        return text_part("\n".join((found.title, found.source, *(part.get("text", "") for part in parts))))
 
 
 # For answers without tool calls that no stop sequence ended.

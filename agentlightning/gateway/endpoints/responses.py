@@ -4,13 +4,14 @@
     reasoning R, assistant "A", function_call 1 and 2   →  assistant "A", reasoning_content R, tool_calls [1, 2]
     function_call_output 1                              →  tool (1)
     tool "read" of the namespace "files"                →  function "files__read"
+    custom tool "patch"                                 →  function "patch" of one string, `input`
 
 Knows the wire format. No backends, no rollouts, no HTTP server.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 
@@ -21,11 +22,10 @@ from agentlightning.gateway.endpoints.base import (
     BlockWriter,
     Endpoint,
     cached_and_thought,
-    chat_of,
-    content_of,
     openai_error,
     server_sent,
 )
+from agentlightning.gateway.endpoints.response_items import AgentTool, ItemReader
 from agentlightning.gateway.request import (
     CHAT_ONLY,
     MANY,
@@ -36,27 +36,15 @@ from agentlightning.gateway.request import (
     CallRequest,
     Fields,
     TopLogprobs,
-    converted,
-    function,
-    function_call,
+    custom_text,
     given,
-    image,
     rest_json,
     sampling_fields,
     unsupported,
 )
 
 
-class _Tool(msgspec.Struct):
-    type: str
-    name: str = ""
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    tools: Annotated[list[_Tool], SOME] = []
-
-
-class _Format(msgspec.Struct, forbid_unknown_fields=True):
+class _Format(msgspec.Struct):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     schema: dict[str, Any] | None = None
@@ -64,7 +52,7 @@ class _Format(msgspec.Struct, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class _TextConfig(msgspec.Struct, forbid_unknown_fields=True):
+class _TextConfig(msgspec.Struct):
     format: _Format | None = None
     verbosity: str | None = None
 
@@ -73,15 +61,15 @@ class _ReasoningConfig(msgspec.Struct):
     effort: str | None = None  # what else it holds is how it is shown: here the answer holds the reasoning itself
 
 
-# The agent gets on without these tools, which OpenAI runs; all others of OpenAI's are refused.
-_HOSTED: Final = ("web_search", "web_search_preview", "image_generation")
 _LOGPROBS: Final = "message.output_text.logprobs"
+_INCLUDED: Final = (_LOGPROBS, "reasoning.encrypted_content")  # which is text here
 # Fields that cannot be honoured, and the values that ask for nothing.
-_REFUSED: Final[dict[str, Any]] = {"background": False, "truncation": "disabled", "context_management": []}
-_REFUSED.update(dict.fromkeys(("conversation", "prompt", "moderation")))
+_REFUSED: Final[dict[str, Any]] = {"background": False, "conversation": None, "prompt": None, "moderation": None}
+# Hints for conversations that become too long, and the values that ask for nothing.
+_HINTS: Final[dict[str, Any]] = {"truncation": "disabled", "context_management": []}
 _FIELDS = Fields(
     {
-        **dict.fromkeys(_REFUSED, Any),
+        **dict.fromkeys((*_REFUSED, *_HINTS), Any),
         **{name: SAMPLING_TYPES[name] for name in ("model", "stream", "temperature", "top_p", "top_k", "seed", "stop")},
         **{name: SAMPLING_TYPES[name] for name in SHAPING_FIELDS},
         "stream_options": dict[str, Any],  # they only ask for padding here, which is not added
@@ -91,14 +79,14 @@ _FIELDS = Fields(
         "store": bool,
         "metadata": dict[str, str],
         "client_metadata": dict[str, Any],
-        "tools": Annotated[list[_Tool], SOME],
+        "tools": Annotated[list[dict[str, Any]], SOME],
         "tool_choice": str | dict[str, Any],
         "parallel_tool_calls": bool,
         "max_tool_calls": int,  # of tools that OpenAI runs itself, of which there are none here
         "text": _TextConfig,
         "reasoning": _ReasoningConfig,
         "max_output_tokens": SAMPLING_TYPES["max_tokens"],
-        "include": list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],  # which is text here
+        "include": list[str],
         "top_logprobs": TopLogprobs,
     },
     refused=CHAT_ONLY,
@@ -118,11 +106,10 @@ _NOT_ECHOED: Final = frozenset(
 
 
 class Original(NamedTuple):
-    """Of a request: what its response repeats, and (name, namespace) of the tools that the model knows by another name
-    than the agent."""
+    """Of a request: what its response repeats, and the agent's tools by the names of the model's functions."""
 
     echoed: dict[str, Any]
-    namespaces: dict[str, tuple[str, str]]
+    tools: dict[str, AgentTool]
 
 
 class Responses(Endpoint):
@@ -136,15 +123,18 @@ class Responses(Endpoint):
         for name, nothing in _REFUSED.items():
             if values.get(name, nothing) != nothing:
                 raise unsupported(name, "only OpenAI's own API does this; leave it out")
-        messages = _chat(values.get("input", []))
+        reader = ItemReader()
+        reader.offer("tools", values.get("tools", []))
+        messages = reader.chat(values.get("input", []))
         if not messages and "previous_response_id" not in values:
             raise CallRefused("input is empty; a response answers something", param="input")
-        logprobs = _LOGPROBS in values.get("include", ())
+        asked_for = values.get("include", ())
+        logprobs = _LOGPROBS in asked_for
         if values.get("top_logprobs") and not logprobs:
             raise CallRefused(f"top_logprobs needs {_LOGPROBS!r} in include", param="top_logprobs")
-        tools: list[dict[str, Any]] = []
-        namespaces: dict[str, tuple[str, str]] = {}
-        dropped = sorted(_offer(tools, namespaces, "tools", values.get("tools", [])))
+        dropped = reader.dropped | {f"include.{name}"[:100] for name in asked_for if name not in _INCLUDED}
+        dropped |= {name for name, nothing in _HINTS.items() if values.get(name, nothing) != nothing}
+        tools, tool_choice = reader.chosen(values.get("tool_choice"))
         instructions = [{"role": "system", "content": values["instructions"]}] if "instructions" in values else []
         echoed = _ECHOED | {name: raw[name] for name in (*values, *unread) if name not in _NOT_ECHOED}
         return CallRequest(
@@ -153,62 +143,18 @@ class Responses(Endpoint):
             continues=values.get("previous_response_id"),
             continuable=values.get("store", True),
             tools=tools,
-            tool_choice=_tool_choice(values.get("tool_choice")),
+            tool_choice=tool_choice,
             logprobs=logprobs,
             top_logprobs=values.get("top_logprobs", 0),
             extra=unread | _chat_fields(values),
-            dropped=tuple(dropped),
-            original=Original(echoed, namespaces),
+            dropped=tuple(sorted(dropped)),
+            original=Original(echoed, reader.tools),
             request_json=rest_json(raw, "input", "tools"),
             **sampling_fields(values, values.get("max_output_tokens")),
         )
 
     def writer(self, request: CallRequest, answer: Answer) -> ResponseWriter:
         return ResponseWriter(request, answer)
-
-
-def _offer(
-    chat: list[dict[str, Any]],
-    namespaces: dict[str, tuple[str, str]],
-    place: str,
-    tools: list[_Tool],
-    namespace: str | None = None,
-) -> set[str]:
-    """Add tools to `chat`, and to `namespaces` what the agent calls those of one; gives the names of those left out."""
-    dropped: set[str] = set()
-    for position, tool in enumerate(tools):
-        where = f"{place}[{position}]"
-        if tool.type in _HOSTED:
-            dropped.add(f"tools.{tool.type}")
-        elif tool.type == "namespace" and namespace is None:
-            dropped |= _offer(chat, namespaces, f"{where}.tools", tool.tools, tool.name)
-        elif tool.type != "function":
-            why = "the gateway runs no tools; only those of type function, which the agent runs, can be offered"
-            raise CallRefused(f"{where} is of type {tool.type!r}: {why}", code="unsupported_tool", param=where)
-        elif not tool.name:
-            raise CallRefused(f"{where} has no name", param=where)
-        else:
-            name = _flat_name(namespace, tool.name)
-            if namespace is not None:
-                namespaces[name] = (tool.name, namespace)
-            chat.append(function(name, tool.description, tool.parameters, tool.strict))
-    return dropped
-
-
-def _flat_name(namespace: str | None, name: str) -> str:
-    return name if namespace is None else f"{namespace}__{name}"
-
-
-def _tool_choice(choice: Any) -> Any:
-    match choice:
-        case None | "none" | "auto" | "required":
-            return choice
-        case {"type": "function", "name": str(name)}:
-            return {"type": "function", "function": {"name": name}}
-        case _:
-            kind = choice.get("type") if isinstance(choice, dict) else choice
-            message = f"tool_choice {kind!r} cannot be used; give 'auto', 'none', 'required' or a function's name"
-            raise CallRefused(message, param="tool_choice")
 
 
 def _chat_fields(values: dict[str, Any]) -> dict[str, Any]:
@@ -230,115 +176,8 @@ def _response_format(format: _Format | None) -> dict[str, Any] | None:
     return {"type": format.type} | ({"json_schema": described} if format.type == "json_schema" else {})
 
 
-class _Part(msgspec.Struct):
-    type: Literal["input_text", "output_text", "text", "refusal", "input_image", "reasoning_text", "summary_text"]
-    text: str = ""
-    refusal: str = ""
-    image_url: str | None = None
-    detail: str | None = None
-
-
-class _Message(msgspec.Struct):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[_Part]
-
-
-class _Reasoning(msgspec.Struct):
-    content: list[_Part] | None = None
-    summary: list[_Part] | None = None
-    encrypted_content: str | None = None
-
-
-class _FunctionCall(msgspec.Struct):
-    call_id: str
-    name: str
-    arguments: str
-    namespace: str | None = None
-
-
-class _FunctionCallOutput(msgspec.Struct):
-    call_id: str
-    output: str | list[_Part]
-
-
-_Item: TypeAlias = _Message | _Reasoning | _FunctionCall | _FunctionCallOutput
-_ITEMS: Final[dict[Any, type[_Item]]] = {
-    "message": _Message,
-    "reasoning": _Reasoning,
-    "function_call": _FunctionCall,
-    "function_call_output": _FunctionCallOutput,
-}
-
-
-def _chat(items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages that `input` stands for; texts and calls of one turn of the assistant are one message.
-
-    CallRefused (400) names the item that is malformed or of a kind that has no chat form."""
-    if isinstance(items, str):
-        return [{"role": "user", "content": items}]
-    turns: list[tuple[str, list[dict[str, Any]]]] = []
-    spoke = called = False  # in the assistant's turn that is under way
-    for position, raw in enumerate(items):
-        where, role, begins = f"input[{position}]", "assistant", False
-        item = _item(where, raw)
-        match item:
-            case _Message("assistant", content):
-                # Text after text is a turn of its own; after a call whose result has not come it belongs to that turn.
-                parts, begins = [{"type": "text", "text": _text(content)}], spoke and not called
-            case _Message(role, content):
-                parts = _parts(where, content)
-            case _Reasoning():
-                if not (thought := _thought(where, item)):
-                    continue
-                parts, begins = [{"type": "thought", "text": thought}], spoke or called
-            case _FunctionCall(call_id, name, arguments, namespace):
-                parts = [function_call(call_id, _flat_name(namespace, name), arguments)]
-            case _FunctionCallOutput(call_id, output):
-                content = content_of(_parts(where, output))
-                role, parts = "user", [{"role": "tool", "tool_call_id": call_id, "content": content}]
-        if begins or role != "assistant" or not turns or turns[-1][0] != role:
-            turns.append((role, []))
-            spoke = called = False
-        turns[-1][1].extend(parts)
-        spoke, called = spoke or isinstance(item, _Message), called or isinstance(item, _FunctionCall)
-    return chat_of("input", turns)
-
-
-def _item(where: str, raw: dict[str, Any]) -> _Item:
-    kind = raw.get("type") or "message"
-    if not isinstance(kind, str) or kind not in _ITEMS:
-        raise CallRefused(f"{where} is of type {kind!r}; only {', '.join(_ITEMS)} can be read here", param=where)
-    return converted(where, raw, _ITEMS[kind])
-
-
-def _thought(where: str, item: _Reasoning) -> str:
-    thought = _text(item.content or item.summary or [])
-    if not thought and item.encrypted_content:
-        message = f"{where} is encrypted by another server and cannot be read here; leave it out, or send its text"
-        raise CallRefused(message, param=where)
-    return thought
-
-
-def _text(content: str | list[_Part]) -> str:
-    return content if isinstance(content, str) else "".join(part.text or part.refusal for part in content)
-
-
-def _parts(where: str, content: str | list[_Part]) -> list[dict[str, Any]]:
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    return [_part(where, part) for part in content]
-
-
-def _part(where: str, part: _Part) -> dict[str, Any]:
-    if part.type != "input_image":
-        return {"type": "text", "text": part.text or part.refusal}
-    if part.image_url is None:
-        raise CallRefused(f"{where} has an image without image_url; files are not kept here", param=where)
-    return image(part.image_url, part.detail)
-
-
 _INCOMPLETE: Final = {"length": "max_output_tokens", "content_filter": "content_filter"}
-_ID_PREFIXES: Final = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
+_ID_PREFIXES: Final = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}
 _ABORTED: Final = {"code": "server_error", "message": "the backend aborted the answer"}
 _KINDS: Final[dict[str | int, str]] = {"thought": "reasoning_text", "text": "output_text", "refusal": "refusal"}
 
@@ -435,9 +274,11 @@ class ResponseWriter(BlockWriter):
 
     def _begin(self, kind: str | int, call_id: str, name: str) -> bytes:
         if isinstance(kind, int):
-            name, namespace = self._original.namespaces.get(name, (name, None))
-            called = given(call_id=call_id, name=name, namespace=namespace, arguments="")
-            return self._begin_item("function_call", called)
+            tool = self._original.tools.get(name, AgentTool(name))
+            called = given(call_id=call_id, name=tool.name, namespace=tool.namespace)
+            if tool.custom:
+                return self._begin_item("custom_tool_call", called | {"input": ""})
+            return self._begin_item("function_call", called | {"arguments": ""})
         if kind == "thought":
             sent = self._begin_item("reasoning", {"summary": [], "content": []})
         else:
@@ -453,6 +294,8 @@ class ResponseWriter(BlockWriter):
 
     def _piece(self, kind: str | int, text: str) -> bytes:
         if isinstance(kind, int):
+            if self._blocks[-1]["type"] == "custom_tool_call":
+                return b""  # its input is known when all arguments are
             return self._item_event("response.function_call_arguments.delta", delta=text)
         logprobs = {}
         if kind == "text":
@@ -463,7 +306,11 @@ class ResponseWriter(BlockWriter):
     def _end(self, kind: str | int, text: str) -> bytes:
         item = self._blocks[-1]
         item["status"] = self._status
-        if isinstance(kind, int):
+        if item["type"] == "custom_tool_call":
+            item["input"] = text = custom_text(text)
+            sent = self._item_event("response.custom_tool_call_input.delta", delta=text)
+            sent += self._item_event("response.custom_tool_call_input.done", input=text)
+        elif isinstance(kind, int):
             item["arguments"] = text
             sent = self._item_event("response.function_call_arguments.done", name=item["name"], arguments=text)
         else:

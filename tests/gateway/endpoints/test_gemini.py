@@ -84,11 +84,18 @@ PNG = {"inlineData": {"mimeType": "image/png", "data": "AA=="}}
 SHOWN = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
 
 
+SAID = {"role": "assistant", "content": "A"}
+
+
 @pytest.mark.parametrize(
     ("contents", "chat"),
     [
         ([turn("A"), turn("B")], [{"role": "user", "content": [{"type": "text", "text": one} for one in "AB"]}]),
         ([turn("A", PNG)], [{"role": "user", "content": [{"type": "text", "text": "A"}, SHOWN]}]),
+        ([turn({}, "A", {"thoughtSignature": "s"}, {"tomorrowsPart": {}})], user("A")),
+        ([turn({"executableCode": {"code": "1"}}, "A", role="model"), turn("B")], [SAID, *user("B")]),
+        ([turn({"inline_data": {"mime_type": "text/csv", "data": "YSxi"}})], user("a,b")),
+        ({"parts": {"text": "A"}}, user("A")),
         (
             [turn({"text": "T", "thought": True}, "A", role="model"), turn(CALL, "B", role="model"), turn("C")],
             [assistant("AB", called("000000001"), reasoning_content="T"), *user("C")],
@@ -111,6 +118,45 @@ SHOWN = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}
 def test_contents_become_a_chat(contents: Any, chat: list[dict[str, Any]]) -> None:
     system = {"role": "system", "content": "S"}
     assert read({"contents": contents, "systemInstruction": {"parts": [{"text": "S"}]}}).messages == [system, *chat]
+
+
+def test_both_spellings_of_the_protocol_mean_the_same() -> None:
+    schema = {"type": "OBJECT", "any_of": [{"max_items": "2"}], "properties": {"a_b": {"type": "STRING"}}}
+    call = {"name": "search", "args": {"a_b": 1}}
+    snake = {
+        "system_instruction": {"parts": {"text": "S"}},
+        "contents": [
+            turn("A"),
+            turn({"function_call": call}, role="model"),
+            turn({"function_response": {"name": "search", "response": {"a_b": 2}}}),
+        ],
+        "tools": {"function_declarations": {"name": "search", "parameters": schema}},
+        "tool_config": {"function_calling_config": {"mode": "ANY", "allowed_function_names": ["search"]}},
+        "generation_config": {"max_output_tokens": 7, "stop_sequences": ["x"], "response_mime_type": "text/plain"},
+    }
+    camel = {
+        "systemInstruction": {"parts": [{"text": "S"}]},
+        "contents": [
+            turn("A"),
+            turn({"functionCall": call}, role="model"),
+            turn({"functionResponse": {"name": "search", "response": {"a_b": 2}}}),
+        ],
+        "tools": [
+            {"functionDeclarations": [{"name": "search", "parameters": {**schema, "anyOf": [{"maxItems": "2"}]}}]}
+        ],
+        "toolConfig": {"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["search"]}},
+        "generationConfig": {"maxOutputTokens": 7, "stopSequences": ["x"], "responseMimeType": "text/plain"},
+    }
+    del camel["tools"][0]["functionDeclarations"][0]["parameters"]["any_of"]
+    ours, theirs = read(snake), read(camel)
+    assert ours.messages[0] == {"role": "system", "content": "S"}
+    assert ours.messages[2]["tool_calls"][0]["function"]["arguments"] == '{"a_b": 1}'
+    assert ours.messages[3]["content"] == '{"a_b": 2}'
+    properties = ours.tools[0]["function"]["parameters"]["properties"]
+    assert (ours.sampling.max_tokens, ours.sampling.stop, [*properties]) == (7, ("x",), ["a_b"])
+    for name in ("messages", "tools", "tool_choice", "sampling", "dropped"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    assert "S" not in ours.request_json
 
 
 def test_settings_are_those_of_chat_completions() -> None:
@@ -167,7 +213,7 @@ def test_function_calling_is_a_tool_choice(calling: dict[str, Any], choice: Any,
         ({}, "contents"),
         ({"contents": []}, "contents"),
         ({"contents": [turn("A"), turn("B", role="model")]}, "contents"),
-        ({"contents": [turn({"inlineData": {"mimeType": "application/pdf", "data": "AA=="}})]}, "contents"),
+        ({"contents": [turn({"fileData": {"fileUri": "gs://a/b", "mimeType": "text/x"}})]}, "contents[0].parts[0]"),
         ({"contents": [turn({"text": 1})]}, "contents[0].parts[0].text"),
         (asked(tools=[{"computerUse": {}}]), "tools[0]"),
         (asked(cachedContent="cachedContents/1"), "cachedContent"),

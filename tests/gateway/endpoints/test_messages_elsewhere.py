@@ -177,11 +177,16 @@ USE = {"type": "tool_use", "id": "t1", "name": "search", "input": {"q": "sun", "
 TEXT = {"type": "text", "text": "A"}
 
 
+SEARCHED = {"type": "web_search_20250305", "name": "web_search"}
 CALLED = [call_of('{"q":"sun","n":1.5}') | {"id": "t1"}]
 
 
 def result(name: str, content: Any = None, **more: Any) -> dict[str, Any]:
     return {"type": "tool_result", "tool_use_id": name, **({"content": content} if content else {}), **more}
+
+
+def document(source: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "document", "source": source, **more}
 
 
 def tool(name: str, content: Any) -> dict[str, Any]:
@@ -214,6 +219,31 @@ def images(*urls: str) -> list[dict[str, Any]]:
         ),
         ([("user", [result("t3", "boom", is_error=True)])], [tool("t3", "Error: boom")]),
         (
+            [("user", [document({"type": "text", "media_type": "text/plain", "data": "D"}, title="T", context="C")])],
+            [{"role": "user", "content": [{"type": "text", "text": one} for one in ("T\nC\n\n", "D")]}],
+        ),
+        ([("user", [document({"type": "base64", "media_type": "text/csv", "data": "YSxi"})])], user("a,b")),
+        ([("user", [document({"type": "content", "content": [TEXT]})])], user("A")),
+        (
+            [("user", [document({"type": "base64", "media_type": "application/pdf", "data": "AA=="})])],
+            [
+                {
+                    "role": "user",
+                    "content": [{"type": "file", "file": {"file_data": "data:application/pdf;base64,AA=="}}],
+                }
+            ],
+        ),
+        (
+            [("user", [{"type": "search_result", "title": "T", "source": "S", "content": [TEXT]}])],
+            user("T\nS\nA"),
+        ),
+        ([("user", [result("t1", [{"type": "tool_reference", "tool_name": "N"}, {"type": "x"}])])], [tool("t1", "N")]),
+        (
+            [("assistant", [{"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}, TEXT])],
+            [{"role": "assistant", "content": "A"}],
+        ),
+        ([("user", [{"type": "tomorrows", "text": "A"}, {"type": "tomorrows", "content": {}}])], user("A")),
+        (
             [
                 ("user", [{"type": "image", "source": source}])
                 for source in (
@@ -238,16 +268,15 @@ def test_messages_are_read_into_the_form_of_chat_completions(messages: list[Any]
         ({"messages": []}, "messages", "empty"),
         ({"temperature": 1.5}, "temperature", "<= 1.0"),
         ({"messages": [*user("A"), {"role": "assistant", "content": "B"}]}, "messages", "the assistant's own"),
-        (block("document", source={}), "messages[0].content[0].type", "'document'"),
+        (block("document", source={"type": "url", "url": "u"}), "messages[0].content[0]", "send its text"),
         (block("tool_use", id="t", name="n", input={}), "messages", "a tool call"),
         (block("text"), "messages", "lacks"),
         (block("image", source={"type": "file", "file_id": "f"}), "messages[0].content[0].source.type", "file"),
-        (block("tool_result", tool_use_id="t", content=[{"type": "x"}]), "messages[0].content[0].content[0].type", "x"),
         (block("image", "assistant", source={"type": "url", "url": "u"}), "messages", "an image"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]", "web_search_20250305"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]", "define a function"),
+        ({"tools": [SEARCHED], "tool_choice": {"type": "tool", "name": "web_search"}}, "tool_choice", "by Anthropic"),
         ({"tools": [SEARCH, {"name": "x"}]}, "tools[1]", "input_schema"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "name"),
-        ({"output_config": {"task_budget": {}}}, "output_config", "task_budget"),
         ({"thread": {"type": "create"}}, "thread", "send all messages"),
         ({"stop": "x"}, "stop", "another name"),
     ],
@@ -259,8 +288,12 @@ def test_what_cannot_be_used_is_refused_by_name(more: dict[str, Any], param: str
 
 
 def test_hints_to_anthropics_own_servers_are_dropped_by_name() -> None:
-    more: dict[str, Any] = {"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}, "speed": "fast"}
+    more: dict[str, Any] = {"thinking": {"type": "adaptive"}, "output_config": {"effort": "max", "task_budget": {}}}
+    more |= {"speed": "fast", "tools": [SEARCHED]}
     edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
     read = Messages().read(json.dumps(asked(**more, context_management=edits)).encode())
-    assert read.dropped == ("context_management", "speed", "thinking", "output_config.effort")
+    assert read.dropped == (
+        *("context_management", "speed", "thinking", "output_config.effort", "output_config.task_budget"),
+        "tools.web_search",
+    )
     assert read.extra == {}

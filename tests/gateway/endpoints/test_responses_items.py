@@ -42,6 +42,17 @@ TOOL_MESSAGE = {"role": "tool", "tool_call_id": "a", "content": "done"}
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA==", "detail": "low"}
 
 
+CUSTOM_RESULT = {**RESULT_OF_A, "type": "custom_tool_call_output"}
+SHELL_RESULT = {"type": "local_shell_call_output", "id": "a", "output": "done"}
+D = {"type": "web_search_call", "id": "ws_1", "action": {"type": "search", "query": "x"}}
+FILE = {"type": "input_file", "filename": "a.txt", "file_data": "data:text/plain;base64,aMOp"}
+READ = [{"type": "text", "text": one} for one in ("hé", "!")]
+
+
+def called(name: str, arguments: str) -> dict[str, Any]:
+    return {"id": "a", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def text(*texts: str) -> list[dict[str, Any]]:
     return [{"type": "input_text", "text": one} for one in texts]
 
@@ -69,6 +80,24 @@ SEEN = [
         ([said("x"), {"type": "reasoning", "id": "r", "summary": []}, A], [assistant("x", A_CALL)]),
         ([thought("hm"), said("x"), A], [assistant("x", A_CALL, reasoning_content="hm")]),
         ([said("x"), thought("hm"), A], [assistant("x"), assistant(None, A_CALL, reasoning_content="hm")]),
+        ([D, said("x")], [assistant("x")]),
+        (
+            [{"type": "custom_tool_call", "call_id": "a", "name": "p", "input": "X"}, CUSTOM_RESULT],
+            [assistant(None, called("p", '{"input":"X"}')), TOOL_MESSAGE],
+        ),
+        (
+            [{"type": "local_shell_call", "call_id": "a", "action": {"command": ["ls"], "env": None}}, SHELL_RESULT],
+            [assistant(None, called("local_shell", '{"command":["ls"]}')), TOOL_MESSAGE],
+        ),
+        (
+            [{"type": "shell_call_output", "call_id": "a", "output": [{"stdout": "done"}]}],
+            [{**TOOL_MESSAGE, "content": '[{"stdout":"done"}]'}],
+        ),
+        ([{"type": "apply_patch_call_output", "call_id": "a", "status": "done"}], [TOOL_MESSAGE]),
+        (
+            [{"role": "user", "content": [FILE, {"type": "tomorrows", "text": "!"}]}],
+            [{"role": "user", "content": READ}],
+        ),
         (
             [{**RESULT_OF_A, "output": text("1", "2")}],
             [{**TOOL_MESSAGE, "content": [{"type": "text", "text": one} for one in "12"]}],
@@ -89,14 +118,14 @@ def test_a_turn_of_very_many_items_is_one_message(item: Any) -> None:
     ("fields", "param", "says"),
     [
         ({"input": None}, "input", "empty"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]", "item_reference"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "empty"),
+        ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0]", "send the messages"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0]", "call_id"),
-        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type", "input_file"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}, "input[0]", "image_url"),
-        ({"input": [{"type": "reasoning", "encrypted_content": "x", "summary": []}]}, "input[0]", "encrypted"),
+        ({"input": [said("x"), {"role": "user", "content": [{"type": "input_file"}]}]}, "input[1].content[0]", "text"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "image_url"),
         ({"tools": [TOOL, {"type": "file_search"}]}, "tools[1]", "file_search"),
         ({"tools": [{"type": "namespace", "name": "n", "tools": [TOOL, {"type": "mcp"}]}]}, "tools[0].tools[1]", "mcp"),
-        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice", "allowed_tools"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice", "web_search"),
         ({"top_logprobs": 2}, "top_logprobs", "message.output_text.logprobs"),
         ({"background": True}, "background", "OpenAI's own API"),
         ({"messages": []}, "messages", "another name"),
@@ -123,14 +152,47 @@ def test_tools_of_namespaces_become_functions() -> None:
     assert read.messages[1] == TOOL_MESSAGE
 
 
+def test_tools_among_the_items_are_offered_and_one_offered_again_is_there_once() -> None:
+    later = {**TOOL, "description": "later"}
+    functions = {"type": "namespace", "name": "functions", "tools": [later]}
+    items = [{"type": "additional_tools", "id": "at_1", "role": "developer", "tools": [functions, later]}, *text("x")]
+    items[1] = {"role": "user", "content": "hi"}
+    clash = {**TOOL, "name": "functions__search"}
+    asked = {"model": "policy", "input": items, "tools": [TOOL, clash]}
+    read = Responses().read(json.dumps(asked).encode())
+    offered = [(tool["function"]["name"], tool["function"]["description"]) for tool in read.tools]
+    assert offered == [
+        ("search", "later"),
+        ("functions__search", TOOL["description"]),
+        ("functions__search_2", "later"),
+    ]
+    assert read.original.tools["functions__search_2"] == ("search", "functions", False)
+
+
+def test_allowed_tools_are_the_ones_that_are_offered() -> None:
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "search"}]}
+    asked = {"model": "policy", "input": "hi", "tools": [TOOL, {**TOOL, "name": "other"}], "tool_choice": allowed}
+    read = Responses().read(json.dumps(asked).encode())
+    assert [tool["function"]["name"] for tool in read.tools] == ["search"] and read.tool_choice == "required"
+
+
+PATCH = {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark", "definition": "start: X"}}
+
+
 @pytest.mark.parametrize(
-    ("tool", "own"),
-    [("files__search", {"name": "search", "namespace": "files"}), ("other", {"name": "other"})],
+    ("tool", "arguments", "own"),
+    [
+        ("files__search", "{}", {"type": "function_call", "name": "search", "namespace": "files", "arguments": "{}"}),
+        ("other", "{}", {"type": "function_call", "name": "other", "arguments": "{}"}),
+        ("patch", '{"input": "a\\n"}', {"type": "custom_tool_call", "name": "patch", "input": "a\n"}),
+        ("files__patch", '{"input": 1}', {"type": "custom_tool_call", "namespace": "files", "input": '{"input": 1}'}),
+    ],
 )
-def test_calls_have_the_agents_own_names(tool: str, own: dict[str, str]) -> None:
-    offered = [{"type": "namespace", "name": "files", "tools": [TOOL]}]
+def test_calls_have_the_agents_own_names_and_forms(tool: str, arguments: str, own: dict[str, str]) -> None:
+    offered = [PATCH, {"type": "namespace", "name": "files", "tools": [TOOL, PATCH]}]
     read = Responses().read(json.dumps({"model": "policy", "input": "hi", "tools": offered}).encode())
-    parts = [{"id": "c", "function": {"name": tool, "arguments": "{"}}, {"function": {"arguments": "}"}}]
+    assert "start: X" in read.tools[0]["function"]["description"]
+    parts = [{"id": "c", "function": {"name": tool, "arguments": "{"}}, {"function": {"arguments": arguments[1:]}}]
     events = [Delta(0, {"tool_calls": [{"index": 0, **part}]}) for part in parts]
     answer = Answer(1, "resp_1", "policy")
     writer = Responses().writer(read, answer)
@@ -139,8 +201,10 @@ def test_calls_have_the_agents_own_names(tool: str, own: dict[str, str]) -> None
         answer.add(event)
     sent += writer.end()
     whole = json.loads(Responses().writer(read, answer).whole())
-    item = {"type": "function_call", "call_id": "c", "arguments": "{}", **own}
-    assert whole["output"][0].items() >= item.items()
+    assert whole["output"][0].items() >= {"call_id": "c", **own}.items()
     streamed = [json.loads(line[6:]) for line in sent.decode().split("\n") if line.startswith("data: ")]
     done = [event["item"] for event in streamed if event["type"] == "response.output_item.done"]
     assert done == whole["output"]
+    if own["type"] == "custom_tool_call":
+        pieces = [event["delta"] for event in streamed if event["type"] == "response.custom_tool_call_input.delta"]
+        assert "".join(pieces) == own["input"]
