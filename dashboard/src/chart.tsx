@@ -67,8 +67,13 @@ export function Chart({ title, lines, smoothing, log, x, height = 150, open, pin
     const plot = new uPlot(options(place.clientWidth, height, latest.current.about, log, x, told), data, place);
     drawn.current = plot;
     zoomed.current = false;
-    plot.hooks.setSelect = [(selected) => (zoomed.current ||= selected.select.width > 0 || selected.select.height > 0)];
-    plot.over.addEventListener("dblclick", () => (zoomed.current = false));
+    // A zoom of y leaves the other charts as they are: there all is selected.
+    const isPart = ({ select, over }: uPlot) => select.width < over.clientWidth || select.height < over.clientHeight;
+    plot.hooks.setSelect = [(selected) => (zoomed.current ||= isPart(selected))];
+    const zoomedOut = (event: MouseEvent) => {
+      if ((event.target as Element).classList.contains("u-over")) zoomed.current = false;
+    };
+    document.addEventListener("dblclick", zoomedOut, true);
     plot.over.addEventListener("click", () => {
       const { line, at } = nearest(plot, latest.current.lines) ?? {};
       if (line?.run_id && at !== undefined) latest.current.open(line.run_id, line.step?.[at] ?? 0);
@@ -77,6 +82,7 @@ export function Chart({ title, lines, smoothing, log, x, height = 150, open, pin
     const resized = new ResizeObserver(() => plot.setSize({ width: place.clientWidth, height }));
     resized.observe(place);
     return () => {
+      document.removeEventListener("dblclick", zoomedOut, true);
       resized.disconnect();
       pointer.unsub(plot);
       plot.destroy();
@@ -203,7 +209,7 @@ function options(
     height,
     legend: { show: false },
     padding: [8, 8, 0, 0],
-    cursor: { sync: { key: pointer.key }, points: { size: 5 }, drag: { x: true, y: true, uni: 25 } },
+    cursor: { sync: { key: pointer.key, scales: ["x", null] }, points: { size: 5 }, drag: { x: true, y: true, uni: 25 } },
     scales: {
       x: { time: false },
       y: { distr: log ? 3 : 1, range: log ? (_, low, high) => uPlot.rangeLog(low, high, 10, false) : padded },

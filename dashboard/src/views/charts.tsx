@@ -22,7 +22,7 @@ export function Charts({ rows }: { rows: RunRow[] }) {
   const names = [...new Set((known.data ?? []).flatMap((one) => one.names))].sort();
   const sections = chosenSections(names, search);
   const open = sections.filter(([title]) => search || opened.names.value.includes(title));
-  const wanted = [...new Set(open.flatMap(([, inside]) => inside))];
+  const wanted = [...new Set(open.flatMap(([, inside]) => inside))].sort(); // so that a pin loads nothing anew
   const series = useSeries(wanted.length ? ids : [], wanted);
   const drawn = (name: string) => lines(name, rows, series.data ?? [], axis, prices, spread);
   return (
@@ -199,5 +199,9 @@ function chosenSections(names: string[], search: string): [string, string[]][] {
       ? names.filter((name) => /stale|oldest/.test(name))
       : inside.filter((name) => names.includes(name)),
   ]);
-  return [first, ...others].filter(([, inside]) => inside.length > 0);
+  const unpinned = others.map(([title, inside]): [string, string[]] => [
+    title,
+    inside.filter((name) => !first[1].includes(name)),
+  ]);
+  return [first, ...unpinned].filter(([, inside]) => inside.length > 0);
 }

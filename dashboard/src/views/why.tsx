@@ -59,17 +59,31 @@ export function TasksOfRuns({ rows }: { rows: RunRow[] }) {
             tasks.length === 0 ? (
               <Empty>None of these runs has evaluated held-out tasks.</Empty>
             ) : (
-              <Matrix
-                label="Tasks by run"
-                columns={ordered.map(label)}
-                change="From the first run that measured the task to the last"
-                parts={[{ title: "Task", rewards: true, rows: tasks.map(taskOf) }]}
-              />
+              <TaskMatrix runs={ordered} tasks={tasks} />
             )
           }
         </Waiting>
       )}
     </details>
+  );
+}
+
+/** Runs that measured no task have no column. */
+function TaskMatrix({ runs, tasks }: { runs: RunRow[]; tasks: TaskRow[] }) {
+  const measured = runs.map((_, column) => tasks.some((task) => task.rewards[column] !== null));
+  const those = <T,>(values: T[]) => values.filter((_, column) => measured[column]);
+  const rows = tasks.map((task) => ({
+    ...taskOf(task),
+    values: those(task.rewards),
+    rollout_ids: those(task.rollout_ids),
+  }));
+  return (
+    <Matrix
+      label="Tasks by run"
+      columns={those(runs).map(label)}
+      change="From the oldest run to the newest that measured the task"
+      parts={[{ title: "Task", rewards: true, rows }]}
+    />
   );
 }
 
