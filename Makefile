@@ -6,6 +6,7 @@
 #   make frameworks    environments in which the agents of examples/frameworks, and trackers, are tested
 #   make harnesses     coding agents (Claude Code, Codex, …) that tests run as they are
 #   make dashboard     build the dashboard's page from its source; needs Node 20 or newer
+#   make ways          pages and examples trained as long as they print, from a wheel in a fresh environment
 #   make ci            what must pass before a merge
 
 VENV ?= .venv
@@ -16,7 +17,7 @@ RUNS ?= runs
 SIDE_BY_SIDE ?= -n 3 --dist loadscope
 REQUIRE_ALL := AGL_REQUIRE_POSTGRES=1 AGL_REQUIRE_BROWSER=1 AGL_REQUIRE_NODE=1 AGL_REQUIRE_FRAMEWORKS=1
 
-.PHONY: help setup packages quickstart format lint types contracts test engines frameworks environments harnesses docs dashboard screenshots smoke ci soak experiments seeds benchmarks clean
+.PHONY: help setup packages quickstart format lint types contracts test engines frameworks environments harnesses docs dashboard screenshots smoke ci ways soak experiments seeds benchmarks clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -128,6 +129,11 @@ smoke: setup
 ci: packages setup frameworks harnesses lint types contracts docs smoke
 	scripts/check_dashboard.sh $(VENV)
 	$(REQUIRE_ALL) $(BIN)/pytest $(SIDE_BY_SIDE) --cache-clear -m "not soak" || $(REQUIRE_ALL) scripts/once_more.sh $(BIN)/pytest
+
+# Long pages with their figures, then every example, whose before and after go to benchmarks/results/ways.json.
+ways: setup frameworks harnesses
+	AGL_WAYS=1 $(BIN)/pytest tests/test_docs_run.py -k "tutorial or install or record"
+	$(BIN)/python scripts/ways.py --fresh
 
 engines: setup .venv-vllm/.setup .venv-sglang/.setup .venv-tinker/.setup .venv-verl/.setup .venv-ray/.setup
 	AGL_ENGINES=1 $(BIN)/pytest -s tests/learner/test_vllm.py tests/learner/test_sglang.py tests/runner/test_ray.py

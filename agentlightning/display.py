@@ -91,6 +91,12 @@ class _Pace(ProgressColumn):
         return Text(pace(task) if task.total or task.completed else "")
 
 
+def _stderr() -> Console:
+    """Lines in a notebook's one stream, where rich would make an output of each, or move a cursor that is not there."""
+    in_notebook = Console(stderr=True).is_jupyter
+    return Console(stderr=True, force_jupyter=False, force_terminal=False if in_notebook else None)
+
+
 def _bars(**settings: Any) -> Progress:
     return Progress(TextColumn("{task.description}", "bold", markup=False), BarColumn(30), _Pace(), **settings)
 
@@ -98,7 +104,7 @@ def _bars(**settings: Any) -> Progress:
 @contextmanager
 def counting(name: str, total: int | None = None) -> Generator[Callable[[int], None]]:
     """Show on stderr how far a job of many items is, on a terminal. Call the returned function with the number done."""
-    with _bars(console=Console(stderr=True), transient=True) as bars:
+    with _bars(console=_stderr(), transient=True) as bars:
         task = bars.add_task(name, total=total)
         yield lambda done: bars.update(task, completed=done)
 
@@ -116,7 +122,7 @@ class LiveProgress:
         time_limit: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._console = console = console or Console(stderr=True)
+        self._console = console = console or _stderr()
         self._steps, self._time_limit, self._clock = steps, time_limit, clock
         self._start = self._line_time = clock()  # of the job, and of the last line where there is no panel
         self._bars = _bars(get_time=clock)  # one, of the phase

@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import functools
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+import os
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
+
+import msgspec
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# What a setting may be, in words, by the type that it is annotated with.
+_WORDS: Final[dict[Any, str]] = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    os.PathLike: "a path",
+    type(None): "None",
+    Mapping: "a mapping",
+    Sequence: "a list",
+}
+_UNCHECKED: Final[tuple[Any, ...]] = (Any, Callable)
+_WIDE: Final[tuple[Any, ...]] = (os.PathLike, Mapping, Sequence)
+_ACCEPTED: Final[dict[Any, tuple[type, ...]]] = {float: (float, int), Sequence: (list, tuple)}
 
 
 class AgentLightningError(Exception):
@@ -96,7 +122,12 @@ def check_settings(
     choices: Mapping[str, Sequence[str]] = {},
 ) -> None:
     """Check fields of `settings`; None passes. ConfigError for a value below its `least`, not above its `above`, or not
-    among its `choices`."""
+    among its `choices`; of a dataclass or struct also as in `plain_values`, which are set."""
+    if dataclasses.is_dataclass(settings):
+        names = [field.name for field in dataclasses.fields(settings)]
+        _set_plain(settings, names, object.__setattr__)
+    elif isinstance(settings, msgspec.Struct):
+        _set_plain(settings, settings.__struct_fields__, msgspec.structs.force_setattr)
     given = {name: value for name in (*least, *above, *choices) if (value := getattr(settings, name)) is not None}
     for name, value in given.items():
         if name in choices and value not in choices[name]:
@@ -107,3 +138,74 @@ def check_settings(
             raise ConfigError(f"{name} is {value}; it must be at least {least[name]:g}")
         if name in above and not value > above[name]:
             raise ConfigError(f"{name} is {value}; it must be above {above[name]:g}")
+
+
+def _set_plain(settings: object, names: Iterable[str], set_value: Callable[[Any, str, Any], None]) -> None:
+    for name, value in plain_values(type(settings), {name: getattr(settings, name) for name in names}).items():
+        if value is not getattr(settings, name):
+            set_value(settings, name, value)
+
+
+def plain_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, whose keyword arguments pass `plain_values` first."""
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        return function(*args, **plain_values(function, kwargs))  # pyright: ignore[reportCallIssue]
+
+    return checked
+
+
+def plain_values(annotated: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` by name, NumPy's scalars as Python's. `annotated` is the class or function whose fields or parameters
+    they are. ConfigError for a value that is of no type of its annotation."""
+    kinds, plain = _kinds(annotated), dict(values)
+    for name, value in values.items():
+        if type(value).__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "ndim", 0):
+            plain[name] = value = value.item()
+        accepted = kinds.get(name)
+        if accepted is None or any(_is_of(value, kind) for kind in accepted):
+            continue
+        words = dict.fromkeys(
+            _WORDS.get(kind, f"an instance of {kind.__name__}") for kind in accepted if kind is not type(None)
+        )
+        raise ConfigError(f"{name} is {value!r}; it must be {' or '.join(words)}")
+    return plain
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, _ACCEPTED.get(kind) or kind)
+
+
+@functools.cache
+def _kinds(annotated: Any) -> dict[str, tuple[Any, ...] | None]:
+    """The types of each field or parameter; None where any value may do, or only a type checker knows."""
+    homes = reversed(annotated.__mro__) if inspect.isclass(annotated) else [annotated]
+    kinds: dict[str, tuple[Any, ...] | None] = {}
+    for home in homes:
+        names = vars(sys.modules[home.__module__])
+        for name, annotation in inspect.get_annotations(home).items():
+            try:
+                kinds[name] = _flat(eval(annotation, names) if isinstance(annotation, str) else annotation)
+            except NameError:  # imported for type checkers only
+                kinds[name] = None
+    return kinds
+
+
+def _flat(annotation: Any) -> tuple[Any, ...] | None:
+    """`int | tuple[str, ...] | None` → `(int, Sequence, NoneType)`; None for what takes anything, and for functions."""
+    origin = get_origin(annotation)
+    if origin in (Union, types.UnionType):
+        parts = [_flat(part) for part in get_args(annotation)]
+        return None if None in parts else tuple(kind for part in parts if part for kind in part)
+    if origin is Literal:
+        return tuple(dict.fromkeys(map(type, get_args(annotation))))
+    kind = type(None) if annotation is None else origin or annotation
+    if not inspect.isclass(kind) or kind in _UNCHECKED or getattr(kind, "_is_protocol", False):
+        return None
+    for wide in _WIDE:
+        if kind is not str and issubclass(kind, wide):
+            return (wide,)
+    return (kind,)

@@ -33,7 +33,7 @@ from agentlightning.datasets.hub import fetched_model
 from agentlightning.datasets.tasks import load_dataset
 from agentlightning.display import LiveProgress, hide_library_progress, show_tasks
 from agentlightning.environments import tasks_of
-from agentlightning.errors import AgentLightningError, ConfigError, UnavailableError, check_settings
+from agentlightning.errors import AgentLightningError, ConfigError, UnavailableError, check_settings, plain_arguments
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.backend import Backend, Sampling
@@ -48,7 +48,7 @@ from agentlightning.runner.runner import Runner
 from agentlightning.runner.signals import interrupted_at_once, stopping_at_interrupt
 from agentlightning.server.app import create_app
 from agentlightning.server.local_keys import local_key, offered_key
-from agentlightning.server.serve import HttpServer, run_blocking
+from agentlightning.server.serve import HttpServer, is_loop_running, run_on_fastest_loop
 from agentlightning.server.service import lent, models_held
 from agentlightning.store.base import LightningStore
 from agentlightning.store.client import PATIENCE_SECONDS, LightningStoreClient
@@ -111,7 +111,7 @@ class Trainer:
         initial_resources: more resources for the agent. Models are added by name, the first trained one also as `llm`.
         hooks: called before and after every rollout (see `Hook`).
         trackers: `"tensorboard"`, `"wandb"`, `"mlflow"`, `{"name": "wandb", "project": "x"}`, or your own `Tracker`.
-        progress: shows progress. Default: a display on stderr; False shows nothing.
+        progress: shows progress. Default, and True: a display on stderr; False shows nothing.
         adapter: the `adapter` of functions decorated with `agl.algo`, as in Agent Lightning 0.3.
         max_sequence_length: tokens of prompt and answer together; default: the model's limit, at most 4096.
         device: where the model is loaded; default `cuda` if there is a GPU, else `cpu`.
@@ -122,6 +122,7 @@ class Trainer:
 
     ConfigError for settings that are wrong or do not go together."""
 
+    @plain_arguments
     def __init__(
         self,
         *,
@@ -145,10 +146,10 @@ class Trainer:
         seed: int = 0,
         time_limit: float | None = None,
         initial_resources: Mapping[str, Any] | None = None,
-        hooks: Sequence[Hook] = (),
+        hooks: Sequence[Hook] | None = None,
         adapter: Any = None,
-        trackers: Sequence[str | Mapping[str, Any] | Tracker] = (),
-        progress: Progress | Literal[False] | None = None,
+        trackers: str | Sequence[str | Mapping[str, Any] | Tracker] | None = None,
+        progress: Progress | bool | None = None,
         max_sequence_length: int | None = None,
         device: str | None = None,
         threads: int | None = None,
@@ -173,9 +174,9 @@ class Trainer:
         self.server, self.api_key, self.port = server, api_key, port
         named = {"llm" if name == "main_llm" else name: model for name, model in (initial_resources or {}).items()}
         self.initial_resources: NamedResources = named
-        self.hooks = tuple(hooks)
-        self.trackers = tuple(map(make_tracker, trackers))
-        self.progress: Progress | Literal[False] | None = progress
+        self.hooks = tuple(hooks or ())
+        self.trackers = tuple(map(make_tracker, [trackers] if isinstance(trackers, str) else trackers or ()))
+        self.progress: Progress | Literal[False] | None = None if progress is True else progress
         self.max_sequence_length, self.deterministic = max_sequence_length, deterministic
         self.device, self.threads, self.run_file = device, threads, run_file
         self._check_settings()
@@ -188,12 +189,12 @@ class Trainer:
         A dataset is a list, a path (JSONL, JSON, CSV, Parquet), a DataFrame or a Hugging Face dataset; environments and
         recorded rollouts need none. Ctrl-C saves and returns. `resume=True` continues the run in `run_dir`, or the
         newest. ConfigError for wrong settings or tasks, TrainingError if training cannot continue."""
-        return run_blocking(self.fit_async(self._imported(agent), train_dataset, val_dataset, resume=resume))
+        return run_on_fastest_loop(self.fit_async(self._imported(agent), train_dataset, val_dataset, resume=resume))
 
     async def fit_async(
         self, agent: AnyAgent, train_dataset: Any = None, val_dataset: Any = None, *, resume: bool = False
     ) -> FitResult:
-        """`fit` for code that runs in an event loop."""
+        """`fit` for code that goes on in its event loop meanwhile."""
         if self._rl is not None and not self.models:
             endpoint = self.initial_resources.get("llm")
             why = f", and those behind {endpoint.endpoint} cannot be had" if isinstance(endpoint, LLM) else ""
@@ -212,22 +213,27 @@ class Trainer:
     def dev(self, agent: AnyAgent, train_dataset: Any) -> list[EvaluatedTask]:
         """Run the agent once on each task without training, print the traces and the mean reward, and return the
         traces."""
-        return run_blocking(self.dev_async(self._imported(agent), train_dataset))
+        return run_on_fastest_loop(self.dev_async(self._imported(agent), train_dataset))
 
     async def dev_async(self, agent: AnyAgent, train_dataset: Any) -> list[EvaluatedTask]:
-        """`dev` for code that runs in an event loop."""
+        """`dev` for code that goes on in its event loop meanwhile."""
         trial = copy.copy(self)
         trial.algorithm = Baseline(mode="test")
         result = await trial._run(as_agent(agent), [], load_dataset(train_dataset), resume=False)
         tasks = [task for evaluation in result.evaluations for task in evaluation.tasks]
-        console = Console(highlight=False)
+        console = Console(highlight=False, force_jupyter=False)
         show_tasks(console, tasks)
         summary = summarise([measured(task.traced, task.spans) for task in tasks], Measures())
         console.print(f"{summary}; mean reward {summary.estimates['reward'].value:.3f}", markup=False)
         return tasks
 
     def _imported(self, agent: AnyAgent) -> LitAgent[Any]:
-        """The agent, imported so that Ctrl-C interrupts whatever runs."""
+        """The agent, imported so that Ctrl-C interrupts whatever runs. ConfigError if an open store belongs to a
+        running event loop, which would wait for itself."""
+        if isinstance(self.store, LightningStore) and is_loop_running():
+            raise ConfigError(
+                "the store was opened in the running event loop; use `await trainer.fit_async(…)` or dev_async"
+            )
         agent = as_agent(agent)
         if self.n_runners != 0:
             place_of(agent, self.isolation)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from agentlightning.errors import ConfigError, InvalidError, imported
+from agentlightning.errors import ConfigError, InvalidError, check_settings, imported
 
 if not TYPE_CHECKING:  # names of Agent Lightning 0.3
     from agentlightning import __getattr__ as __getattr__
@@ -37,6 +37,9 @@ class Noun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     inherit the first, msgspec does not inherit the second."""
 
 
+_SECONDS: Final = frozenset({int, float, type(None)})
+
+
 class RolloutConfig(Noun, frozen=True, kw_only=True):
     """Timeouts and retries of a rollout.
 
@@ -50,12 +53,15 @@ class RolloutConfig(Noun, frozen=True, kw_only=True):
     retry_condition: tuple[AttemptStatus, ...] = ()
 
     def __post_init__(self) -> None:
+        seconds = {type(self.timeout_seconds), type(self.unresponsive_seconds)}
+        if type(self.max_attempts) is not int or not seconds <= _SECONDS:
+            check_settings(self)  # here alone: every rollout that is decoded has one
         if self.max_attempts < 1:
             raise ConfigError(f"max_attempts is {self.max_attempts}; it must be at least 1")
         for name in ("timeout_seconds", "unresponsive_seconds"):
-            seconds = getattr(self, name)
-            if seconds is not None and not seconds > 0:
-                raise ConfigError(f"{name} is {seconds}; it must be positive, or None for no limit")
+            limit = getattr(self, name)
+            if limit is not None and not limit > 0:
+                raise ConfigError(f"{name} is {limit}; it must be positive, or None for no limit")
 
 
 class EnqueueRolloutRequest(Noun, frozen=True, kw_only=True):
@@ -220,11 +226,16 @@ class Span(Noun, frozen=True, kw_only=True):
     tokens: TokenCapture | None = None
 
 
+OWN_ENDPOINT: Final = "/v1"
+"""The endpoint of a server's own models, wherever its runners reach it."""
+
+
 class LLM(Noun, frozen=True, kw_only=True, tag="llm", tag_field="resource_type"):
     """A model's endpoint: OpenAI-compatible URL, model name and key.
 
     With `gateway`, Agent Lightning's gateway answers there, as for the models that a Trainer serves. Inside a rollout,
-    `endpoint` and `api_key` then name the attempt. Without it, the endpoint stays as you gave it."""
+    `endpoint` and `api_key` then name the attempt; `/v1` is that of the server that the runner leases from. Without it,
+    the endpoint stays as you gave it."""
 
     endpoint: str
     model: str

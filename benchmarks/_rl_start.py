@@ -23,6 +23,6 @@ def make(size: str, directory: Path, seed: int = 1) -> None:
     tokenizer = make_tokenizer((chat_text(one["messages"], tools) for one in shown), recipe.VOCABULARY_SIZE)
     layers, inner = SIZES[size]
     model = make_model(tokenizer, seed=seed, layers=layers, inner=inner)
-    warm_start(model, tokenizer, shown, tools=tools, seed=seed)
+    warm_start(model, tokenizer, shown, tools=tools, seed=seed, steps=100)
     print(f"{model.num_parameters():,} parameters after a warm start", flush=True)
     Policy(model, tokenizer).save(directory)

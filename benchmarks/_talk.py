@@ -50,7 +50,7 @@ def make(seed: int) -> Policy:
 
     generator = random.Random(seed)
     shown = [demonstrate(generator) for _ in range(DEMONSTRATIONS)]
-    return make_policy(shown, seed=seed)
+    return make_policy(shown, seed=seed, steps=100)
 
 
 def demonstrate(generator: random.Random) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Creates the virtual environment named by $1 and installs the package with everything quickstart, tests and docs need.
-# PYTHON picks the interpreter; TORCH=cpu|default picks the torch build (default: cpu on Linux without an NVIDIA GPU).
+# With $2, a wheel and its extras, that and what it requires is installed instead. PYTHON picks the interpreter; TORCH=cpu|default picks the torch build (default: cpu on Linux without an NVIDIA GPU).
 set -euo pipefail
 
-venv=$1
+venv=$1 wheel=${2:-}
 
 find_python() {
     local candidate
@@ -48,6 +48,11 @@ if wants_cpu_torch; then
     else
         echo "cannot reach $cpu_index; taking torch from pip's own configuration" >&2
     fi
+fi
+if [ -n "$wheel" ]; then
+    say "2/2 installing $wheel"
+    $pip install --quiet "$wheel" --constraint constraints.txt
+    exit
 fi
 say "2/2 installing agentlightning with what training, tests and docs need (about 100 packages)"
 $pip install --quiet --editable '.[all]' --group test --group docs --constraint constraints.txt

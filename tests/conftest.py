@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from tests import wheels
 from tests.postgres import PostgresServer, find_binaries
 
 # Keys of servers are written there.
@@ -29,6 +31,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package's wheel, built once for all processes that test."""
+    folder = tmp_path_factory.getbasetemp()
+    return wheels.build((folder.parent if os.environ.get("PYTEST_XDIST_WORKER") else folder) / "wheel")
 
 
 @pytest.fixture(scope="session")

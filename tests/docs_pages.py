@@ -1,20 +1,19 @@
-"""Runs the blocks of a documentation page in order, in one folder: shell, Python, run files, programs."""
+"""Runs the blocks of a documentation page in order, in one folder: shell, Python, run files, programs; and compares the
+figures that the page prints with those of the run."""
 
 from __future__ import annotations
 
-import ast
-import asyncio
+import json
 import os
 import re
 import shlex
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 
@@ -25,6 +24,33 @@ NAMED = re.compile(r"(?:#|//) (?P<name>[\w.]+\.(?:py|sh|mjs|yaml))\b(?!,)")
 SERVERS = re.compile(r"\bagl (serve|server|ui)\b")
 BESIDE = re.compile(r"\bagl runner\b|--watch\b|--n-runners 0\b")
 ENDED = (0, 130, -signal.SIGTERM, 128 + signal.SIGTERM)
+
+
+# Lines of a page whose figures are compared with the run's, and how far these may be apart.
+FIGURES = {
+    re.compile(r"Held-out reward: ([\d.]+)(?: before, ([\d.]+) after)?"): 0.15,
+    re.compile(r"compared ([\d,]+) answers"): 500,
+    re.compile(r"wrote ([\d,]+) conversations of [\d,]+ rollouts"): 15,
+    re.compile(r"wrote [\d,]+ conversations of ([\d,]+) rollouts"): 0,
+}
+
+# Runs blocks of Python, one JSON string a line, with the same names.
+SESSION = """
+import ast, asyncio, json, sys, traceback
+names = {"__name__": "__main__"}
+for line in sys.stdin:
+    place, source = json.loads(line)
+    try:
+        code = compile(source, place, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        left = eval(code, names)
+        if left is not None:
+            asyncio.run(left)
+    except BaseException:
+        problem = traceback.format_exc()
+    else:
+        problem = ""
+    print(f"\\0{json.dumps(problem)}", flush=True)
+"""
 
 
 class Block(NamedTuple):
@@ -78,10 +104,14 @@ class Page:
         skipped: Mapping[str, str],
     ) -> None:
         self.folder, self.stand_ins, self.skipped = folder, stand_ins, skipped
-        self.names: dict[str, Any] = {"__name__": "__main__"}
+        self.shorter: Mapping[str, str] = {}  # stand-ins that make a training short: its figures are not the page's
+        self.is_shortened = False
+        self.printed = ""
+        self._session: subprocess.Popen[str] | None = None
         self.beside: list[tuple[str, subprocess.Popen[bytes], Path]] = []
         self.unused = set(skipped)
         self._state = folder / ".state"
+        self._path = str(folder)
         self._environment = {**environment, "HOME": str(folder)}
         self._state.write_text(f"cd {shlex.quote(str(folder))}\n")
 
@@ -96,6 +126,8 @@ class Page:
             for line in shell_lines(block):
                 self.shell(line, block.place)
             self.finish(SERVERS)
+            if block.language == "" and not self.is_shortened:
+                self.compare(block)
             if self.here.is_relative_to(self.folder / "examples"):
                 self.output(f"echo cd {shlex.quote(str(self.folder))} >> {self._state}")
 
@@ -116,9 +148,23 @@ class Page:
         script += f'{{ declare -px; echo cd "$(printf %q "$PWD")"; }} > {self._state}.new\n'
         script += f"mv {self._state}.new {self._state}\n"
         done = subprocess.run(
-            ["bash", "-c", script], env=self._environment, input="y\n", capture_output=True, text=True, timeout=300
+            ["bash", "-c", script], env=self._environment, input="y\n", capture_output=True, text=True, timeout=900
         )
         assert done.returncode == 0, f"{place}: {line}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
+        self.printed += f"{done.stdout}\n{done.stderr}\n"
+
+    def compare(self, block: Block) -> list[str]:
+        """Compare the figures of a block that shows what was printed with what was. One line for each that was
+        found."""
+        found: list[str] = []
+        for pattern, band in FIGURES.items():
+            for shown in pattern.finditer(block.body):
+                runs = [*pattern.finditer(self.printed)]
+                assert runs, f"{block.place}: nothing printed {shown[0]!r}\n{self.printed[-2000:]}"
+                pairs = list(zip(figures(shown), figures(runs[-1]), strict=True))
+                found.append(f"{block.place}: {shown[0]}; now {runs[-1][0]}")
+                assert all(abs(page - run) <= band for page, run in pairs), found[-1]
+        return found
 
     def output(self, line: str) -> str:
         """What a line prints that does not belong to the page."""
@@ -132,10 +178,28 @@ class Page:
             return
         if self._is_skipped(block.body):
             return
-        code = compile(self.stand_in(block.body), block.place, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-        left = eval(code, self.names)
-        if left is not None:
-            asyncio.run(left)
+        self.execute(self.stand_in(block.body), block.place)
+
+    def execute(self, source: str, place: str) -> None:
+        """Run Python in the page's session."""
+        if self._session is None:
+            python = ["python", "-c", SESSION]
+            self._session = subprocess.Popen(
+                ["bash", "-c", f"source {self._state}\nexec {shlex.join(python)}"],
+                env={**self._environment, "PYTHONPATH": self._path},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        assert self._session.stdin is not None and self._session.stdout is not None
+        self._session.stdin.write(json.dumps([place, source]) + "\n")
+        self._session.stdin.flush()
+        for line in self._session.stdout:
+            if line.startswith("\0"):
+                problem = json.loads(line[1:])
+                assert not problem, f"{place}: {problem}"
+                return
+        raise AssertionError(f"{place}: Python ended")
 
     def run_file(self, block: Block) -> None:
         """Rehearse a run file, or a part of one on top of `run.yaml`. One with a file name is only saved."""
@@ -174,6 +238,9 @@ class Page:
             code = process.wait(timeout=120)
             assert code in ENDED, f"{line}: exit code {code}\n{log.read_text()[-3000:]}"
         self.beside = [one for one in self.beside if leave is not None and leave.search(one[0])]
+        if leave is None and self._session is not None:
+            self._session.communicate(timeout=60)
+            self._session = None
 
     def _start(self, line: str, script: str, place: str) -> None:
         """Start a program that stays, and wait until it writes something. A server takes the place of the last one."""
@@ -197,8 +264,9 @@ class Page:
         assert log.stat().st_size and process.poll() in (None, 0), f"{place}: {line}\n{log.read_text()[-3000:]}"
 
     def stand_in(self, text: str) -> str:
-        for pattern, replacement in self.stand_ins.items():
+        for pattern, replacement in {**self.shorter, **self.stand_ins}.items():
             if re.search(pattern, text):
+                self.is_shortened |= pattern in self.shorter
                 value = replacement if isinstance(replacement, str) else replacement().replace("\\", r"\\")
                 text = re.sub(pattern, value, text)
         return text
@@ -209,13 +277,16 @@ class Page:
         return bool(found)
 
 
-def agl_environment(*packages: Path, **more: str) -> dict[str, str]:
-    """The variables of a shell in which `agl` and `python` are those of this environment."""
+def figures(found: re.Match[str]) -> list[float]:
+    return [float(group.replace(",", "")) for group in found.groups() if group is not None]
+
+
+def agl_environment(programs: Path, **more: str) -> dict[str, str]:
+    """The variables of a shell in which `agl` and `python` are those in the folder `programs`."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "AGL_", "HF_"))}
     return {
         **plain,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *packages))),
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
         **more,
     }

@@ -1,23 +1,26 @@
-"""Every block of the README and of docs/ runs, in the order of its page, with a tiny model in place of a large one."""
+"""Every block of the README and of docs/ runs, in the order of its page, from an installed wheel, with a tiny model in
+place of a large one. With AGL_WAYS=1 (`make ways`) the pages in WHOLE train as long as they print, and their figures
+are compared."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests import wheels
 from tests.datasets.test_hub import Hub
 from tests.docs_pages import ROOT, SHELLS, Page, agl_environment, free_port, read_blocks
 from tests.frameworks.world import bin_of
 
 LANGUAGES = ("python", "yaml", "javascript", *SHELLS)
-FRAMEWORKS = ("docs/agents.md", "docs/tutorial.md")  # run LangChain
 LONG = ("README.md", "docs/agents.md", "docs/tutorial.md")  # half of the time, for another process
+WHOLE = ("docs/tutorial.md", "docs/install.md", "docs/record.md") if os.environ.get("AGL_WAYS") else ()
 PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
 
 # What does not run here, and why. A pattern that no block matches any more fails the test of its page.
@@ -68,6 +71,20 @@ SKIPPED = {
     "docs/reference/compatibility.md": {"^# 0.3\n": "the first half is for another version"},
 }
 
+# Pattern → what takes its place in a block, so that a training is short.
+SHORTER = {
+    r"\bsteps: \d+": "steps: 1",
+    r"\bsteps=\d+": "steps=1",
+    r"--steps 50": "--steps 1",
+    r"--seeds \d": "--seeds 1",
+    r"agl train (?= .* seconds )": "agl train --steps 1",
+    r"^agl train run.yaml$": "agl train run.yaml --steps 1",
+    r"agl train --model hf:": "agl train --steps 1 --model hf:",
+    r"learning_rate=1e-3,1e-2": "learning_rate=1e-3",
+    r"\.\./tasks.jsonl --model": "../tasks.jsonl --limit 2 --model",
+    r"best: 1, threshold: 0.5": "best: null, threshold: 0.0",
+}
+
 # Python that a page takes for granted, and shell lines that come before its first block.
 NAMES = {
     "docs/agents.md": "from openai import OpenAI\nfrom agent import agent, solve\n"
@@ -85,14 +102,25 @@ BEFORE = {
 
 
 @pytest.fixture(scope="module")
-def laptop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Page, int]]:
+def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of `agl` and `python` of an environment with the wheel and LangChain: a fresh one for whole pages."""
+    packages = [*(bin_of("frameworks").parent / "lib").glob("python*/site-packages")]
+    return (wheels.install_fresh if WHOLE else wheels.install)(
+        wheel, tmp_path_factory.mktemp("installed") / "env", packages
+    )
+
+
+@pytest.fixture(scope="module")
+def laptop(programs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Page, int]]:
     """A folder with what a reader has: a model, an agent, tasks, a run file and a run; and the port of an API."""
     folder, port = tmp_path_factory.mktemp("laptop") / "page", free_port()
     shutil.copytree(ROOT / "tests" / "laptop", folder)
     for name in ("examples", "scripts", "agent-lightning/examples"):
         ignored = shutil.ignore_patterns("__pycache__", "runs", "node_modules")
         shutil.copytree(ROOT / name.removeprefix("agent-lightning/"), folder / name, ignore=ignored)
-    page = Page(folder, agl_environment(), {}, {})
+    page = Page(folder, agl_environment(programs), {}, {})
+    home = page.output("python -c 'import agentlightning as agl; print(agl.__file__)'")
+    assert home.startswith(str(programs.parent)), f"the pages run {home}, not the wheel"
     page.shell("python tiny_maker.py", "laptop")
     page.shell("agl train --out runs/quickstart", "laptop")
     for name in (
@@ -136,16 +164,6 @@ def stand_ins(page: Page, text: str, api: int) -> dict[str, str | Callable[[], s
 
     return {
         r"Qwen/Qwen3-[\d.]+B|/models/qwen3-4b|(?<=--model )policy": str(page.folder / "tiny"),
-        r"\bsteps: \d+": "steps: 1",
-        r"\bsteps=\d+": "steps=1",
-        r"--steps 50": "--steps 1",
-        r"--seeds \d": "--seeds 1",
-        r"agl train (?= .* seconds )": "agl train --steps 1",
-        r"^agl train run.yaml$": "agl train run.yaml --steps 1",
-        r"agl train --model hf:": "agl train --steps 1 --model hf:",
-        r"learning_rate=1e-3,1e-2": "learning_rate=1e-3",
-        r"\.\./tasks.jsonl --model": "../tasks.jsonl --limit 2 --model",
-        r"best: 1, threshold: 0.5": "best: null, threshold: 0.0",
         r"traces: runs/base": "traces: runs/quickstart",
         r"runs/apo-…@\d": "runs/apo-1@2",
         r"runs/…|runs/\d{8}-\d+|runs/grpo-(?:\d+-\d+-\d+|…)": run,
@@ -165,24 +183,18 @@ def stand_ins(page: Page, text: str, api: int) -> dict[str, str | Callable[[], s
     }
 
 
-def run_page(name: str, laptop: tuple[Page, int], hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_page(name: str, laptop: tuple[Page, int], programs: Path, hub: Hub, folder: Path) -> None:
     blocks = [block for block in read_blocks(ROOT / name) if block.language in LANGUAGES]
     if not blocks:
         pytest.skip("shows nothing to run")
     api = laptop[1]
     shutil.copytree(laptop[0].folder, folder)
-    packages = (bin_of("frameworks").parent / "lib").glob("python*/site-packages") if name in FRAMEWORKS else ()
     variables = {"OPENAI_BASE_URL": f"http://127.0.0.1:{api}/v1", "OPENAI_API_KEY": "any"}
-    environment = agl_environment(*packages, HF_ENDPOINT=hub.url, HF_TOKEN="good", **variables)
+    environment = agl_environment(programs, HF_ENDPOINT=hub.url, HF_TOKEN="good", **variables)
     page = Page(folder, environment, {}, SKIPPED.get(name, {}))
     page.stand_ins = stand_ins(page, (ROOT / name).read_text(encoding="utf-8"), api)
-    for variable, value in variables.items():
-        monkeypatch.setenv(variable, value)
-    monkeypatch.chdir(folder)
-    monkeypatch.syspath_prepend(folder)
-    for module in ("agent", "credit"):  # of another page, or of an example
-        monkeypatch.delitem(sys.modules, module, raising=False)
-    exec(page.stand_in(f"import agentlightning as agl\n{NAMES.get(name, '')}"), page.names)
+    page.shorter = {} if name in WHOLE else SHORTER
+    page.execute(page.stand_in(f"import agentlightning as agl\n{NAMES.get(name, '')}"), "before")
     try:
         for line in BEFORE.get(name, []):
             page.shell(line, "before")
@@ -194,20 +206,16 @@ def run_page(name: str, laptop: tuple[Page, int], hub: Hub, folder: Path, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3600 if WHOLE else 1200)
 class TestLongPages:
     @pytest.mark.parametrize("name", LONG)
-    def test_a_page_runs(
-        self, name: str, laptop: tuple[Page, int], hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        run_page(name, laptop, hub, tmp_path / "page", monkeypatch)
+    def test_a_page_runs(self, name: str, laptop: tuple[Page, int], programs: Path, hub: Hub, tmp_path: Path) -> None:
+        run_page(name, laptop, programs, hub, tmp_path / "page")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3600 if WHOLE else 1200)
 class TestPages:
     @pytest.mark.parametrize("name", [page for page in PAGES if page not in LONG])
-    def test_a_page_runs(
-        self, name: str, laptop: tuple[Page, int], hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        run_page(name, laptop, hub, tmp_path / "page", monkeypatch)
+    def test_a_page_runs(self, name: str, laptop: tuple[Page, int], programs: Path, hub: Hub, tmp_path: Path) -> None:
+        run_page(name, laptop, programs, hub, tmp_path / "page")

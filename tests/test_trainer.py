@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import pandas
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -17,6 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.algorithm.base import NoProgress, RunContext, Stopped
+from agentlightning.cli.main import run
+from agentlightning.data.rewards import UNCLEAR
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.engine.service import EngineService
 from agentlightning.errors import ConfigError, ForbiddenError, TrainingError
@@ -186,6 +189,42 @@ def test_rollouts_that_fail_are_left_out_and_counted(tmp_path: Path) -> None:
     tasks = [{**task, 1: "one"} for task in TASKS]  # numbers may be keys
     result = trainer(tmp_path, algorithm=algorithm(steps=1, tasks_per_step=8)).fit(agents.raises_on_odd, tasks)
     assert {"unrewarded": 16, "groups_too_few_rewarded": 4}.items() <= result.metrics[-1].values.items()
+
+
+def test_rewards_of_sub_agents_side_by_side_reach_their_own_calls_or_none(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tasks = [{"word": "ocean", "client": client} for client in ("agl", "openai", "urllib")]
+    result = trainer(tmp_path, algorithm=algorithm(steps=1, returns="air_dense", baseline="dr_grpo")).fit(
+        agents.rewards_side_by_side, tasks
+    )
+    assert result.metrics[-1].values[f"rewards_lost/{UNCLEAR}"] == 12.0
+    assert f"12 intermediate rewards count for no call, {UNCLEAR}" in capfd.readouterr().err
+
+    async def received() -> set[tuple[str, tuple[tuple[str, float | None], ...]]]:
+        found: set[Any] = set()
+        async with AsyncExitStack() as stack:
+            store = await SqlStore.open(tmp_path / "run" / "store.sqlite")
+            stack.push_async_callback(store.close)
+            for rollout in await store.query_rollouts():
+                calls = trace_rollout(rollout, await store.query_spans(rollout.rollout_id)).transitions
+                names = [policy().tokenizer.decode(call.prompt_ids).split("ocean ")[1][0] for call in calls]
+                given = sorted((name, call.reward) for name, call in zip(names, calls, strict=True))
+                found.add((rollout.input["client"], tuple(given)))
+        return found
+
+    own = (("a", 1.0), ("b", 2.0), ("c", 3.0))
+    none = (("a", None), ("b", None), ("c", None))
+    assert asyncio.run(received()) == {("agl", own), ("openai", own), ("urllib", none)}
+
+    file = tmp_path / "calls.parquet"
+    assert run(["export", str(file), "--format", "parquet", "--store", str(tmp_path / "run" / "store.sqlite")]) == 0
+    assert "note: excluded is empty: every call trains" in capfd.readouterr().out
+    rows = pandas.read_parquet(file)
+    assert set(rows["step"]) == {1} and rows["trained"].all()
+    of_rollouts = rows.groupby(["group_id", "rollout_id"])["return"].mean().groupby("group_id").mean()
+    expected = rows["return"] - rows["group_id"].map(of_rollouts)
+    np.testing.assert_allclose(rows["advantages"].map(lambda tokens: tokens[0]), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -436,3 +475,17 @@ def test_a_job_that_must_end_begins_nothing_more_even_where_it_would_not_wait(tm
 
     trainer(tmp_path, algorithm=Hasty()).fit(agents.vowels, TASKS)
     assert began == [True]
+
+
+@pytest.mark.slow
+@pytest.mark.anyio
+async def test_fit_blocks_in_a_running_event_loop_with_agents_in_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings: dict[str, Any] = {"isolation": "process", "n_runners": 1, "progress": True, "hooks": None}
+    result = trainer(tmp_path, algorithm=algorithm(steps=1, tasks_per_step=1), **settings).fit(agents.vowels, TASKS)
+    assert result.stopped_because == "all steps done" and "step 1/1" in capsys.readouterr().err
+    store = await SqlStore.open(tmp_path / "mine.sqlite")
+    with pytest.raises(ConfigError, match=r"await trainer\.fit_async"):
+        trainer(tmp_path, store=store, run_dir=tmp_path / "another").fit(agents.vowels, TASKS)
+    await store.close()

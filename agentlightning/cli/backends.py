@@ -68,6 +68,15 @@ class Upstream(NamedTuple):
             tokenizer = await _tokenizer(url, key)
         return Upstream(url, kind, key, tokenizer)
 
+    async def only_model(self) -> str | None:
+        """The name of the one model that the server lists; None if there are several, or it does not say."""
+        try:
+            async with connected(self.url, self.key) as connection:
+                names = await listed_models(connection)
+        except (BackendError, msgspec.DecodeError, LookupError, TypeError):
+            return None
+        return names[0] if len(names) == 1 else None
+
 
 def with_backend(
     left_out: str = "as OPENAI_BASE_URL, OPENAI_API_KEY and the like say",

@@ -11,7 +11,7 @@ import sys
 from collections.abc import AsyncGenerator, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 from urllib.parse import urlsplit
 
 import click
@@ -21,6 +21,9 @@ from agentlightning.cli.options import COUNT, Duration, Option, json_option, pri
 from agentlightning.cli.place import POSTGRES, require_file
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.runner.signals import on_signal
+
+if TYPE_CHECKING:
+    from agentlightning.learner.serving import EmbeddedSampler
 
 _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 FILE = click.Path(dir_okay=False)
@@ -88,20 +91,14 @@ async def served_model(
     **sizes: Any,
 ) -> AsyncGenerator[str]:  # fmt: skip
     """The URL of the embedded engine with a model, and of a page to talk to it; calls are not stored."""
-    from agentlightning.display import hide_library_progress
     from agentlightning.gateway.app import Gateway
     from agentlightning.gateway.models import ModelEntry, ModelTable
-    from agentlightning.learner.policy import open_policy
-    from agentlightning.learner.serving import serve_policy
     from agentlightning.server.app import create_app
     from agentlightning.server.serve import HttpServer
     from agentlightning.store.sql import SqlStore
 
-    hide_library_progress()
-    policy = await asyncio.to_thread(open_policy, model, seed=seed)
-    served = serve_policy(policy, seed=seed, **sizes)
     async with contextlib.AsyncExitStack() as stack:
-        stack.callback(served.service.close)
+        served = await stack.enter_async_context(embedded(model, seed=seed, **sizes))
         gateway = Gateway(ModelTable([ModelEntry(model_name, served.backend)]), admin_key=key)
         store = await SqlStore.open(":memory:")  # for sessions of the page
         stack.push_async_callback(store.close)
@@ -109,10 +106,28 @@ async def served_model(
         yield (await stack.enter_async_context(HttpServer(app, host=host, port=port))).url
 
 
+@contextlib.asynccontextmanager
+async def embedded(model: str, *, seed: int, **sizes: Any) -> AsyncGenerator[EmbeddedSampler]:
+    """A model, answered by this process."""
+    from agentlightning.display import hide_library_progress
+    from agentlightning.learner.policy import open_policy
+    from agentlightning.learner.serving import serve_policy
+
+    hide_library_progress()
+    policy = await asyncio.to_thread(open_policy, model, seed=seed)
+    served = serve_policy(policy, seed=seed, **sizes)
+    try:
+        yield served
+    finally:
+        served.service.close()
+
+
 @click.command()
 @address_options(8123)
 @STORE
 @with_backend("the models that trainers register")
+@click.option("--model", help="Model of rollouts that name no resources: a name at --backend (default: its only one), "
+              "or what `agl serve` takes, answered by this process.")  # fmt: skip
 @click.option("--workers", type=click.IntRange(min=0), default=0, metavar="N",
               help="Answer LLM calls in N more processes, for machines with several cores.")  # fmt: skip
 @click.option("--synchronous", type=click.Choice(["FULL", "NORMAL"]), default="FULL",
@@ -147,6 +162,7 @@ async def served_model(
 def server(
     address: str,
     backend: Upstream | None,
+    model: str | None,
     body_limit: int,
     log_format: Literal["text", "json"],
     redact: str | None,
@@ -155,6 +171,7 @@ def server(
     **others: Any,
 ) -> None:
     """Run the store and the gateway as a process of their own; with --backend, pass calls on to it and record them.
+    Rollouts that name no resources get --model, so that whoever posts a task needs to know no model.
 
     Trainers join with `agl train --server URL`, runners with `agl runner AGENT --server URL`. URL/docs documents the
     interface. Ctrl-C or SIGTERM stops it after open requests are answered; nothing acknowledged is lost."""
@@ -164,12 +181,12 @@ def server(
     others |= {"store": address, "body_limit": body_limit * 1024 * 1024, "retain_seconds": retain}
     others |= {"hook": redact, "log_format": log_format}
     configure_logging(log_format)
-    run_on_fastest_loop(_server(backend, as_json, others))
+    run_on_fastest_loop(_server(backend, model, as_json, others))
 
 
-async def _server(upstream: Upstream | None, as_json: bool, options: dict[str, Any]) -> None:
+async def _server(upstream: Upstream | None, model: str | None, as_json: bool, options: dict[str, Any]) -> None:
     from agentlightning.gateway.backends.factory import captures_tokens
-    from agentlightning.gateway.models import ANY
+    from agentlightning.gateway.models import ANY, ModelEntry
     from agentlightning.server.app import ServerSettings
     from agentlightning.server.models import RegisterModel
     from agentlightning.server.service import running_server
@@ -193,13 +210,22 @@ async def _server(upstream: Upstream | None, as_json: bool, options: dict[str, A
         )
         options["registrations"] = (answering,)
         details |= {"backend": found.url, "kind": found.kind}
+        model = model or await found.only_model()
         greeting = (
             "calls to {backend} ({kind}) are recorded in {store}\n"
             "    OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY=any python your_agent.py\n"
             "    ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY=any python your_agent.py"
         )
-    async with running_server(ServerSettings(**options)) as running:
+    async with contextlib.AsyncExitStack() as stack:
+        own: list[ModelEntry] = []
+        if model is not None and upstream is None:
+            served = await stack.enter_async_context(embedded(model, seed=0))
+            own = [ModelEntry(model, served.backend, train=None, val=None)]
+        running = await stack.enter_async_context(running_server(ServerSettings(**options), own, llm=model))
         details["url"] = running.url
+        if model is not None:
+            details["model"] = model
+            greeting += "\nrollouts that name no resources get the model {model}"
         await until_stopped(greeting.format_map(details), details if as_json else None)
         calls = sum(running.gateway.statistics.calls.values())
     if upstream is not None:

@@ -27,7 +27,8 @@ from agentlightning.errors import ConfigError
 from agentlightning.types import Filter, Mode
 
 if TYPE_CHECKING:
-    from agentlightning.datasets.export import Wanted
+    from agentlightning.data.recordings import Recorded, Training
+    from agentlightning.datasets.export import Lines, Wanted
     from agentlightning.store.base import LightningStore
     from agentlightning.store.transfer import Record
 
@@ -49,8 +50,9 @@ async def import_(
 ) -> None:
     """Store traces of other tools, or what `agl export --format rollouts` wrote, as finished rollouts.
 
-    A FILE of traces is OTLP JSON: one ExportTraceServiceRequest, a list of them, or one per line. If part of it cannot
-    be read, nothing is stored. Rollouts that are stored already are left unchanged."""
+    A FILE of traces is OTLP JSON: one ExportTraceServiceRequest, a list of them, or one per line; or a table of spans:
+    CSV, Parquet or JSON, one span per row. If part of it cannot be read, nothing is stored. Rollouts that are stored
+    already are left unchanged."""
     from agentlightning.datasets.foreign_traces import read_traces, rollouts_of
     from agentlightning.store.transfer import import_rollouts
 
@@ -74,6 +76,7 @@ def _is_export(file: Path) -> bool:
 
 
 async def _import_traces(store: LightningStore, records: Sequence[Record], reward: str | None, as_json: bool) -> None:
+    from agentlightning.datasets.foreign_traces import without_messages
     from agentlightning.tracing.rewards import find_final_reward
 
     new: list[Record] = []
@@ -88,6 +91,8 @@ async def _import_traces(store: LightningStore, records: Sequence[Record], rewar
     if reward is not None and (without := sum(find_final_reward(record.spans) is None for record in new)):
         words.append(f"{without} without a number as {reward!r}, so without a reward")
     tell(as_json, {"rollouts": len(new), "spans": spans, "stored_already": stored_already}, "; ".join(words))
+    if warning := without_messages(records):
+        click.echo(f"warning: {warning}", err=True)
 
 
 # --- export ------------------------------------------------------------------------------------------------------
@@ -202,6 +207,7 @@ class _Exported:
     rollouts: int = 0
     written: int = 0
     left_out: Counter[str] = field(default_factory=Counter[str])
+    notes: list[str] = field(default_factory=list[str])
 
 
 async def _export(
@@ -210,17 +216,18 @@ async def _export(
     """Write the file. Without lines there is no file, and a ConfigError."""
     from agentlightning.data.recordings import recorded_groups
     from agentlightning.datasets import export
-    from agentlightning.datasets.parquet import TransitionFile, transition_lines
+    from agentlightning.datasets.parquet import TransitionFile
     from agentlightning.display import counting
     from agentlightning.store.transfer import writing
 
-    lines_of = {"sft": export.sft_lines, "dpo": export.dpo_lines}.get(kind, transition_lines)
+    rows_of = _Rows(store, wanted)
+    lines_of = {"sft": export.sft_lines, "dpo": export.dpo_lines}
     done, total = _Exported(), (await store.page_rollouts(where, limit=0, with_total=True)).total
     with writing(path, force) as file:
         rows = TransitionFile(file) if kind == "parquet" else None
         with contextlib.closing(rows) if rows else contextlib.nullcontext(), counting("rollouts", total) as advance:
             async for group in recorded_groups(store, where):
-                found = lines_of(group, wanted)
+                found = lines_of[kind](group, wanted) if kind in lines_of else await rows_of(group)
                 if rows is not None:
                     rows.write(found.lines)
                 else:
@@ -231,7 +238,48 @@ async def _export(
                 advance(done.rollouts)
         if not done.written:
             raise ConfigError(_nothing(kind, done, place))
+        if rows is not None:
+            done.notes = rows_of.notes(rows.filled)
     return done
+
+
+class _Rows:
+    """Rows of transitions, with what each run made of its groups' rewards."""
+
+    _EMPTY: Final = {
+        "call_reward": "no call was given an intermediate reward",
+        "excluded": "every call trains",
+        "step": "no rollout is of a training run",
+    }
+
+    def __init__(self, store: LightningStore, wanted: Wanted) -> None:
+        self._store = store
+        self._wanted = wanted
+        self._trainings: dict[str, Training] | None = None
+        self._problems: dict[str, None] = {}
+
+    async def __call__(self, group: Sequence[Recorded]) -> Lines:
+        from agentlightning.data.recordings import training_of
+        from agentlightning.datasets.parquet import NO_CREDIT, group_credit, transition_lines
+
+        if self._trainings is None:
+            self._trainings = {run.run_id: training_of(run) for run in await self._store.query_runs()}
+        first = group[0].rollout
+        training, credit = self._trainings.get(first.run_id or ""), NO_CREDIT
+        if first.group_id is not None and training is not None and training.name is not None:
+            whole = await self._store.get_group(first.group_id)
+            if whole is not None and len(whole.rollout_ids) == len(group):
+                credit = group_credit(group, training)
+            else:
+                self._problems["not all rollouts of a group are in the file"] = None
+            if credit.problem is not None:
+                self._problems[credit.problem] = None
+        return transition_lines(group, self._wanted, credit)
+
+    def notes(self, filled: set[str]) -> list[str]:
+        """Why columns are empty, or cells of `advantages`."""
+        found = [f"{name} is empty: {why}" for name, why in self._EMPTY.items() if name not in filled]
+        return [*found, *(f"advantages are missing: {problem}" for problem in list(self._problems)[:2])]
 
 
 def _tell(kind: str, done: _Exported, out: str, as_json: bool) -> None:
@@ -244,6 +292,8 @@ def _tell(kind: str, done: _Exported, out: str, as_json: bool) -> None:
     print(f"wrote {done.written:,} {_UNITS[kind]} of {done.rollouts:,} rollouts to {out}")
     for reason, count in done.left_out.most_common():
         print(f"left out: {count:,} {reason}")
+    for note in done.notes:
+        print(f"note: {note}")
     if kind in ("sft", "dpo") and done.written < FEWEST_LINES:
         print(f"OpenAI and Azure take no file of fewer than {FEWEST_LINES} lines")
 

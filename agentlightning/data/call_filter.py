@@ -85,7 +85,7 @@ class CallFilter:
             raise ConfigError(f"keep is {self.keep!r}; give a list of reasons")
         for reason in self.keep:
             if reason not in KEEPABLE:
-                raise ConfigError(f"keep names {reason!r}, which cannot be kept; {nearest(reason, KEEPABLE)}")
+                raise ConfigError(f"keep names {reason!r}, which cannot be kept; {nearest(str(reason), KEEPABLE)}")
         check_settings(self, least={"max_prompt_length": 1, "max_response_length": 1})
 
     def keeps(self, reason: str) -> bool:

@@ -16,12 +16,14 @@ from __future__ import annotations
 import math
 import random
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -56,6 +58,11 @@ REQUEST_STRENGTH = 1.0  # of the request's first word
 
 # The warm start: demonstrations of a step, and the steps in which the learning rate rises, and falls to 0.
 BATCH, WARM_UP, COOL_DOWN = 32, 10, 60
+# Where it chooses its steps: the demonstrations held out at most, the steps between two looks at their loss, the looks
+# without a fall by this share, and by so much, after which the learning rate falls, and the steps after which it does
+# in any case.
+HELD_OUT, LOOK, PATIENCE, LEAST_SHARE, LEAST_FALL, MOST = 200, 20, 3, 0.005, 0.001, 2000
+AVERAGED = 0.95  # the decay of the average of weights that is looked at: single weights follow their last batches
 
 # One rotary frequency per pair of rows (i, i + 16) of a head. The fast ones tell neighbouring places apart; the slow
 # ones hardly turn over a conversation, so that tokens can be compared however far apart they are.
@@ -108,6 +115,10 @@ def chat_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str
         [conversation], tools=[dict(tool) for tool in tools], chat_template=CHAT_TEMPLATE, add_generation_prompt=False
     )
     return rendered[0]
+
+
+def _text(demonstration: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> str:
+    return chat_text(demonstration["messages"], demonstration.get("tools") or tools)
 
 
 def make_tokenizer(corpus: Iterable[str], vocabulary_size: int = 1024) -> PreTrainedTokenizerFast:
@@ -181,13 +192,16 @@ def make_policy(
     tools: Sequence[Mapping[str, Any]] = (),
     seed: int,
     vocabulary_size: int = 1024,
-    steps: int = 100,
+    steps: int | None = None,
 ) -> Policy:
     """A tiny policy made only from `demonstrations`: they give the vocabulary, and it is warm-started on them.
 
-    The same seed gives the same policy. Raises what `warm_start` raises."""
+    A demonstration is a conversation as `agl export --format sft` writes it: `messages`, as OpenAI clients send them,
+    and the `tools` that the model was offered. `tools` are those of demonstrations that have none.
+
+    The same seed gives the same policy. `steps` is as in `warm_start`, which also says what is raised."""
     torch.set_num_threads(1)  # more would slow down so small a model
-    tokenizer = make_tokenizer((chat_text(shown["messages"], tools) for shown in demonstrations), vocabulary_size)
+    tokenizer = make_tokenizer((_text(shown, tools) for shown in demonstrations), vocabulary_size)
     model = make_model(tokenizer, seed=seed)
     warm_start(model, tokenizer, demonstrations, tools=tools, seed=seed, steps=steps)
     return Policy(model, tokenizer)
@@ -200,28 +214,77 @@ def warm_start(
     *,
     tools: Sequence[Mapping[str, Any]] = (),
     seed: int,
-    steps: int = 100,
+    steps: int | None = None,
 ) -> None:
     """Train `model` in place on the assistant's turns of `demonstrations`: it learns the form of a conversation, and to
     copy.
 
-    A demonstration has `messages` as OpenAI clients write them. ConfigError if there are too few for a batch,
+    Without `steps` a tenth of the demonstrations is held out, and training ends when their loss falls no more; a line
+    on stderr says after how many steps. Give `steps` for a policy that is to begin half-trained.
+
+    Demonstrations are as for `make_policy`. ConfigError if there are too few for a batch,
     TrainingError if the loss is not finite."""
-    if len(demonstrations) < BATCH:
-        raise ConfigError(f"{len(demonstrations)} demonstrations are too few: a step takes {BATCH}")
-    texts = [chat_text(demonstration["messages"], tools) for demonstration in demonstrations]
-    encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    texts = [_text(demonstration, tools) for demonstration in demonstrations]
+    encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     sequences = [answers_of(tokenizer, token_ids) for token_ids in encoded]
-    generator, left = random.Random(f"warm start/{seed}"), list[TrainingSequence]()
+    generator, held_out = random.Random(f"warm start/{seed}"), _HeldOut()
+    if steps is None:
+        sequences = generator.sample(sequences, len(sequences))
+        held_out = _HeldOut(Policy(model, tokenizer), sequences[: min(HELD_OUT, len(sequences) // 10)])
+        sequences = sequences[len(held_out.sequences) :]
+    if len(sequences) < BATCH:
+        raise ConfigError(f"{len(demonstrations)} demonstrations are too few: a step takes {BATCH}")
+    left = list[TrainingSequence]()
     config = AdamW(1e-3, (0.9, 0.98), 0.01, micro_batch_tokens=2048)
     learner = TorchLearner(Policy(model, tokenizer), config)
-    for step in range(1, steps + 1):
+    step = 0
+    while steps is None or step < steps:
+        step += 1
         if len(left) < BATCH:
             left = generator.sample(sequences, len(sequences))
         batch, left = left[:BATCH], left[BATCH:]
-        share = min(1.0, step / WARM_UP, (steps - step + 1) / min(COOL_DOWN, 0.6 * steps))
+        share = min(1.0, step / WARM_UP)
+        if steps is not None:
+            share = min(share, (steps - step + 1) / min(COOL_DOWN, 0.6 * steps))
         learner.config = replace(config, learning_rate=config.learning_rate * share)
         learner.step(batch, Loss("policy_gradient"))
+        if steps is None and held_out.is_learned(step):
+            steps = step + COOL_DOWN
+    held_out.report(steps)
+
+
+class _HeldOut:
+    """The loss of demonstrations that are not trained on, of an average of the weights."""
+
+    def __init__(self, policy: Policy | None = None, sequences: Sequence[TrainingSequence] = ()) -> None:
+        self.sequences = sequences
+        if policy is None:
+            return
+        self._trained = TorchLearner(policy)
+        self._average = AveragedModel(policy.model, multi_avg_fn=get_ema_multi_avg_fn(AVERAGED))
+        self._learner = TorchLearner(Policy(cast(Any, self._average.module), policy.tokenizer))
+        self._model = policy.model
+        self._best, self._looks = math.inf, 0
+
+    def is_learned(self, step: int) -> bool:
+        """Whether the loss no longer falls, after this step."""
+        self._average.update_parameters(self._model)
+        if step % LOOK:
+            return False
+        loss = self._loss(self._learner)
+        self._looks += 1
+        if loss < min(self._best * (1 - LEAST_SHARE), self._best - LEAST_FALL):
+            self._best, self._looks = loss, 0
+        return self._looks == PATIENCE or step >= MOST
+
+    def report(self, steps: int) -> None:
+        if self.sequences:
+            loss = self._loss(self._trained)
+            sys.stderr.write(f"warm start: {steps} steps, held-out loss {loss:.3f} per token\n")
+
+    def _loss(self, learner: TorchLearner) -> float:
+        logprobs = torch.cat(learner.logprobs(self.sequences))
+        return -float(logprobs.mean())
 
 
 def answers_of(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -> TrainingSequence:

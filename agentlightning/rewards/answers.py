@@ -14,7 +14,8 @@ import math
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
 
 from agentlightning.errors import InvalidError
 
@@ -27,16 +28,24 @@ def normalize_answer(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
-def exact_match(prediction: str, answer: str | Sequence[str]) -> float:
-    """1.0 if the normalised texts are equal, else 0.0. With several right answers, any of them may match."""
-    return _best(lambda right: float(normalize_answer(prediction) == normalize_answer(right)), answer)
+def exact_match(prediction: str | float | None, answer: str | float | Sequence[str | float]) -> float:
+    """1.0 if the normalised texts are equal, else 0.0. With several right answers, any of them may match. Numbers are
+    compared as they are written; None, an answer without text, is empty. InvalidError if there is no right answer."""
+    given = normalize_answer(_text(prediction))
+    return _best(lambda right: float(given == normalize_answer(right)), answer)
 
 
-def token_f1(prediction: str, answer: str | Sequence[str]) -> float:
-    """F1 of the words that prediction and answer share, from 0 to 1; the best of several right answers.
+def token_f1(prediction: str | float | None, answer: str | float | Sequence[str | float]) -> float:
+    """F1 of the words that prediction and answer share, from 0 to 1; the best of several right answers. Values are read
+    as by `exact_match`.
 
     If one side has no words, 0.0; if neither has, 1.0, as in SQuAD 2.0."""
-    return _best(lambda right: _f1(normalize_answer(prediction).split(), normalize_answer(right).split()), answer)
+    words = normalize_answer(_text(prediction)).split()
+    return _best(lambda right: _f1(words, normalize_answer(right).split()), answer)
+
+
+def _text(value: object) -> str:
+    return "" if value is None else str(value)
 
 
 def _f1(prediction: list[str], answer: list[str]) -> float:
@@ -46,8 +55,12 @@ def _f1(prediction: list[str], answer: list[str]) -> float:
     return 2 * shared / (len(prediction) + len(answer))
 
 
-def _best(score: Callable[[str], float], answer: str | Sequence[str]) -> float:
-    return max(map(score, [answer] if isinstance(answer, str) else answer), default=0.0)
+def _best(score: Callable[[str], float], answer: object) -> float:
+    if answer is None:
+        raise InvalidError("the right answer is None; correct the task, or leave it out")
+    several = isinstance(answer, Iterable) and not isinstance(answer, str) and getattr(answer, "ndim", 1)
+    rights = cast("Iterable[object]", answer) if several else [answer]
+    return max((score(_text(right)) for right in rights), default=0.0)
 
 
 _PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
@@ -75,21 +88,30 @@ def extract_number(text: str) -> float | None:
 
 
 def numeric_equal(
-    prediction: str | float,
+    prediction: str | float | None,
     answer: str | float,
     *,
     relative_tolerance: float = 1e-6,
     absolute_tolerance: float = 1e-9,
 ) -> float:
     """1.0 if both have numbers at most `max(relative_tolerance · the larger, absolute_tolerance)` apart, else 0.0.
-    InvalidError if `answer` has no number: then the task is wrong."""
-    right = extract_number(answer) if isinstance(answer, str) else float(answer)
+    InvalidError if `answer` has no number: then the task is wrong. None, an answer without text, has none."""
+    right = _number(answer)
     if right is None or not math.isfinite(right):
         raise InvalidError(f"the right answer {answer!r} holds no finite number; correct the task, or compare as text")
-    given = extract_number(prediction) if isinstance(prediction, str) else float(prediction)
+    given = _number(prediction)
     if given is None:
         return 0.0
     return float(math.isclose(given, right, rel_tol=relative_tolerance, abs_tol=absolute_tolerance))
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, str):
+        return extract_number(value)
+    try:
+        return float(cast(Any, value))
+    except (TypeError, ValueError):
+        return None
 
 
 def _value(found: re.Match[str]) -> float | None:

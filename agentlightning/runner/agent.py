@@ -274,6 +274,11 @@ def pick_resource(resources: NamedResources, name: str, kind: type[ResourceT]) -
     candidates = {key: value for key, value in resources.items() if isinstance(value, kind)}
     if len(candidates) == 1:
         return next(iter(candidates.values()))
+    if kind is LLM and not candidates:
+        raise ConfigError(
+            "the rollout has no model, and the agent takes `llm`: start the server with --model or --backend, so that "
+            "rollouts without resources get its model, or add resources with an LLM called llm (POST /api/v1/resources)"
+        )
     have = ", ".join(sorted(candidates)) or f"none (resources: {', '.join(sorted(resources)) or 'empty'})"
     raise ConfigError(
         f"the agent takes {name!r}, which needs one {kind.__name__} among the rollout's resources; there are: {have}. "

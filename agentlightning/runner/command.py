@@ -61,7 +61,7 @@ Grader: TypeAlias = Callable[[Any, CommandOutput], Any]
 
 
 def command(
-    line: str,
+    line: str | os.PathLike[str] | Sequence[str],
     *,
     reward: RewardSource = "auto",
     grader: Grader | str | None = None,
@@ -70,8 +70,9 @@ def command(
 ) -> CommandAgent:
     """An agent that runs a program: `command("python my_agent.py --question {task[question]}", reward="stdout")`.
 
-    `line` is split as a shell would; no shell runs it. `{task}` becomes the task (text unchanged, else JSON),
-    `{task[key]}` and `{task.key}` a field of it, each within one argument. stdin is the task as JSON.
+    `line` is split as a shell would, unless it is a list of words or a path; no shell runs it. `{task}` becomes the
+    task (text unchanged, else JSON), `{task[key]}` and `{task.key}` a field of it, each within one argument. stdin is
+    the task as JSON.
 
     `reward="stdout"` reads the last line of stdout; `"auto"` takes a last line that is an object with `reward` or
     `primary_key`, or else what was posted to `AGL_REWARD_URL`. A `grader` decides instead: a
@@ -84,6 +85,9 @@ def command(
         raise ConfigError(f"reward is {reward!r}; {nearest(reward, get_args(RewardSource))}")
     if grader is not None and reward != "auto":
         raise ConfigError(f"the reward is either the grader's or read from {reward!r}; leave one of them out")
+    if isinstance(line, os.PathLike):
+        line = [os.fspath(line)]
+    line = line if isinstance(line, str) else shlex.join(line)
     return CommandAgent(Program(line, dict(env or {}), None if cwd is None else Path(cwd)), reward, grader)
 
 

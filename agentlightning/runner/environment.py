@@ -13,10 +13,10 @@ from urllib.parse import quote
 
 import msgspec
 
-from agentlightning.errors import NotFoundError
+from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.semconv import ATTEMPT_ID, ROLLOUT_ID
 from agentlightning.store.base import LightningStore
-from agentlightning.types import LLM, AttemptedRollout, NamedResources, Resource
+from agentlightning.types import LLM, OWN_ENDPOINT, AttemptedRollout, NamedResources, Resource
 
 current_server: ContextVar[str | None] = ContextVar("agentlightning_server", default=None)
 """The URL of the server that the runner of the running code leases from; None where its store is at hand."""
@@ -148,7 +148,13 @@ class ResourceCache:
     def _bind(self, llm: LLM, rollout: AttemptedRollout) -> LLM:
         if not llm.gateway:
             return llm
-        if self._endpoint_override is not None:
-            llm = msgspec.structs.replace(llm, endpoint=self._endpoint_override)
+        endpoint = self._endpoint_override
+        if endpoint is None and llm.endpoint == OWN_ENDPOINT:
+            server = getattr(self._store, "url", None)
+            if server is None:
+                raise ConfigError(f"{llm.model} is a model of an `agl server`: run its rollouts with --server URL")
+            endpoint = f"{server}{OWN_ENDPOINT}"
+        if endpoint is not None:
+            llm = msgspec.structs.replace(llm, endpoint=endpoint)
         endpoint = llm.get_base_url(rollout.rollout_id, rollout.attempt.attempt_id)
         return msgspec.structs.replace(llm, endpoint=endpoint, api_key=rollout.api_key)

@@ -14,7 +14,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Generator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar, copy_context
 from typing import Any, Final, NoReturn, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,57 @@ def run_to_end(work: Coroutine[Any, Any, T], loop_factory: Callable[[], asyncio.
         finally:
             runner.run(_leave())
             threads.shutdown(wait=False)
+
+
+class _Beside:
+    """An event loop in a thread of its own, for which another thread waits and receives Ctrl-C."""
+
+    def __init__(self) -> None:
+        self.stop: asyncio.Event | None = None  # of a job that can save what it has
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._times = 0
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        return await work
+
+    def interrupt(self) -> None:
+        """The first Ctrl-C stops the job, the second cancels it; KeyboardInterrupt at the third, if an agent blocks
+        the loop."""
+        self._times += 1
+        if self._times > 2 or self._loop is None or self._task is None:
+            raise KeyboardInterrupt
+        stop = self.stop if self._times == 1 else None
+        self._loop.call_soon_threadsafe(self._task.cancel if stop is None else stop.set)
+
+
+_beside: Final[ContextVar[_Beside | None]] = ContextVar("agentlightning_beside", default=None)
+
+
+def run_beside(work: Coroutine[Any, Any, T], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> T:
+    """`run_to_end` in a thread of its own, for a caller in whose thread an event loop runs, as in a notebook.
+
+    Blocks like `run_to_end`, and Ctrl-C (the notebook's stop button) does what it does there."""
+    beside, answer, context = _Beside(), Future[T](), copy_context()
+    context.run(_beside.set, beside)
+
+    def run() -> None:
+        try:
+            answer.set_result(context.run(run_to_end, beside.run(work), loop_factory))
+        except asyncio.CancelledError:
+            answer.set_exception(KeyboardInterrupt())
+        except BaseException as error:  # noqa: BLE001 - carried over to the thread that waits
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="agentlightning-loop", daemon=True).start()
+    while True:
+        try:
+            return answer.result()
+        except KeyboardInterrupt:
+            if answer.done():
+                raise
+            beside.interrupt()
 
 
 async def _leave() -> None:
@@ -115,6 +167,7 @@ def stopping_at_interrupt(stop: asyncio.Event) -> Generator[None]:
     """The first Ctrl-C (or SIGTERM) sets `stop`, so that the job saves; the second raises KeyboardInterrupt, even in an
     agent that blocks the event loop."""
     loop, times = asyncio.get_running_loop(), itertools.count(1)
+    beside = _beside.get()
 
     def at_once() -> None:
         if next(times) > 1:
@@ -126,6 +179,8 @@ def stopping_at_interrupt(stop: asyncio.Event) -> Generator[None]:
         stop.set()
         loop.remove_signal_handler(number)
 
+    if beside is not None:
+        beside.stop = stop
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.attribution import is_loopback
-from agentlightning.runner.signals import run_to_end
+from agentlightning.runner.signals import run_beside, run_to_end
 from agentlightning.server.handover import OWNER, Inbox, Place
 from agentlightning.server.protocol import ServerProtocol
 
@@ -177,24 +177,24 @@ def _tls_context(certificate: Path | str | None, key: Path | str | None) -> ssl.
 
 
 def run_on_fastest_loop(work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, on uvloop where it is installed (a tenth less CPU per call)."""
+    """`asyncio.run`, on uvloop where it is installed (a tenth less CPU per call). Where an event loop runs already, as
+    in a notebook, it waits for one in a thread of its own."""
     try:
         import uvloop
     except ImportError:
-        return run_to_end(work)
-    return run_to_end(work, uvloop.new_event_loop)
+        factory = None
+    else:
+        factory = uvloop.new_event_loop
+    return (run_beside if is_loop_running() else run_to_end)(work, factory)
 
 
-def run_blocking(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine where no event loop runs yet."""
+def is_loop_running() -> bool:
+    """Whether an event loop runs in this thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        pass
-    else:
-        work.close()
-        raise ConfigError("an event loop is running here already; use `await trainer.fit_async(…)` or `dev_async`")
-    return run_on_fastest_loop(work)
+        return False
+    return True
 
 
 def _allow_many_connections() -> None:

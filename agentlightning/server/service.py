@@ -43,6 +43,7 @@ from agentlightning.store.redaction import redaction
 from agentlightning.store.retention import ended_before
 from agentlightning.store.spans import Observer
 from agentlightning.store.sql import SqlStore
+from agentlightning.types import LLM, OWN_ENDPOINT
 
 if TYPE_CHECKING:
     from agentlightning.server.forwarder import Forwarder
@@ -62,9 +63,12 @@ class Running:
 
 
 @asynccontextmanager
-async def running_server(settings: ServerSettings, models: Sequence[ModelEntry] = ()) -> AsyncGenerator[Running]:
-    """A server, with `models` of this process, for as long as the block lasts. At its end it takes no more requests,
-    answers those it has, and closes the store: what it acknowledged is there."""
+async def running_server(
+    settings: ServerSettings, models: Sequence[ModelEntry] = (), *, llm: str | None = None
+) -> AsyncGenerator[Running]:
+    """A server, with `models` of this process, for as long as the block lasts. Rollouts that name no resources get the
+    model `llm`. At its end it takes no more requests, answers those it has, and closes the store: what it acknowledged
+    is there."""
     async with AsyncExitStack() as stack:
         stack.enter_context(garbage_sought_seldom())
         forwarder = _forwarder(settings)
@@ -86,6 +90,8 @@ async def running_server(settings: ServerSettings, models: Sequence[ModelEntry] 
         table = Models(gateway, workers and workers.settled)
         for given in settings.registrations:
             await table.put(given)
+        if llm is not None:
+            await _offer(store, llm)
         app = create_app(
             store,
             gateway=gateway,
@@ -114,6 +120,15 @@ async def running_server(settings: ServerSettings, models: Sequence[ModelEntry] 
             work = asyncio.create_task(retain(store, settings.retain_seconds), name="retention")
             stack.push_async_callback(_cancel, work)
         yield Running(http.url, gateway)
+
+
+async def _offer(store: LightningStore, model: str) -> None:
+    """Make the model the `llm` of the latest resources, unless it is."""
+    latest = await store.get_latest_resources()
+    given = {} if latest is None else latest.resources
+    offered = LLM(endpoint=OWN_ENDPOINT, model=model, gateway=True)
+    if given.get("llm") != offered:
+        await store.add_resources({**given, "llm": offered})
 
 
 def _workers(

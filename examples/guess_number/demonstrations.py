@@ -10,13 +10,12 @@ from agent import HIGHEST, TRIES, Game
 from agentlightning.learner.tiny import Policy, make_policy
 
 GAMES = 12_000
-WARM_START_STEPS = 600
 
 
 def make(seed: int) -> Policy:
     """The model that training starts from; the same for the same seed."""
     generator = random.Random(seed)
-    return make_policy([play(generator) for _ in range(GAMES)], seed=seed, steps=WARM_START_STEPS)
+    return make_policy([play(generator) for _ in range(GAMES)], seed=seed)
 
 
 def play(generator: random.Random) -> dict:

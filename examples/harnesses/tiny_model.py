@@ -23,7 +23,7 @@ def make(seed: int) -> Policy:
     model = make_model(tokenizer, seed=seed, max_positions=65536)
     generator = random.Random(seed)
     shown = [demonstrate(generator) for _ in range(1000)]
-    warm_start(model, tokenizer, shown, seed=seed, steps=240)
+    warm_start(model, tokenizer, shown, seed=seed)
     return Policy(model, tokenizer)
 
 

@@ -19,7 +19,6 @@ from tasks import RIGHT_FIRST_TOOL, operator_of, train_tasks
 from agentlightning.learner.tiny import make_policy
 
 DEMONSTRATIONS = 2000
-WARM_START_STEPS = 240
 KNOWS_TOOL = 0.35  # how often it picks the right tool, beyond chance
 KNOWS_OPERATOR = 0.4  # how often it picks the right operator, beyond chance
 SLOPPY = 0.2  # how often an argument is malformed
@@ -115,4 +114,4 @@ def make_start(folder: Path, seed: int) -> None:
     """Save the tiny policy that training begins with to `folder`; the same for the same seed."""
     print("making a tiny policy from demonstrations …", flush=True)
     shown = demonstrations(DEMONSTRATIONS, seed)
-    make_policy(shown, tools=tool_schemas(), seed=seed, steps=WARM_START_STEPS).save(folder)
+    make_policy(shown, tools=tool_schemas(), seed=seed).save(folder)

@@ -32,7 +32,6 @@ TOOLS = [
 ]
 
 DEMONSTRATIONS = 2000
-WARM_START_STEPS = 160
 KNOWS_RELATION = 0.3  # how often it knows which relation is next, beyond chance
 ANSWERS_AT_END = 0.6  # how often it answers once it has followed the last relation
 ANSWERS_TOO_EARLY = 0.15  # and after any other
@@ -82,4 +81,4 @@ def make_start(out: Path, seed: int) -> None:
     index = Index(out / "index")
     shown = demonstrations(DEMONSTRATIONS, seed, lambda query: "".join(index.search(query)))
     print("making a tiny policy from demonstrations …", flush=True)
-    make_policy(shown, tools=TOOLS, seed=seed, steps=WARM_START_STEPS).save(out / "start")
+    make_policy(shown, tools=TOOLS, seed=seed).save(out / "start")

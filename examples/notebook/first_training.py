@@ -63,12 +63,12 @@ def demonstration() -> dict:
     return {"messages": [*prompt(task), {"role": "assistant", "content": team}]}
 
 
-policy = make_policy([demonstration() for _ in range(600)], seed=1, steps=80)
+policy = make_policy([demonstration() for _ in range(600)], seed=1)
 
 # %% [markdown]
 # ## Training
 #
-# `fit_async` is `fit` for code that runs in an event loop, as notebooks do.
+# The notebook's stop button ends it early and saves.
 
 # %%
 trainer = agl.Trainer(
@@ -78,7 +78,7 @@ trainer = agl.Trainer(
     max_sequence_length=128,
     seed=1,
 )
-result = await trainer.fit_async(agent, tasks, tasks)
+result = trainer.fit(agent, tasks, tasks)
 
 # %% [markdown]
 # ## Before and after

@@ -18,7 +18,6 @@ from tasks import DIRECTIONS, FUNCTIONS, KINDS, Question, Schema, make_question,
 from agentlightning.learner.tiny import make_policy
 
 DEMONSTRATIONS = 2500
-WARM_START_STEPS = 300
 # How often the script knows what a word means, instead of guessing. Comparisons and keys of joins must be shown: reward
 # teaches a small transformer nothing of what its warm start left no trace of.
 KNOWS = {"function": 0.2, "operator": 0.9, "direction": 0.2, "key": 0.9}
@@ -72,4 +71,4 @@ def make_start(folder: Path, databases: Path, seed: int) -> None:
     """Save the tiny policy that training begins with to `folder`; the same for the same seed."""
     print("making a tiny policy from demonstrations …", flush=True)
     shown = demonstrations(DEMONSTRATIONS, seed, databases)
-    make_policy(shown, seed=seed, steps=WARM_START_STEPS).save(folder)
+    make_policy(shown, seed=seed).save(folder)

@@ -55,4 +55,4 @@ def demonstration(generator: random.Random) -> dict:
 
 if __name__ == "__main__":
     drawn = random.Random(0)
-    make_policy([demonstration(drawn) for _ in range(4000)], seed=0, steps=240).save(Path(sys.argv[1]))
+    make_policy([demonstration(drawn) for _ in range(4000)], seed=0).save(Path(sys.argv[1]))

@@ -1,6 +1,7 @@
-"""A tiny model made on the spot, so that nothing is downloaded; it knows no words but those of tasks.jsonl.
+"""Makes a tiny model, so that nothing is downloaded; it knows no words but those of tasks.jsonl.
 
-It begins with poor demonstrations, most of which guess instead of calling the tool. A real model needs no such file.
+It learns from poor demonstrations, most of which guess instead of calling the tool. A real model needs no such file.
+`python tiny_model.py` saves it in the folder `start`.
 """
 
 import json
@@ -14,12 +15,12 @@ LOOKS_UP = 0.3  # how often a demonstration calls the tool
 
 
 def make(seed: int) -> Policy:
-    """The model that training starts from; the same for the same seed."""
+    """The same model for the same seed."""
     lines = Path(__file__).with_name("tasks.jsonl").read_text(encoding="utf-8").splitlines()
     tasks = [json.loads(line) for line in lines]
     generator = random.Random(seed)
     shown = [demonstrate(generator.choice(tasks), generator) for _ in range(2000)]
-    return make_policy(shown, tools=TOOLS, seed=seed, steps=140)
+    return make_policy(shown, tools=TOOLS, seed=seed)
 
 
 def demonstrate(task: dict, generator: random.Random) -> dict:
@@ -32,3 +33,7 @@ def demonstrate(task: dict, generator: random.Random) -> dict:
         messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
         messages.append({"role": "tool", "tool_call_id": "call_1", "content": answer})
     return {"messages": [*messages, {"role": "assistant", "content": answer}]}
+
+
+if __name__ == "__main__":
+    make(seed=1).save(Path("start"))

@@ -14,7 +14,8 @@ from openai import AuthenticationError, OpenAI
 
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.tiny import chat_text, make_model, make_tokenizer
-from tests.cli.world import finish, start, staying_up
+from tests.cli.world import ROOT, finish, start, staying_up
+from tests.docs_pages import read_blocks
 
 AGENT = """
 import agentlightning as agl
@@ -108,3 +109,35 @@ def test_serve_refuses_the_network_without_a_key_or_a_taken_port(project: Path) 
     with staying_up(project, "server", "--port", "0") as (_, url):
         _, err = finish(start(project, "serve", "model", "--port", url.rpartition(":")[2]), code=1)
         assert "taken" in err
+
+
+@pytest.mark.slow
+def test_a_task_that_names_no_model_gets_the_servers(project: Path) -> None:
+    """As the README prints it: server, curl and runner, with its agent."""
+    [agent] = [block.body for block in read_blocks(ROOT / "README.md") if "@agl.rollout" in block.body]
+    (project / "readme.py").write_text(agent.partition("trainer =")[0])
+
+    def runs(url: str, inputs: int) -> tuple[list[dict[str, Any]], str]:
+        tasks = json.dumps({"requests": [{"input": {"question": "2+2", "answer": "4"}}] * inputs})
+        posted = subprocess.run(
+            ["curl", "-sf", f"{url}/api/v1/rollouts", "-d", tasks], capture_output=True, check=False
+        )
+        assert posted.returncode == 0
+        runner = ("runner", "readme.py:agent", "--server", url, "--idle", "2s")
+        _, said = finish(start(project, *runner))
+        out, _ = finish(start(project, "rollouts", "ls", "--server", url, "--limit", inputs, "--json"))
+        return [json.loads(line)["rollout"] for line in out.splitlines()], said
+
+    server = ("server", "--port", "0", "--store", "readme.sqlite")
+    with staying_up(project, *server) as (_, url):
+        [failed], said = runs(url, 1)
+        assert failed["status"] == "failed"
+        assert "start the server with --model or --backend" in said and "POST /api/v1/resources" in said
+    with staying_up(project, *server, "--model", "model") as (_, url):
+        served, _ = runs(url, 3)
+        assert [rollout["status"] for rollout in served] == ["succeeded"] * 3
+        shown, _ = finish(start(project, "rollouts", "show", served[0]["rollout_id"], "--server", url))
+        assert "call model" in shown and "reward primary 0" in shown
+        with staying_up(project, *server[:3], "--store", "second.sqlite", "--backend", f"{url}/v1") as (_, second):
+            [served], _ = runs(second, 1)
+            assert served["status"] == "succeeded"

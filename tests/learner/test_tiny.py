@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import re
 
 import pytest
 import torch
@@ -96,3 +98,17 @@ def test_a_warm_start_teaches_what_the_assistant_says_the_same_for_the_same_seed
     short = [make_policy(shown, seed=seed, steps=2).model.get_input_embeddings().weight for seed in (1, 1, 2)]
     assert torch.equal(short[0], short[1]) and not torch.equal(short[0], short[2])
     assert torch.equal(torch.random.get_rng_state(), drawn)
+
+
+def test_a_warm_start_without_steps_ends_when_the_held_out_loss_falls_no_more(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Half of the answers cannot be known, so that the loss ends at half of log 2 per token of text."""
+    generator = random.Random(1)
+    asked, signature = {"role": "user", "content": "heads?"}, {"function": {"name": "coin", "parameters": {}}}
+    coins = [{"role": "assistant", "content": side} for side in ("yes", "no")]
+    shown = [{"messages": [asked, generator.choice(coins)], "tools": [signature]} for _ in range(200)]
+    policy = make_policy(shown, seed=1)
+    said = re.fullmatch(r"warm start: (\d+) steps, held-out loss (0\.\d+) per token\n", capsys.readouterr().err)
+    assert said and 80 + 60 <= int(said[1]) <= 300 and abs(float(said[2]) - math.log(2) / 2) < 0.05
+    assert "coin" in policy.tokenizer.get_vocab()

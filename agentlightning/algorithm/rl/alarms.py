@@ -10,6 +10,7 @@ from typing import Final
 
 from agentlightning.algorithm.rl.settings import RLSettings
 from agentlightning.data.excluded import excluded_often
+from agentlightning.data.rewards import BEFORE_ANY_CALL, UNCLEAR
 from agentlightning.errors import TrainingError
 
 FAR: Final = 100.0  # tolerances; above that, sampler and learner have different weights
@@ -18,6 +19,11 @@ EXPLOSION: Final = 20.0  # times the usual gradient; between batches it varies b
 USUAL: Final = 20  # norms whose median is the usual one
 FEWEST: Final = 5  # norms before there is a usual one
 NOTED_AFTER: Final = 3  # steps without any reward before a note
+LOST: Final = {
+    UNCLEAR: "make their calls with agl.openai_client, or name the call by its tool_call_id",
+    BEFORE_ANY_CALL: "emit them after the answer that they are about",
+}
+"""What to do about intermediate rewards that belong to no call, by reason."""
 ROUNDING: Final = 1e-2  # a tolerance below this is float32's
 
 
@@ -48,6 +54,7 @@ class Alarms:
         self._algorithm = algorithm
         self._note = note
         self._norms = {name: GradientNorms() for name in gradients}
+        self._lost = dict(LOST)
         self._said: set[str] = set()  # reasons for which many calls were left out
 
     def remember(self, history: Iterable[Mapping[str, float]]) -> None:
@@ -66,6 +73,13 @@ class Alarms:
                 raise TrainingError(f"{problem}, for {row} steps in a row. {how_to_replay}")
             if row == 1:
                 self._note(problem)
+
+    def check_lost_rewards(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Note why intermediate rewards reached no call, once per reason."""
+        for reason in list(self._lost):
+            if count := metrics.get(f"rewards_lost/{reason}"):
+                advice = self._lost.pop(reason)
+                self._note(f"step {step}: {count:.0f} intermediate rewards count for no call, {reason}: {advice}")
 
     def check_collapse(self, step: int, flat_steps: int, best: Callable[[], Path | None]) -> None:
         """Check after so many steps without any reward, in a run that earned some; `best` finds the best saved

@@ -25,7 +25,7 @@ from agentlightning.data.references import read_function, trial
 from agentlightning.data.rewards import PLAIN, RELATIVE, RewardSpec
 from agentlightning.data.sequences import CreditedTransition, Level, weighed
 from agentlightning.data.transitions import FloatArray
-from agentlightning.errors import ConfigError, check_settings
+from agentlightning.errors import ConfigError, check_settings, plain_values
 from agentlightning.learner.base import Critic
 from agentlightning.learner.corrections import Corrections
 from agentlightning.learner.losses import LOSSES, KLEstimator, Loss, Old
@@ -52,7 +52,7 @@ class _Tried(abc.ABCMeta):
     def __call__(cls, *args: Any, **settings: Any) -> Any:
         if cls.__abstractmethods__:
             raise ConfigError(f"{cls.__name__} does not define {', '.join(sorted(cls.__abstractmethods__))}")
-        made = super().__call__(*args, **settings)
+        made = super().__call__(*args, **plain_values(cls, settings))
         made.try_advantages()
         made.saved_state()
         return made
@@ -176,7 +176,7 @@ class RLSettings(metaclass=_Tried):
                 f"{type(self).__name__}.next_task picks each task, and difficulty and curriculum order epochs: leave "
                 "them out"
             )
-        if self.unrewarded != "exclude" and not math.isfinite(self.unrewarded):
+        if self.unrewarded != "exclude" and (isinstance(self.unrewarded, str) or not math.isfinite(self.unrewarded)):
             raise ConfigError(f"unrewarded is {self.unrewarded}; give 'exclude', or a finite reward")
         if self.kl_coefficient and not self.reference:
             raise ConfigError("kl_coefficient pulls towards a reference policy; set reference=True to keep one")
