@@ -347,12 +347,11 @@ class Trainer:
         if self.run_file is not None:
             directory.keep(self.run_file)
         manifest = make_manifest(self._config(), self.seed, train_tasks, val_tasks)
-        manifest["agent"] = agent_name(agent)
         if directory.resumed:
             await check_data(store, directory.mark.run_id, manifest)
         run = await store.start_run(self.algorithm.name, manifest, run_id=directory.mark.run_id)
-        if directory.resumed:
-            run = await store.update_run(run.run_id, merge={"reason": None, "stop": None})
+        known = {"agent": agent_name(agent), "reason": None, "stop": None}  # the latter of a run that is resumed
+        run = await store.update_run(run.run_id, merge=known)
         return RunContext(
             run=run,
             store=store,
