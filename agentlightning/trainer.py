@@ -41,7 +41,7 @@ from agentlightning.gateway.backends.factory import frozen_entry, read_frozen
 from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
 from agentlightning.learner.base import AdamW, DType, LoRA
 from agentlightning.learner.places import read_learner
-from agentlightning.runner.agent import AnyAgent, LitAgent, as_agent
+from agentlightning.runner.agent import AnyAgent, LitAgent, agent_name, as_agent
 from agentlightning.runner.execution import Hook
 from agentlightning.runner.isolation import Isolation, boot_of, place_of, usual_concurrency
 from agentlightning.runner.runner import Runner
@@ -285,7 +285,7 @@ class Trainer:
             directory = stack.enter_context(held)
             progress = stack.enter_context(self._display())
             try:
-                context = await self._open(stack, directory, train_tasks, val_tasks, progress)
+                context = await self._open(stack, agent, directory, train_tasks, val_tasks, progress)
             except BaseException:
                 directory.forget()
                 raise
@@ -315,6 +315,7 @@ class Trainer:
     async def _open(
         self,
         stack: AsyncExitStack,
+        agent: LitAgent[Any],
         directory: RunDirectory,
         train_tasks: list[Any],
         val_tasks: list[Any],
@@ -349,8 +350,8 @@ class Trainer:
         if directory.resumed:
             await check_data(store, directory.mark.run_id, manifest)
         run = await store.start_run(self.algorithm.name, manifest, run_id=directory.mark.run_id)
-        if directory.resumed:
-            run = await store.update_run(run.run_id, merge={"reason": None, "stop": None})
+        known = {"agent": agent_name(agent), "reason": None, "stop": None}  # the latter of a run that is resumed
+        run = await store.update_run(run.run_id, merge=known)
         return RunContext(
             run=run,
             store=store,

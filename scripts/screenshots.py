@@ -72,7 +72,7 @@ async def shoot(browser: Browser, url: str, out: Path, places: dict[str, str], *
         await page.locator("main h1").first.wait_for()
         if opened:
             await page.locator(opened).click()
-            await page.get_by_role("region", name="First and newest weights").wait_for()
+            await page.get_by_role("region", name="Evaluations").wait_for()
             await page.locator(opened).evaluate("summary => summary.scrollIntoView()")
         await page.wait_for_timeout(SETTLE)
         await page.screenshot(path=out / f"dashboard-{name}.png")

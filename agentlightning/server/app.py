@@ -108,7 +108,8 @@ def create_app(
             routes.append(events.route())
             shown.append(Reading("agl_event_streams", "Callers that listen to events.", lambda: events.open))
             stops.append(events.stop)
-        routes += page_routes(access, protected=protected, reading=isinstance(store, ManyStores))
+        reading, called = isinstance(store, ManyStores), gateway is not None
+        routes += page_routes(access, protected=protected, reading=reading, gateway=called)
         routes += [*otlp_routes(store, access, body_limit), reward_route(store), *backup_routes(store, access)]
     if gateway is not None:
         stops.append(gateway.turn_away)
