@@ -298,8 +298,7 @@ class Trainer:
             evaluations = tuple(getattr(algorithm, "evaluations", ()))
             metrics = tuple(await context.store.query_metrics(context.run.run_id))
             said = conclusion(evaluations, metrics)
-            if said is not None:
-                await context.store.update_run(context.run.run_id, merge={"conclusion": said})
+            await context.store.update_run(context.run.run_id, merge={"conclusion": said})
             return FitResult(
                 run_id=context.run.run_id,
                 directory=directory.path,
