@@ -281,9 +281,8 @@ class Trainer:
         async with AsyncExitStack() as stack:
             stack.enter_context(garbage_sought_seldom())
             root, named = self.run_dir or "runs", self.run_dir is not None
-            directory = stack.enter_context(
-                run_directory(root, algorithm.name, named=named, resume=resume, seed=self.seed)
-            )
+            held = run_directory(root, algorithm.name, named=named, resume=resume, seed=self.seed)
+            directory = stack.enter_context(held)
             progress = stack.enter_context(self._display())
             try:
                 context = await self._open(stack, agent, directory, train_tasks, val_tasks, progress)
@@ -336,6 +335,7 @@ class Trainer:
         for sampler, _ in opened.values():
             await sampler.check(entries[0].train or Sampling())
         url, dashboard, calls_held = await self._connect(stack, store, entries, directory.mark.run_id)
+        stack.enter_context(directory.served_at(url))
         progress.note(f"dashboard: {dashboard}#/runs/{directory.mark.run_id} (when it has ended: agl ui)")
         resources, given = self.initial_resources, self.initial_resources.get("llm")
         if entries:

@@ -110,7 +110,7 @@ def main() -> None:
     runs = arguments.run or [Path("runs/quickstart"), Path("runs/quickstart-2")]
     for seed, run in enumerate(runs, 1):
         if not (run / "store.sqlite").exists():
-            command = [Path(sys.executable).with_name("agl"), "quickstart", "--seed", str(seed), "--out", run]
+            command = [Path(sys.executable).with_name("agl"), "quickstart", "--seed", str(seed), "--run-dir", run]
             subprocess.run(command, check=True)
     asyncio.run(take(runs, arguments.out, program))
 
