@@ -349,8 +349,7 @@ class Trainer:
         if directory.resumed:
             await check_data(store, directory.mark.run_id, manifest)
         run = await store.start_run(self.algorithm.name, manifest, run_id=directory.mark.run_id)
-        known = {"agent": agent_name(agent), "reason": None, "stop": None}  # the latter of a run that is resumed
-        run = await store.update_run(run.run_id, merge=known)
+        run = await store.update_run(run.run_id, merge={"agent": agent_name(agent), "reason": None, "stop": None})
         return RunContext(
             run=run,
             store=store,

@@ -24,7 +24,7 @@ ROOM_LINES = {
     "data": 3_427,
     "runner": 3_494,
     "tracing": 2_851,
-    ".": 2_002,
+    ".": 2_001,
     "dashboard": 1_536,
     "engine": 1_275,
     "datasets": 1_231,
