@@ -69,7 +69,8 @@ def canonical(request: CallRequest) -> tuple[CallRequest, list[str]]:
 
 def _format(format: Any) -> dict[str, Any] | None:
     """The grammar of a custom tool, which chat completions wrap once more than responses do."""
-    return format.get("grammar", format) if isinstance(format, dict) else None
+    grammar = format.get("grammar", format) if isinstance(format, dict) else None
+    return grammar if isinstance(grammar, dict) else None
 
 
 def _tool_name(tool: Any) -> str | None:
