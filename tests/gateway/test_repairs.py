@@ -110,7 +110,9 @@ async def test_a_chat_that_a_server_refuses_is_repaired_and_the_repair_remembere
                 assert answer.choices[0].message.content == "Hi!"
     first, again = upstream.asked[0], upstream.asked[-1]
     assert roles(again["messages"]) == expected
-    assert [refuses(asked["messages"]) for asked in upstream.asked[-2:]].count(None) == 1 + (kind == "vllm" and name == "developers")  # what helped is tried first
+    assert [refuses(asked["messages"]) for asked in upstream.asked[-2:]].count(None) == 1 + (
+        kind == "vllm" and name == "developers"
+    )  # what helped is tried first
     said = json.dumps(again["messages"])
     assert all(text in said for message in messages if (text := message.get("content")))
     if kind == "openai":
