@@ -276,7 +276,8 @@ def _as_user(message: dict[str, Any]) -> dict[str, Any]:
 def _together(contents: list[Any]) -> Any:
     parts: list[Any] = []
     for texts, several in groupby(contents, key=lambda content: isinstance(content, str)):
-        parts += [text_part("\n\n".join(several))] if texts else chain.from_iterable(filter(None, several))
+        said = [content for content in several if content is not None]
+        parts += [text_part("\n\n".join(said))] if texts else chain.from_iterable(said)
     return parts[0]["text"] if all(isinstance(content, str) for content in contents) else parts
 
 
