@@ -29,12 +29,19 @@ REWARD_RETURNED: Final = "agentlightning.reward.returned"  # True on what the ag
 REWARD_POSTED: Final = "agentlightning.reward.posted"  # True on what came to the reward URL: by the server's clock
 
 
+LARGEST_REWARD: Final = 1e12  # its square, times a million, is a float32 still, in which gradients are summed
+
+
 def reward_name(index: int) -> str:
     return f"{REWARD}.{index}.name"
 
 
 def reward_value(index: int) -> str:
     return f"{REWARD}.{index}.value"
+
+
+def is_reward_value(name: str) -> bool:
+    return name.startswith(f"{REWARD}.") and name.endswith(".value")
 
 
 LINK: Final = "agentlightning.link"  # .N.key_match and .N.value_match: what the span is about

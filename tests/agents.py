@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+import random
+from urllib.request import Request, urlopen
+
+import openai
 
 import agentlightning as agl
 
@@ -72,3 +77,34 @@ async def never_calls(task: dict, llm: agl.LLM) -> float:
 @agl.rollout
 async def unrewarded(task: dict, llm: agl.LLM) -> None:
     await ask(task, llm)
+
+
+def ask_without_sdk(llm: agl.LLM, text: str) -> None:
+    """A call of which nothing tells the operation around it."""
+    body = {"model": llm.model, "messages": [{"role": "user", "content": text}], "max_tokens": 4}
+    headers = {"content-type": "application/json", "authorization": f"Bearer {llm.api_key}"}
+    with urlopen(Request(f"{llm.endpoint}/chat/completions", json.dumps(body).encode(), headers)):
+        pass
+
+
+@agl.rollout
+async def rewards_side_by_side(task: dict, llm: agl.LLM) -> float:
+    """Three sub-agents at once, each rewarded after its only call by 1, 2 or 3, which the call names."""
+    both_asked = asyncio.Barrier(3)
+
+    async def sub_agent(number: int) -> None:
+        text = f"{task['word']} {'abc'[number]}"
+        with agl.operation(name=text):
+            if task["client"] == "agl":
+                await ask({"word": text}, llm)
+            elif task["client"] == "openai":
+                client = openai.OpenAI(base_url=llm.endpoint, api_key=llm.api_key)
+                messages: list = [{"role": "user", "content": text}]
+                await asyncio.to_thread(client.chat.completions.create, model=llm.model, messages=messages)
+            else:
+                await asyncio.to_thread(ask_without_sdk, llm, text)
+            await both_asked.wait()
+            agl.emit_reward(number + 1, final=False)
+
+    await asyncio.gather(*map(sub_agent, range(3)))
+    return random.random()

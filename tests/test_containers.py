@@ -10,14 +10,17 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import anyio
 import click
 import pytest
 import yaml
 
+from agentlightning.cli.main import agl
 from agentlightning.cli.serving import server
-from agentlightning.server.app import create_app
+from agentlightning.server.app import ServerSettings, create_app
 from agentlightning.server.serve import HttpServer
+from agentlightning.server.service import running_server
 
 ROOT = Path(__file__).parents[1]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -80,3 +83,30 @@ def test_secrets_are_required_and_never_on_a_command_line() -> None:
     assert services["server"]["environment"]["AGL_KEY"].startswith("${AGL_KEY:?")
     assert services["postgres"]["environment"]["POSTGRES_PASSWORD"].startswith("${POSTGRES_PASSWORD:?")
     assert not any("$" in word for word in services["server"]["command"])
+
+
+METRIC = re.compile(r"\bagl_\w+")
+
+
+@pytest.mark.anyio
+async def test_alerts_and_board_ask_for_metrics_that_a_server_has(tmp_path: Path) -> None:
+    alerts = yaml.safe_load((ROOT / "deploy" / "alerts.yaml").read_text())
+    asked = [rule["expr"] for group in alerts["groups"] for rule in group["rules"]]
+    board = json.loads((ROOT / "deploy" / "grafana.json").read_text())
+    asked += [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    settings = ServerSettings(store=str(tmp_path / "store.sqlite"))
+    async with running_server(settings) as running, aiohttp.ClientSession() as http:
+        shown = await (await http.get(f"{running.url}/metrics")).text()
+    known = {line.split()[2] for line in shown.splitlines() if line.startswith("# TYPE")}
+    assert len(known) > 10 and {name for text in asked for name in METRIC.findall(text)} <= known
+
+
+@pytest.mark.parametrize("unit", ["agl-server.service", "agl-runner.service"])
+def test_services_start_commands_with_options_that_they_have(unit: str) -> None:
+    text = (ROOT / "deploy" / unit).read_text()
+    found = re.search(r"^ExecStart=\S+/agl (\w+) (.+)$", text, re.MULTILINE)
+    assert found
+    command = agl.get_command(click.Context(agl), found[1])
+    assert command is not None
+    with click.Context(command) as context:
+        command.parse_args(context, found[2].replace("${AGL_SERVER}", "https://agl.example.com").split())

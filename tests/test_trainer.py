@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import pandas
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -17,6 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import agentlightning as agl
 from agentlightning import semconv
 from agentlightning.algorithm.base import NoProgress, RunContext, Stopped
+from agentlightning.cli.main import run
+from agentlightning.data.rewards import UNCLEAR
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.engine.service import EngineService
 from agentlightning.errors import ConfigError, ForbiddenError, TrainingError
@@ -188,6 +191,42 @@ def test_rollouts_that_fail_are_left_out_and_counted(tmp_path: Path) -> None:
     assert {"unrewarded": 16, "groups_too_few_rewarded": 4}.items() <= result.metrics[-1].values.items()
 
 
+def test_rewards_of_sub_agents_side_by_side_reach_their_own_calls_or_none(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tasks = [{"word": "ocean", "client": client} for client in ("agl", "openai", "urllib")]
+    result = trainer(tmp_path, algorithm=algorithm(steps=1, returns="air_dense", baseline="dr_grpo")).fit(
+        agents.rewards_side_by_side, tasks
+    )
+    assert result.metrics[-1].values[f"rewards_lost/{UNCLEAR}"] == 12.0
+    assert f"12 intermediate rewards count for no call, {UNCLEAR}" in capfd.readouterr().err
+
+    async def received() -> set[tuple[str, tuple[tuple[str, float | None], ...]]]:
+        found: set[Any] = set()
+        async with AsyncExitStack() as stack:
+            store = await SqlStore.open(tmp_path / "run" / "store.sqlite")
+            stack.push_async_callback(store.close)
+            for rollout in await store.query_rollouts():
+                calls = trace_rollout(rollout, await store.query_spans(rollout.rollout_id)).transitions
+                names = [policy().tokenizer.decode(call.prompt_ids).split("ocean ")[1][0] for call in calls]
+                given = sorted((name, call.reward) for name, call in zip(names, calls, strict=True))
+                found.add((rollout.input["client"], tuple(given)))
+        return found
+
+    own = (("a", 1.0), ("b", 2.0), ("c", 3.0))
+    none = (("a", None), ("b", None), ("c", None))
+    assert asyncio.run(received()) == {("agl", own), ("openai", own), ("urllib", none)}
+
+    file = tmp_path / "calls.parquet"
+    assert run(["export", str(file), "--format", "parquet", "--store", str(tmp_path / "run" / "store.sqlite")]) == 0
+    assert "note: excluded is empty: every call trains" in capfd.readouterr().out
+    rows = pandas.read_parquet(file)
+    assert set(rows["step"]) == {1} and rows["trained"].all()
+    of_rollouts = rows.groupby(["group_id", "rollout_id"])["return"].mean().groupby("group_id").mean()
+    expected = rows["return"] - rows["group_id"].map(of_rollouts)
+    np.testing.assert_allclose(rows["advantages"].map(lambda tokens: tokens[0]), expected, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "measured",
     [
@@ -197,7 +236,7 @@ def test_rollouts_that_fail_are_left_out_and_counted(tmp_path: Path) -> None:
     ],
 )
 def test_an_agent_that_never_calls_the_model_is_refused_before_its_rewards_count(tmp_path: Path, measured: Any) -> None:
-    with pytest.raises(TrainingError, match=r"none of \d+ rollouts that succeeded called the model"):
+    with pytest.raises(TrainingError, match=r"\d+ rollouts succeeded but none called the model being served"):
         measured(trainer(tmp_path))
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import msgspec
 
-from agentlightning.cli.options import MODE, print_json, tell
+from agentlightning.cli.options import MODE, note, print_json, quiet, tell
 from agentlightning.cli.place import ANY_RUN, NEW, Place, newest_store, with_place
 from agentlightning.cli.runs import StoredRun, choose_run
 from agentlightning.datasets.hub import is_hub_name, push, read_hub_name
@@ -27,7 +27,8 @@ from agentlightning.errors import ConfigError
 from agentlightning.types import Filter, Mode
 
 if TYPE_CHECKING:
-    from agentlightning.datasets.export import Wanted
+    from agentlightning.data.recordings import Recorded, Training
+    from agentlightning.datasets.export import Lines, Wanted
     from agentlightning.store.base import LightningStore
     from agentlightning.store.transfer import Record
 
@@ -47,10 +48,13 @@ _UNITS: Final = {"parquet": "rows", "sft": "conversations", "dpo": "pairs"}
 async def import_(
     place: Place, files: tuple[Path, ...], by: str | None, reward: str | None, mode: Mode, as_json: bool
 ) -> None:
-    """Store traces of other tools, or what `agl export --format rollouts` wrote, as finished rollouts.
+    """Import traces or exported rollouts into a store.
 
-    A FILE of traces is OTLP JSON: one ExportTraceServiceRequest, a list of them, or one per line. If part of it cannot
-    be read, nothing is stored. Rollouts that are stored already are left unchanged."""
+    FILEs are traces of other tools, or what `agl export --format rollouts` wrote; they become finished rollouts.
+
+    A FILE of traces is OTLP JSON: one ExportTraceServiceRequest, a list of them, or one per line; or a table of spans:
+    CSV, Parquet or JSON, one span per row. If part of it cannot be read, nothing is stored. Rollouts that are stored
+    already are left unchanged."""
     from agentlightning.datasets.foreign_traces import read_traces, rollouts_of
     from agentlightning.store.transfer import import_rollouts
 
@@ -74,6 +78,7 @@ def _is_export(file: Path) -> bool:
 
 
 async def _import_traces(store: LightningStore, records: Sequence[Record], reward: str | None, as_json: bool) -> None:
+    from agentlightning.datasets.foreign_traces import without_messages
     from agentlightning.tracing.rewards import find_final_reward
 
     new: list[Record] = []
@@ -88,6 +93,8 @@ async def _import_traces(store: LightningStore, records: Sequence[Record], rewar
     if reward is not None and (without := sum(find_final_reward(record.spans) is None for record in new)):
         words.append(f"{without} without a number as {reward!r}, so without a reward")
     tell(as_json, {"rollouts": len(new), "spans": spans, "stored_already": stored_already}, "; ".join(words))
+    if warning := without_messages(records):
+        click.echo(f"warning: {warning}", err=True)
 
 
 # --- export ------------------------------------------------------------------------------------------------------
@@ -95,9 +102,10 @@ async def _import_traces(store: LightningStore, records: Sequence[Record], rewar
 
 @click.command()
 @click.argument("file", metavar="FILE")
-@click.option("--format", "kind", type=click.Choice([*_UNITS, "rollouts", "model"]), required=True,
+@click.option("--format", "kind", type=click.Choice([*_UNITS, "rollouts", "model"]),
               help="parquet: transitions; sft: conversations to imitate; dpo: pairs to prefer; rollouts: all there is, "
-                   "as .jsonl or .jsonl.gz for `agl import`; model: the best weights of --run.")  # fmt: skip
+                   "as .jsonl or .jsonl.gz for `agl import`; model: the best weights of --run. Default: parquet for "
+                   "FILE.parquet, model for hf:ORG/NAME.")  # fmt: skip
 @click.option("--run", "run_name", metavar="RUN", help="Only of this run: an id, or its directory, found below runs/.")
 @click.option("--mode", "modes", multiple=True, type=MODE,
               help="Only of this mode. Repeatable; default: all, for sft and dpo all but val.")  # fmt: skip
@@ -114,7 +122,7 @@ async def _import_traces(store: LightningStore, records: Sequence[Record], rewar
 async def export(
     place: Place,
     file: str,
-    kind: str,
+    kind: str | None,
     run_name: str | None,
     modes: tuple[str, ...],
     statuses: tuple[str, ...],
@@ -122,11 +130,14 @@ async def export(
     as_json: bool,
     **chosen: Any,
 ) -> None:
-    """Write finished rollouts to FILE, as a dataset or as they are.
+    """Export rollouts as a dataset, or a run's model.
+
+    Finished rollouts are written to FILE.
 
     FILE may be on the Hugging Face hub: hf:ORG/NAME/FILE.jsonl, or, for --format model, hf:ORG/NAME."""
     from agentlightning.data.recordings import ENDED, LEARNED_FROM, finished_rollouts
 
+    kind = kind or _kind_of(file)
     wanted = _wanted(kind, **chosen)
     run = None if run_name is None else await choose_run(run_name, place)
     if kind == "model":
@@ -150,6 +161,15 @@ async def export(
                 _tell(kind, done, file, as_json)
                 return
     tell(as_json, copied, f"wrote {copied.rollouts} rollouts, {copied.attempts} attempts, {copied.spans} spans")
+
+
+def _kind_of(file: str) -> str:
+    """The format that the name of a file says. UsageError if it could be several."""
+    if file.endswith(".parquet"):
+        return "parquet"
+    if is_hub_name(file) and read_hub_name(file).file is None:
+        return "model"
+    raise click.UsageError(f"{file} may hold sft, dpo or rollouts: choose with --format")
 
 
 def _wanted(kind: str, models: tuple[str, ...], labels: tuple[str, ...], **others: Any) -> Wanted:
@@ -178,7 +198,7 @@ def _destination(file: str) -> Generator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / (Path(name).name or "file")
         yield path
-        click.echo(f"pushed to {push(path, file)}", err=True)
+        note(f"pushed to {push(path, file)}")
 
 
 def _push_model(run: StoredRun | None, target: str, as_json: bool) -> None:
@@ -202,6 +222,7 @@ class _Exported:
     rollouts: int = 0
     written: int = 0
     left_out: Counter[str] = field(default_factory=Counter[str])
+    notes: list[str] = field(default_factory=list[str])
 
 
 async def _export(
@@ -210,17 +231,21 @@ async def _export(
     """Write the file. Without lines there is no file, and a ConfigError."""
     from agentlightning.data.recordings import recorded_groups
     from agentlightning.datasets import export
-    from agentlightning.datasets.parquet import TransitionFile, transition_lines
+    from agentlightning.datasets.parquet import TransitionFile
     from agentlightning.display import counting
     from agentlightning.store.transfer import writing
 
-    lines_of = {"sft": export.sft_lines, "dpo": export.dpo_lines}.get(kind, transition_lines)
+    rows_of = _Rows(store, wanted)
+    lines_of = {"sft": export.sft_lines, "dpo": export.dpo_lines}
     done, total = _Exported(), (await store.page_rollouts(where, limit=0, with_total=True)).total
     with writing(path, force) as file:
         rows = TransitionFile(file) if kind == "parquet" else None
-        with contextlib.closing(rows) if rows else contextlib.nullcontext(), counting("rollouts", total) as advance:
+        with (
+            contextlib.closing(rows) if rows else contextlib.nullcontext(),
+            counting("rollouts", total, hidden=quiet()) as advance,
+        ):
             async for group in recorded_groups(store, where):
-                found = lines_of(group, wanted)
+                found = lines_of[kind](group, wanted) if kind in lines_of else await rows_of(group)
                 if rows is not None:
                     rows.write(found.lines)
                 else:
@@ -231,7 +256,48 @@ async def _export(
                 advance(done.rollouts)
         if not done.written:
             raise ConfigError(_nothing(kind, done, place))
+        if rows is not None:
+            done.notes = rows_of.notes(rows.filled)
     return done
+
+
+class _Rows:
+    """Rows of transitions, with what each run made of its groups' rewards."""
+
+    _EMPTY: Final = {
+        "call_reward": "no call was given an intermediate reward",
+        "excluded": "every call trains",
+        "step": "no rollout is of a training run",
+    }
+
+    def __init__(self, store: LightningStore, wanted: Wanted) -> None:
+        self._store = store
+        self._wanted = wanted
+        self._trainings: dict[str, Training] | None = None
+        self._problems: dict[str, None] = {}
+
+    async def __call__(self, group: Sequence[Recorded]) -> Lines:
+        from agentlightning.data.recordings import training_of
+        from agentlightning.datasets.parquet import NO_CREDIT, group_credit, transition_lines
+
+        if self._trainings is None:
+            self._trainings = {run.run_id: training_of(run) for run in await self._store.query_runs()}
+        first = group[0].rollout
+        training, credit = self._trainings.get(first.run_id or ""), NO_CREDIT
+        if first.group_id is not None and training is not None and training.name is not None:
+            whole = await self._store.get_group(first.group_id)
+            if whole is not None and len(whole.rollout_ids) == len(group):
+                credit = group_credit(group, training)
+            else:
+                self._problems["not all rollouts of a group are in the file"] = None
+            if credit.problem is not None:
+                self._problems[credit.problem] = None
+        return transition_lines(group, self._wanted, credit)
+
+    def notes(self, filled: set[str]) -> list[str]:
+        """Why columns are empty, or cells of `advantages`."""
+        found = [f"{name} is empty: {why}" for name, why in self._EMPTY.items() if name not in filled]
+        return [*found, *(f"advantages are missing: {problem}" for problem in list(self._problems)[:2])]
 
 
 def _tell(kind: str, done: _Exported, out: str, as_json: bool) -> None:
@@ -244,6 +310,8 @@ def _tell(kind: str, done: _Exported, out: str, as_json: bool) -> None:
     print(f"wrote {done.written:,} {_UNITS[kind]} of {done.rollouts:,} rollouts to {out}")
     for reason, count in done.left_out.most_common():
         print(f"left out: {count:,} {reason}")
+    for remark in done.notes:
+        print(f"note: {remark}")
     if kind in ("sft", "dpo") and done.written < FEWEST_LINES:
         print(f"OpenAI and Azure take no file of fewer than {FEWEST_LINES} lines")
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from agentlightning.dashboard.rollouts import RolloutRow, rows_of
 from agentlightning.data.forest import shared_length
-from agentlightning.data.recordings import CreditSettings, Training, rewarded_group, training_of
+from agentlightning.data.recordings import CreditSettings, Training, advantages_of, credit_of, training_of
 from agentlightning.data.transitions import (
     FloatArray,
     IntArray,
@@ -21,7 +21,7 @@ from agentlightning.data.transitions import (
     compare_costs,
     trace_rollout,
 )
-from agentlightning.errors import ConfigError, NotFoundError
+from agentlightning.errors import NotFoundError
 from agentlightning.store.base import LightningStore
 from agentlightning.types import Group
 
@@ -79,36 +79,12 @@ class TracedGroup:
     def advantages(self, settings: CreditSettings) -> dict[str, FloatArray]:
         """An advantage for each sampled token, float32[T], by the call's span id, for the calls that count. ConfigError
         if the settings do not go together."""
-        group = rewarded_group(self.traced, self.training.unrewarded)
-        credit = settings.credit(self.training.reward)
-        models = {call.model for calls in group.transitions for call in calls}
-        # As in training, the calls of several policies are compared among their own.
-        own = [group.of_model(model) for model in models] if len(models) > 1 else [group]
-        credited = [rollout for part in own for rollout in credit.advantages([part])[0]]
-        return {item.transition.span_id: item.advantages for rollout in credited for item in rollout}
+        return advantages_of(self.traced, self.training, settings)
 
     def credited(self, rows: Sequence[RolloutRow]) -> CreditView:
         """`rows` are those of the rollouts."""
-        settings = self.settings
-        returns: dict[str, FloatArray] = {}
-        advantages: dict[str, FloatArray] = {}
-        problem = None
-        try:
-            if self.training.credit is None and self.training.name is not None:
-                raise ConfigError(f"what {self.training.name} made of these rewards is not known here")
-            # Without a baseline, an advantage is the return itself.
-            plain = CreditSettings(returns=settings.returns, returns_options=settings.returns_options, baseline="none")
-            returns = self.advantages(plain)
-            if settings.credit(self.training.reward).needs_batch:
-                raise ConfigError(
-                    f"baseline {settings.baseline!r} compares all groups of a step, and this is one of them: its "
-                    "advantages are not known here"
-                )
-            advantages = self.advantages(settings)
-        except (ConfigError, TypeError, ValueError) as error:
-            problem = str(error)
-        if problem is None and not advantages:
-            problem = "no rollout here has both a reward and a call that trains"
+        credit = credit_of(self.traced, self.training)
+        returns, advantages = credit.returns, credit.advantages
 
         def member(row: RolloutRow, traced: TracedRollout) -> CreditMember:
             of_tokens = [advantages[call.span_id] for call in traced.transitions if call.span_id in advantages]
@@ -120,7 +96,7 @@ class TracedGroup:
             )
 
         members = [member(row, traced) for row, traced in zip(rows, self.traced, strict=True)]
-        return CreditView(group=self.group, credit=settings, problem=problem, members=members)
+        return CreditView(group=self.group, credit=self.settings, problem=credit.problem, members=members)
 
 
 def _credited(

@@ -17,6 +17,7 @@ from agentlightning.tracing.steps import Step
 from agentlightning.types import Span
 
 _ROLE: Final = re.compile(r"you are (?:the |an? )?([^.,;:!\n]+)", re.IGNORECASE)
+_CLAUSE: Final = re.compile(r"[.,;:!?](?:\s|$)")
 _PROMPT_KEYS: Final = ('"system"', '"instructions"')  # in Anthropic's protocol and in Responses
 _INSTRUCTING: Final = ("system", "developer")
 _DSPY_BEGINS: Final = "Your input fields are:"  # the prompts of all its modules
@@ -43,7 +44,7 @@ class AgentName:
 
 def agent_of(step: Step) -> AgentName:
     """The agent of a call: the name its framework gives it, else the role in the prompt, the model alias it asked for,
-    or the prompt's first line.
+    or the first clause of the prompt.
 
     A role follows `You are the` (`a`, `an`) in the first line of the system prompt (with DSPy, of the objective) and
     ends at the first punctuation mark. An agent without a framework name can be chosen by any word of its role."""
@@ -64,11 +65,12 @@ def agent_of(step: Step) -> AgentName:
 @lru_cache(maxsize=256)  # an agent makes many calls
 def _unnamed(alias: str | None, prompt: str) -> AgentName:
     found = role_in(prompt)
-    role = found or prompt.partition("\n")[0].strip()[:_LONGEST_NAME]
+    line = prompt.partition("\n")[0].strip()[:_LONGEST_NAME]
+    role = found or _CLAUSE.split(line)[0]
     # Many programs use one model for all agents, but nearly every prompt says `helpful assistant`.
     tells = found is not None and not role.endswith("assistant")
     names = tuple(name for name in ((role, alias) if tells else (alias, role)) if name)
-    return AgentName(names, (*names, *re.findall(r"[\w-]+", role)))
+    return AgentName(names, (*names, *re.findall(r"[\w-]+", found or line)))
 
 
 def role_in(prompt: str) -> str | None:

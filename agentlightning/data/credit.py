@@ -33,7 +33,7 @@ WhitenOver: TypeAlias = Literal["rollouts", "tokens"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-ROUNDING = 1e-9  # smaller spreads, relative to the values, are rounding errors
+ROUNDING = 64 * np.finfo(np.float64).eps  # smaller spreads, relative to the values compared, are rounding errors
 
 
 def returns(
@@ -400,7 +400,9 @@ def _standard(values: Float64Array, keys: IndexArray, epsilon: float, std: bool 
     differences -= _mean_by(keys, differences)[keys]
     counts = np.bincount(keys)
     spread = np.sqrt(np.bincount(keys, differences**2) / (counts - 1).clip(min=1))[keys]
-    differs = spread > ROUNDING * np.abs(values).max()
+    largest = np.zeros(len(first))
+    np.maximum.at(largest, keys, np.abs(values))
+    differs = spread > ROUNDING * largest[keys]
     return np.where(differs, differences / (spread + epsilon) if std else differences, 0.0)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ import msgspec
 from agentlightning.data.call_filter import EVERY_CALL, CallFilter
 from agentlightning.data.credit_table import BASELINES, RETURNS, Credit, RewardedGroup, make_credit
 from agentlightning.data.rewards import PLAIN, RewardSpec
-from agentlightning.data.transitions import TracedRollout
+from agentlightning.data.transitions import FloatArray, TracedRollout
 from agentlightning.errors import ConfigError, NotFoundError
 from agentlightning.store.base import LightningStore
 from agentlightning.tracing.dialects import mapping
@@ -127,3 +127,55 @@ def rewarded_group(group: Sequence[TracedRollout], unrewarded: str | float) -> R
         [member.reward_terms or {"unrewarded": float(unrewarded)} for member in counted],
         [member.rollout for member in counted],
     )
+
+
+def _refuse_held_out(traced: Sequence[TracedRollout]) -> None:
+    if any(member.rollout.mode != "train" for member in traced):
+        raise ConfigError("Held-out rollouts are not trained: they measure the weights.")
+
+
+def advantages_of(
+    traced: Sequence[TracedRollout], training: Training, settings: CreditSettings
+) -> dict[str, FloatArray]:
+    """An advantage for each sampled token of a group, float32[T], by the call's span id, for the calls that count.
+    ConfigError if the settings do not go together, or the rollouts are held out."""
+    _refuse_held_out(traced)
+    group = rewarded_group(traced, training.unrewarded)
+    credit = settings.credit(training.reward)
+    models = {call.model for calls in group.transitions for call in calls}
+    # As in training, the calls of several policies are compared among their own.
+    own = [group.of_model(model) for model in models] if len(models) > 1 else [group]
+    credited = [rollout for part in own for rollout in credit.advantages([part])[0]]
+    return {item.transition.span_id: item.advantages for rollout in credited for item in rollout}
+
+
+@dataclass(frozen=True)
+class GroupCredit:
+    """The returns and advantages of a group's calls by span id, float32[T]; `problem` is why there are none."""
+
+    returns: Mapping[str, FloatArray]
+    advantages: Mapping[str, FloatArray]
+    problem: str | None = None
+
+
+def credit_of(traced: Sequence[TracedRollout], training: Training) -> GroupCredit:
+    """What a run made of a group's rewards, as far as one group tells."""
+    settings = training.credit or CreditSettings()
+    returns: dict[str, FloatArray] = {}
+    try:
+        _refuse_held_out(traced)
+        if training.credit is None and training.name is not None:
+            raise ConfigError(f"what {training.name} made of these rewards is not known here")
+        # Without a baseline, an advantage is the return itself.
+        plain = CreditSettings(returns=settings.returns, returns_options=settings.returns_options, baseline="none")
+        returns = advantages_of(traced, training, plain)
+        if settings.credit(training.reward).needs_batch:
+            raise ConfigError(
+                f"baseline {settings.baseline!r} compares all groups of a step, and this is one of them: its "
+                "advantages are not known here"
+            )
+        advantages = advantages_of(traced, training, settings)
+    except (ConfigError, TypeError, ValueError) as error:
+        return GroupCredit(returns, {}, str(error))
+    problem = None if advantages else "no rollout here has both a reward and a call that trains"
+    return GroupCredit(returns, advantages, problem)

@@ -22,9 +22,10 @@ from agentlightning.tracing.steps import DEPTH, Step, tool_requests
 from agentlightning.types import Span
 
 # Why a reward belongs to no transition and not to the rollout.
-NOT_FINITE: Final = "not a finite number"
+NOT_FINITE: Final = "not a finite number"  # or one that no gradient survives
 BEFORE_ANY_CALL: Final = "given before any call had ended"
 NOT_TRAINED: Final = "of a call that does not train"
+UNCLEAR: Final = "of one of several agents that ran side by side"
 
 RELATIVE: Final[tuple[str, ...]] = (
     "relative_length",
@@ -54,7 +55,8 @@ def given_rewards(spans: Sequence[Span], steps: Sequence[Step]) -> GivenRewards:
     An intermediate reward belongs to the call that it names, by response id or tool-call id. Otherwise it belongs to
     the latest call that ended before it: among the calls below the nearest enclosing span that has any (a tool without
     calls stands for the call that requested it), else those of the same agent, else all. Housekeeping calls count only
-    if named. Intermediate rewards never replace the final one."""
+    if named. A reward that could be of several agents, tools or operations that ran at the same time belongs to no
+    call. Intermediate rewards never replace the final one."""
     lost: Counter[str] = Counter()
     of_calls: dict[str, float] = {}
     values: list[float] = []
@@ -63,37 +65,36 @@ def given_rewards(spans: Sequence[Span], steps: Sequence[Step]) -> GivenRewards:
     for span in rewards:
         value = get_reward_value(span)
         assert value is not None
-        if not math.isfinite(value):
+        if not _usable(value):
             lost[NOT_FINITE] += 1
         elif not is_final_reward(span):
             values.append(value)
             call = receiver.of(span)
-            if call is None:
-                lost[BEFORE_ANY_CALL] += 1
+            if isinstance(call, str):
+                lost[call] += 1
             else:
                 of_calls[call.span_id] = of_calls.get(call.span_id, 0.0) + value
     dimensions = find_final_rewards(rewards)
-    named = dict(dimensions) if all(math.isfinite(dimension.value) for dimension in dimensions) else {}
+    named = dict(dimensions) if all(_usable(dimension.value) for dimension in dimensions) else {}
     final = dimensions[0].value if named else None
     return GivenRewards(final, named, of_calls, math.fsum(values) if values else None, lost)
+
+
+def _usable(value: float) -> bool:
+    return math.isfinite(value) and abs(value) <= semconv.LARGEST_REWARD
 
 
 class _Receivers:
     """Finds the call that a reward belongs to."""
 
     def __init__(self, spans: Sequence[Span], steps: Sequence[Step]) -> None:
+        self._spans = {span.span_id: span for span in spans}
         self._steps = steps
         self._above = {span.span_id: span.parent_id for span in spans}
 
-    def of(self, reward: Span) -> Span | None:
-        given = reward.attributes
-        links = [
-            str(given.get(f"{name.removesuffix('key_match')}value_match", ""))
-            for name, key in given.items()
-            if name.startswith(f"{semconv.LINK}.") and name.endswith(".key_match") and key in _IDS
-        ]
-        ids = links or [value for name in _IDS if isinstance(value := given.get(name), str)]
-        named = [call for name in ids for call in self._by_id.get(name, ())]
+    def of(self, reward: Span) -> Span | str:
+        """The call, or the reason why there is none."""
+        named = self._named_by(reward)
         if len(named) == 1:
             return named[0]
         ended = [(call, around) for call, around in self._trained if call.end_time <= reward.start_time]
@@ -107,7 +108,55 @@ class _Receivers:
         else:
             agent = self._agents.get(reward.span_id)
             found = [call for call in found if agent and self._agents.get(call.span_id) == agent] or found
-        return max(found, key=lambda call: call.end_time, default=None)
+        last = max(found, key=_end, default=None)
+        if last is None:
+            return BEFORE_ANY_CALL
+        around = ancestors(last, self._above)
+        sure = reward.parent_id in around or not self._ran_beside(reward, last, around)
+        return last if sure else UNCLEAR
+
+    def _named_by(self, reward: Span) -> list[Span]:
+        """The calls with an id that the reward names."""
+        given = reward.attributes
+        links = [
+            str(given.get(f"{name.removesuffix('key_match')}value_match", ""))
+            for name, key in given.items()
+            if name.startswith(f"{semconv.LINK}.") and name.endswith(".key_match") and key in _IDS
+        ]
+        ids = links or [value for name in _IDS if isinstance(value := given.get(name), str)]
+        return [call for name in ids for call in self._by_id.get(name, ())]
+
+    def _ran_beside(self, reward: Span, call: Span, around: Sequence[str]) -> bool:
+        """Whether spans ran beside those that enclose the reward, and the `call`, enclosed by `around`, may be theirs.
+
+        A reward that nothing encloses may be of any one span that was open, so that it takes two of them."""
+        chain = [reward, *(self._spans[outer] for outer in ancestors(reward, self._above))]
+        others = [
+            other
+            for branch in chain
+            for other in self._lanes.get(self._parent(branch), ())
+            if other is not branch and other.start_time <= branch.end_time and branch.start_time <= other.end_time
+        ]
+        if len(chain) == 1:
+            return len(others) > 1
+        return any(
+            other.span_id in around or (not around and _contains(other, call))
+            for other in others
+            if other.trace_id == reward.trace_id  # that of another trace may enclose both
+        )
+
+    def _parent(self, span: Span) -> str | None:
+        return span.parent_id if span.parent_id in self._above else None
+
+    @cached_property
+    def _lanes(self) -> dict[str | None, list[Span]]:
+        """The agents, tools and operations by the span around them; None: by no known one."""
+        lanes: dict[str | None, list[Span]] = {}
+        for step in self._steps:
+            span = step.span
+            if step.kind != "call" and span.name != semconv.LOG and span.end_time > span.start_time:
+                lanes.setdefault(self._parent(span), []).append(span)
+        return lanes
 
     @cached_property
     def _calls(self) -> list[Span]:
@@ -138,6 +187,14 @@ class _Receivers:
             for name in names:
                 named.setdefault(name, []).append(call)
         return named
+
+
+def _end(span: Span) -> float:
+    return span.end_time
+
+
+def _contains(outer: Span, inner: Span) -> bool:
+    return outer.start_time <= inner.start_time and inner.end_time <= outer.end_time
 
 
 def ancestors(span: Span, above: Mapping[str, str | None]) -> list[str]:

@@ -1,4 +1,5 @@
-"""Converts OTLP JSON traces of other tools to finished rollouts, as if their agents had run here.
+"""Converts traces of other tools, as OTLP JSON or as tables of spans, to finished rollouts, as if their agents had run
+here.
 
 This module knows trace files and rollouts, but not the store. Ids are derived from the traces' ids, so the same traces
 always become the same rollouts.
@@ -8,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -17,14 +18,25 @@ from typing import Any, Final
 import msgspec
 
 from agentlightning import semconv
+from agentlightning.datasets.records import encoding_of, not_text, read_records
+from agentlightning.datasets.span_rows import is_span_row, span_of_row
 from agentlightning.errors import ConfigError, InvalidError, nearest
 from agentlightning.store.transfer import Record
-from agentlightning.tracing.dialects import first_text, input_messages, model_name, output_messages, token_counts
+from agentlightning.tracing.dialects import (
+    INPUTS,
+    first_text,
+    input_messages,
+    model_name,
+    output_messages,
+    scope_of,
+    token_counts,
+)
 from agentlightning.tracing.otlp import JSON, decode_traces
 from agentlightning.tracing.rewards import find_final_reward, reward_attributes
 from agentlightning.types import Attempt, Attributes, Mode, Rollout, Span
 
-_INPUTS: Final = ("input.value", semconv.GEN_AI_INPUT_MESSAGES, "traceloop.entity.input", semconv.OPERATION_INPUT)
+_INPUTS: Final = (semconv.GEN_AI_INPUT_MESSAGES, "langfuse.trace.input", *INPUTS)
+_TABLES: Final = (".csv", ".parquet")
 _TRACES: Final = frozenset({"resourceSpans", "resource_spans"})
 _SIGNALS: Final = _TRACES | {"resourceMetrics", "resourceLogs", "resource_metrics", "resource_logs"}
 _EVALUATION_NAME: Final = "gen_ai.evaluation.name"
@@ -32,28 +44,48 @@ _EVALUATION_SCORE: Final = "gen_ai.evaluation.score.value"
 _MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _BYTE: Final = re.compile(r"\(byte (\d+)\)")
 _NUMBERED: Final = re.compile(r"\.\d")
+_SHOWN: Final = 3  # of many, in a warning
 
 
 # --- files -------------------------------------------------------------------------------------------------------
 
 
 def read_traces(path: Path) -> list[Span]:
-    """The spans in a JSON file with an `ExportTraceServiceRequest`, a list of these, or one per line, as the
-    OpenTelemetry Collector writes it. ConfigError if there is no such file; InvalidError names a malformed part."""
-    try:
-        body = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+    """The spans in a file: JSON with an `ExportTraceServiceRequest` or a span (`span_rows`), a list of these, or one
+    per line, as the OpenTelemetry Collector writes it; or a table with a span per row. ConfigError if the file cannot
+    be read; InvalidError names a malformed part."""
+    if path.suffix.lower() in _TABLES:
+        rows = [(f"{path}, row {number}", row) for number, row in enumerate(read_records(path), start=1)]
+    else:
+        rows = _documents(path, _utf8(path))
     spans: list[Span] = []
-    for place, document in _documents(path, body):
-        if not isinstance(document, dict) or not _SIGNALS.intersection(document):
-            raise InvalidError(f"{place}: it has no field resourceSpans; nothing was stored")
-        if _TRACES.intersection(document):  # collectors may write all their signals into one file
+    for place, document in rows:
+        if is_span_row(document):
+            spans.append(span_of_row(document, place))
+        elif not isinstance(document, dict) or not _SIGNALS.intersection(document):
+            raise InvalidError(f"{place}: it has no field resourceSpans, and no ids of a span; nothing was stored")
+        elif _TRACES.intersection(document):  # collectors may write all their signals into one file
             try:
                 spans += decode_traces(msgspec.json.encode(document), JSON)
             except InvalidError as error:
                 raise InvalidError(f"{place}: {error}; nothing was stored") from None
     return spans
+
+
+def _utf8(path: Path) -> bytes:
+    """The text of a file in any encoding that `records` reads, as UTF-8 without a mark. Bytes that are none stay: they
+    are an error of their line."""
+    try:
+        encoding = encoding_of(path)
+        body = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+    if encoding == "utf-8":
+        return body
+    try:
+        return body.decode(encoding).encode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(not_text(path, error)) from None
 
 
 def _documents(path: Path, body: bytes) -> Iterator[tuple[str, Any]]:
@@ -108,6 +140,24 @@ def rollouts_of(
         name = f"trace-{trace_id}" if value is None else f"session-{_digest(f'{by}={value}')[:32]}"
         grouped.setdefault(name, []).extend(members)
     return [_record(name, members, reward, mode) for name, members in grouped.items()]
+
+
+def without_messages(records: Sequence[Record]) -> str | None:
+    """A warning that names the traces with no messages in any span, and what their spans are instead; None without
+    such traces."""
+    names = {semconv.GEN_AI_INPUT_MESSAGES, semconv.GEN_AI_OUTPUT_MESSAGES}
+    silent = [record for record in records if not any(names.intersection(span.attributes) for span in record.spans)]
+    if not silent:
+        return None
+    spans = [span for record in silent for span in record.spans]
+    kinds = Counter(f"{span.name!r:.60} of {scope_of(span) or 'no scope'}" for span in spans)
+    shown = ", ".join(record.rollout.rollout_id for record in silent[:_SHOWN])
+    more = f" and {len(silent) - _SHOWN} more" if len(silent) > _SHOWN else ""
+    found = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(_SHOWN))
+    return (
+        f"no span of {len(silent)} of {len(records)} traces has messages of a model, so nothing can be learned from "
+        f"them: {shown}{more}. Their spans: {found}. Does the tool record contents? Many leave them out by default"
+    )
 
 
 def _check_name(what: str, name: str, known: set[str]) -> None:
@@ -239,7 +289,7 @@ def _scores(attributes: Attributes, *, every: bool = True) -> dict[str, float]:
     scores: dict[str, float] = {}
     for key, value in found.items():
         with contextlib.suppress(ValueError, TypeError):  # no number; some tools write numbers as texts
-            if math.isfinite(number := float(value)):  # pyright: ignore[reportArgumentType]
+            if abs(number := float(value)) <= semconv.LARGEST_REWARD:  # pyright: ignore[reportArgumentType]
                 scores[key] = number
     return scores
 

@@ -6,6 +6,7 @@ It knows transitions and columns, but no stores; pyarrow is imported only to wri
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, BinaryIO, Final
@@ -15,21 +16,24 @@ import msgspec
 from agentlightning import semconv
 from agentlightning.data.agents import agent_of
 from agentlightning.data.call_filter import UNUSED_CHOICE, CallFilter
-from agentlightning.data.recordings import Recorded
-from agentlightning.data.transitions import TracedRollout, trace_rollout
+from agentlightning.data.recordings import GroupCredit, Recorded, Training, credit_of
+from agentlightning.data.transitions import TracedRollout, compare_costs, trace_rollout
 from agentlightning.datasets.export import LOW_REWARD, NO_CALL, Lines, Wanted, annotation_of, labelled
 from agentlightning.errors import imported
 from agentlightning.tracing.dialects import finish_reasons, model_name
 from agentlightning.tracing.steps import read_steps
 from agentlightning.types import SampledChoice, Span
 
-SCHEMA_VERSION: Final = "1"
+SCHEMA_VERSION: Final = "2"
+
+NO_CREDIT: Final = GroupCredit({}, {})
 
 # Column → (its type, what it holds); null where there is none.
 COLUMNS: Final[Mapping[str, tuple[str, str]]] = {
     "rollout_id": ("string", "the rollout"),
     "attempt_id": ("string", "its last attempt, the only one exported"),
     "run_id": ("string", "the run it belongs to"),
+    "step": ("int32", "the step of the run that asked for it"),
     "group_id": ("string", "the group of rollouts of one task"),
     "group_index": ("int32", "its place in the group"),
     "input": ("string", "the task, as JSON"),
@@ -47,6 +51,8 @@ COLUMNS: Final[Mapping[str, tuple[str, str]]] = {
     "versions": ("list<int32>", "policy version of each token of the answer; −1 unknown"),
     "finish_reason": ("string", "why the answer ended: stop, length, tool_calls …"),
     "call_reward": ("float64", "intermediate rewards of the call, added up"),
+    "return": ("float64", "x_t, what the call was worth"),
+    "advantages": ("list<float32>", "what its run made of it for each token of the answer, if one group tells"),
     "tools": ("list<tool>", "its tool calls: tool, status (1 returned, −1 failed), duration in seconds"),
     "trained": ("bool", "whether training would use it"),
     "excluded": ("string", "why it would not"),
@@ -55,14 +61,15 @@ COLUMNS: Final[Mapping[str, tuple[str, str]]] = {
     "corrected_answer": ("string", "the answer that it should have given last"),
 }
 
+_SAMPLE: Final = re.compile(r"train-(\d+)-")  # as the loop names its rollouts
 _OF_A_ROLLOUT: Final = ("rollout_id", "run_id", "group_id", "group_index", "mode", "status")
 
 
-def transition_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
+def transition_lines(group: Sequence[Recorded], wanted: Wanted, credit: GroupCredit = NO_CREDIT) -> Lines:
     """The rows of a group's rollouts with at least the wanted reward."""
     found = Lines()
     for recorded in labelled(group, wanted, found.left_out):
-        rows = transition_rows(recorded, wanted)
+        rows = transition_rows(recorded, wanted, credit)
         reward = rows[0]["reward"] if rows else None
         if not rows:
             found.left_out[NO_CALL] += 1
@@ -73,7 +80,13 @@ def transition_lines(group: Sequence[Recorded], wanted: Wanted) -> Lines:
     return found
 
 
-def transition_rows(recorded: Recorded, wanted: Wanted) -> list[dict[str, Any]]:
+def group_credit(group: Sequence[Recorded], training: Training) -> GroupCredit:
+    """What a run made of a whole group's rewards, as it traced them."""
+    traced = [trace_rollout(one.rollout, one.spans, calls=training.calls, reward=training.reward) for one in group]
+    return credit_of(compare_costs(traced, training.reward), training)
+
+
+def transition_rows(recorded: Recorded, wanted: Wanted, credit: GroupCredit = NO_CREDIT) -> list[dict[str, Any]]:
     """The rows of a rollout, in call order; token ids are arrays or sequences. Empty if it made no call."""
     rollout = recorded.rollout
     traced = trace_rollout(rollout, recorded.spans, calls=CallFilter(models=wanted.models, agents=wanted.agents))
@@ -81,7 +94,13 @@ def transition_rows(recorded: Recorded, wanted: Wanted) -> list[dict[str, Any]]:
     annotation = annotation_of(rollout)
     common |= {"label": annotation.label, "note": annotation.note, "corrected_answer": annotation.answer}
     common |= {"input": msgspec.json.encode(rollout.input).decode(), "reward": traced.reward}
+    sample = _SAMPLE.match(str(rollout.metadata.get("sample", "")))
+    common["step"] = int(sample[1]) if sample else None
     rows = [{**common, **row} for row in _calls(recorded.spans, traced)]
+    for row in rows:
+        if row["trained"] and (returns := credit.returns.get(row["span_id"])) is not None:
+            row["return"] = float(returns[0])
+            row["advantages"] = credit.advantages.get(row["span_id"])
     return sorted(rows, key=lambda row: (row["call_index"], row["choice"]))
 
 
@@ -119,6 +138,8 @@ def _row(span: Span, index: int, choice: SampledChoice | None, agent: str | None
         "versions": [version for version, count in choice.versions for _ in range(count)] if choice else (),
         "finish_reason": choice.finish_reason if choice else ended[min(index, len(ended) - 1)],
         "call_reward": None,
+        "return": None,
+        "advantages": None,
         "tools": [],
         "trained": False,
         "excluded": reason,
@@ -138,9 +159,11 @@ class TransitionFile:
         self._writer: Any = parquet.ParquetWriter(file, self._schema, compression="zstd")
         self._rows: list[dict[str, Any]] = []
         self._tokens = 0
+        self.filled: set[str] = set()  # columns with a value in some row
 
     def write(self, rows: Sequence[dict[str, Any]]) -> None:
         self._rows += rows
+        self.filled.update(name for row in rows for name, value in row.items() if value is not None)
         self._tokens += sum(len(row["prompt_ids"]) + len(row["response_ids"]) for row in rows)
         if self._tokens >= self._TOKENS or len(self._rows) >= self._ROWS:
             self._flush()

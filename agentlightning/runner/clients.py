@@ -5,7 +5,8 @@ a runner owns one `ClientPool`, bound to its event loop, and `openai_client` der
 
 A call that one rollout's code makes with another rollout's client is refused before it is sent. Which rollout the
 running code belongs to is known by its context; whose call it would be is in its URL and key. The two differ where a
-client in a global was made from the `llm` of whichever rollout came first.
+client in a global was made from the `llm` of whichever rollout came first. Every other call of a rollout gets a
+`traceparent` that names the operation around it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
 from agentlightning.errors import imported
-from agentlightning.store.keys import claimed_attempt
+from agentlightning.store.keys import WORKER_PREFIX, claimed_attempt
 from agentlightning.tracing.context import current_binding
 from agentlightning.types import LLM
 
@@ -72,6 +73,7 @@ def openai_client(llm: LLM) -> AsyncOpenAI:
 def make_client(llm: LLM) -> AsyncOpenAI:
     """A client with its own connections. ConfigError if `openai` is not installed."""
     openai = imported("openai", "openai_client", "openai>=2.8,<4")
+    guard_clients()  # this import may have been the first of httpx
     base = openai.DefaultAsyncHttpxClient.__bases__[0]  # of httpx2, or of httpx before openai 3
     limits = importlib.import_module(base.__module__.partition(".")[0]).Limits(
         max_connections=CONNECTIONS, max_keepalive_connections=CONNECTIONS, keepalive_expiry=KEEP_ALIVE_SECONDS
@@ -93,12 +95,18 @@ def _key(llm: LLM) -> str:
 # --- clients of other rollouts -----------------------------------------------------------------------------------
 
 _MODULES: Final = ("httpx", "httpx2")  # the second is what openai 3 stands on
+_TRACEPARENT: Final = "traceparent"
 _PATH: Final = re.compile(r"/rollout/([^/]+)/attempt/([^/]+)/")
 
 
 class ForeignClientError(BaseException):
     """The agent called a model with another rollout's client. Not an `Exception`, which SDKs would retry and agents
     survive."""
+
+
+def is_of_attempt(url: str) -> bool:
+    """Whether a URL is an attempt's own."""
+    return _PATH.search(url) is not None
 
 
 def lost_connection(error: BaseException | None) -> bool:
@@ -109,15 +117,15 @@ def lost_connection(error: BaseException | None) -> bool:
         with suppress(Exception):  # an exception of somebody else's; httpx raises where it knows no request
             asked: Any = error
             answered = getattr(asked, "response", None) is not None
-            if not answered and "Timeout" not in type(error).__name__ and _PATH.search(str(asked.request.url)):
+            if not answered and "Timeout" not in type(error).__name__ and is_of_attempt(str(asked.request.url)):
                 return True
         error = error.__cause__ or error.__context__
     return False
 
 
 def guard_clients() -> None:
-    """Check calls of the HTTP clients imported so far. Called before each run of an agent; repeating it costs
-    nothing."""
+    """Check and place calls of the HTTP clients imported so far. Called before each run of an agent and by
+    `make_client`; repeating it costs nothing."""
     for name in _MODULES:
         if (module := sys.modules.get(name)) is not None and hasattr(module, "AsyncClient"):
             _guard(module)
@@ -139,6 +147,8 @@ def _checked(send: Any) -> Any:
 
 
 def _check(url: str, headers: Any) -> None:
+    """Refuse a call with another rollout's client, and name the enclosing span in one with this rollout's.
+    ForeignClientError."""
     binding = current_binding()
     if binding is None:
         return
@@ -146,9 +156,13 @@ def _check(url: str, headers: Any) -> None:
     bearer = headers.get("authorization", "").removeprefix("Bearer ")
     key = bearer or headers.get("x-api-key") or headers.get("x-goog-api-key", "")
     named = found.groups() if found else claimed_attempt(key)
+    if named is None and not key.startswith(WORKER_PREFIX):
+        return  # it goes elsewhere
     if named is not None and named[:2] != (binding.tracer.rollout_id, binding.tracer.attempt_id):
         raise ForeignClientError(
             f"this call of attempt {binding.tracer.attempt_id} would have been recorded for attempt {named[1]}, whose "
             "client made it. Make the client inside the agent, from its own `llm`, and keep it in no global; or make "
             "it from the environment and run the agent with isolation='process'"
         )
+    if binding.parent_id is not None and _TRACEPARENT not in headers:
+        headers[_TRACEPARENT] = f"00-{binding.tracer.trace_id}-{binding.parent_id}-01"

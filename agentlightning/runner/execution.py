@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import inspect
 import logging
 import threading
@@ -19,9 +20,11 @@ from agentlightning.errors import AgentLightningError, ConfigError, InvalidError
 from agentlightning.runner.agent import LitAgent, is_async
 from agentlightning.runner.clients import guard_clients
 from agentlightning.runner.environment import serves_model
+from agentlightning.runner.hints import add_hint
+from agentlightning.runner.main_thread import ADVICE, needs_main_thread, watch
 from agentlightning.semconv import REWARD_RETURNED
 from agentlightning.tracing.context import AttemptTracer, bind
-from agentlightning.tracing.emit import emit_exception, emit_reward, shown
+from agentlightning.tracing.emit import emit_exception, emit_reward, shown_error
 from agentlightning.tracing.instrument import quiet_openai_agents
 from agentlightning.tracing.rewards import read_reward
 from agentlightning.types import AttemptedRollout, AttemptStatus, NamedResources, Span
@@ -204,14 +207,40 @@ class Answer:
 
 
 async def call_agent(agent: LitAgent[Any], rollout: AttemptedRollout, resources: NamedResources) -> Any:
-    """What the agent returns. Async agents run in this event loop, sync ones in a thread."""
-    quiet_openai_agents()  # here, where the agent's module is imported, whichever process this is
+    """What the agent returns. Async agents run in this event loop, sync ones in a thread. What it raises may get a note
+    that names the cause."""
+    entry_point = _entered(agent, rollout, resources)
+    try:
+        if is_async(entry_point.func):
+            return await entry_point()
+        try:
+            answer = await in_own_thread(entry_point)
+        finally:
+            watch.look(str(agent.__module__))
+    except Exception as error:
+        add_hint(error, rollout.input, resources)
+        raise
+    return _no_coroutine(answer)
+
+
+def call_blocking(agent: LitAgent[Any], rollout: AttemptedRollout, resources: NamedResources) -> Answer:
+    """What a sync agent returned or raised in this thread, and in a copy of its context."""
+    try:
+        value = contextvars.copy_context().run(_entered(agent, rollout, resources))
+        return Answer(value=_no_coroutine(value))
+    except BaseException as error:  # noqa: BLE001 - anything an agent raises is the result of its attempt
+        add_hint(error, rollout.input, resources)
+        return Answer(error=_carried(error))
+
+
+def _entered(agent: LitAgent[Any], rollout: AttemptedRollout, resources: NamedResources) -> functools.partial[Any]:
+    """The agent's call, whose libraries are prepared: here, where its module is imported, whichever process this is."""
+    quiet_openai_agents()
     guard_clients()
-    entry_point = agent.entry_point(rollout.mode)
-    arguments = (rollout.input, resources, rollout)
-    if is_async(entry_point):
-        return await entry_point(*arguments)
-    value = await in_own_thread(lambda: entry_point(*arguments))
+    return functools.partial(agent.entry_point(rollout.mode), rollout.input, resources, rollout)
+
+
+def _no_coroutine(value: Any) -> Any:
     if inspect.iscoroutine(value):
         value.close()
         raise InvalidError("the agent returned a coroutine from a plain function; declare it with `async def`")
@@ -258,11 +287,18 @@ async def in_own_thread(function: Callable[[], Any]) -> Any:
     threading.Thread(target=work, name=AGENT_THREAD, daemon=True).start()
     answer = await answered
     if answer.error is not None:
-        if isinstance(answer.error, StopIteration | KeyboardInterrupt):  # the one no coroutine can raise, and a real
-            # Ctrl-C, which the other would pass for, comes to the main thread
-            raise RuntimeError(f"the agent raised {type(answer.error).__name__}") from answer.error
-        raise answer.error
+        raise _carried(answer.error)
     return answer.value
+
+
+def _carried(error: BaseException) -> BaseException:
+    """The error of a sync agent, to be raised elsewhere: no coroutine can raise StopIteration, and KeyboardInterrupt
+    would pass for a real Ctrl-C, which comes to the main thread."""
+    if isinstance(error, StopIteration | KeyboardInterrupt):
+        carried = RuntimeError(f"the agent raised {type(error).__name__}")
+        carried.__cause__ = error
+        return carried
+    return error
 
 
 def record_result(tracer: AttemptTracer, result: Any) -> None:
@@ -287,4 +323,5 @@ def record_result(tracer: AttemptTracer, result: Any) -> None:
 
 
 def _failed(error: BaseException) -> Outcome:
-    return Outcome("failed", f"{type(error).__name__}: {shown(error)}", error)
+    advice = f". {ADVICE}" if needs_main_thread(error) else ""
+    return Outcome("failed", f"{type(error).__name__}: {shown_error(error)}{advice}", error)

@@ -21,16 +21,18 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Coroutine
+from contextvars import copy_context
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, cast
 
 import msgspec
 
 from agentlightning.errors import AgentLightningError, ConfigError
-from agentlightning.runner.agent import LitAgent
+from agentlightning.runner.agent import LitAgent, is_async
 from agentlightning.runner.clients import ClientPool, current_pool
 from agentlightning.runner.environment import AgentResources
-from agentlightning.runner.execution import AGENT_THREAD, Answer, call_agent, guarded, record_result
+from agentlightning.runner.execution import Answer, call_agent, call_blocking, guarded, record_result
 from agentlightning.tracing.context import AttemptTracer, bind
 from agentlightning.tracing.emit import exception_attributes
 from agentlightning.tracing.instrument import instrument_from_environment, tracer_class
@@ -192,21 +194,24 @@ def main(descriptor: int) -> None:
     boot, start = connection.receive(), connection.receive()
     if isinstance(boot, Boot) and isinstance(start, Start):
         with asyncio.Runner() as loop:
-            worker = _Worker(connection, loop.get_loop())
+            worker = _Worker(connection, loop)
             if worker.load(boot, start):  # outside the loop: modules may run one of their own when they are imported
-                loop.run(worker.serve(start))
+                worker.serve(start)
 
 
 class _Worker:
-    def __init__(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
+    """Runs attempts in the main thread, where code may set alarms: async agents in the loop, sync ones outside it."""
+
+    def __init__(self, connection: Connection, loop: asyncio.Runner) -> None:
         self._connection = connection
         self._make_tracer = tracer_class()
         self._agent: LitAgent[Any] | None = None
         self._logs = AttemptLogs()
         self._loop = loop
-        self._starts: asyncio.Queue[Start | None] = asyncio.Queue()
-        self._running: asyncio.Task[Answer] | None = None
+        self._starts: queue.SimpleQueue[Start | None] = queue.SimpleQueue()
+        self._running: asyncio.Task[Answer] | Literal["sync"] | None = None
         self._variables: set[str] = set()
+        loop.get_loop()  # it is made in this thread
         threading.Thread(target=self._listen, name="agentlightning-listener", daemon=True).start()
 
     def load(self, boot: Boot, start: Start) -> bool:
@@ -220,34 +225,38 @@ class _Worker:
             self._connection.send(NotLoaded(reason))
         return self._agent is not None
 
-    async def serve(self, first: Start) -> None:
+    def serve(self, first: Start) -> None:
         """Run the first attempt, and the following ones."""
-        pool = ClientPool()
+        pool = self._loop.run(_new_pool())
         current_pool.set(pool)
         start: Start | None = first
         with self._logs.installed():
             while start is not None:
                 self._set_environment(start)
-                self._connection.send(await self._attempt(start))
-                start = await self._starts.get()
-        await pool.close()
+                self._connection.send(self._attempt(start))
+                start = self._starts.get()
+        self._loop.run(pool.close())
 
     def _listen(self) -> None:
-        """Read the runner's messages, even while the agent blocks the loop. When the runner is gone, end the
+        """Read the runner's messages, even while the agent blocks the main thread. When the runner is gone, end the
         process."""
         while (order := self._connection.receive()) is not None:
             if isinstance(order, Start):
-                self._loop.call_soon_threadsafe(self._starts.put_nowait, order)
+                self._starts.put(order)
             elif isinstance(order, Cancel):
-                self._loop.call_soon_threadsafe(self._cancel)
+                self._cancel()
         if self._running is None:
-            self._loop.call_soon_threadsafe(self._starts.put_nowait, None)
+            self._starts.put(None)
             time.sleep(FAREWELL_SECONDS)
         os.killpg(0, signal.SIGKILL)
 
     def _cancel(self) -> None:
-        if self._running is not None:
-            self._running.cancel()
+        """Cancel an async agent. A sync one cannot be: the runner hears that it ended, and kills this process."""
+        running = self._running
+        if isinstance(running, asyncio.Task):
+            self._loop.get_loop().call_soon_threadsafe(running.cancel)
+        elif running is not None:
+            self._connection.send(Ended([], exception_attributes(asyncio.CancelledError()), left=True))
 
     def _set_environment(self, start: Start) -> None:
         for name in self._variables - set(start.environment):
@@ -255,20 +264,32 @@ class _Worker:
         self._variables = set(start.environment)
         os.environ.update(start.environment)
 
-    async def _call(self, start: Start) -> Any:
+    def _call(self, start: Start) -> Answer:
+        """What the agent returned or raised."""
         assert self._agent is not None
-        return await call_agent(self._agent.own_copy(), start.rollout, AgentResources(start.resources))
+        resources = AgentResources(start.resources)
+        try:
+            agent = self._agent.own_copy()
+            in_loop = is_async(agent.entry_point(start.rollout.mode))
+        except Exception as error:  # noqa: BLE001 - of a stranger's object
+            return Answer(error=error)
+        if in_loop:
+            return self._loop.run(self._in_loop(call_agent(agent, start.rollout, resources)), context=copy_context())
+        self._running = "sync"
+        return call_blocking(agent, start.rollout, resources)
 
-    async def _attempt(self, start: Start) -> Ended:
+    async def _in_loop(self, call: Coroutine[Any, Any, Any]) -> Answer:
+        self._running = task = asyncio.create_task(guarded(call))
+        await asyncio.wait({task})
+        return Answer(error=asyncio.CancelledError()) if task.cancelled() else task.result()
+
+    def _attempt(self, start: Start) -> Ended:
         ids = start.rollout.rollout_id, start.rollout.attempt.attempt_id
         tracer = self._make_tracer(*ids)
         tracer.forward(lambda span: self._connection.send(Recorded(span)))
         before = set(threading.enumerate())
         with bind(tracer), self._logs.open(tracer):
-            self._running = asyncio.create_task(guarded(self._call(start)))
-            await asyncio.wait({self._running})
-            cancelled = self._running.cancelled()
-            answer = Answer(error=asyncio.CancelledError()) if cancelled else self._running.result()
+            answer = self._call(start)
         result = AttemptTracer(*ids)  # recorded by the runner, behind its hooks
         if answer.error is None:
             try:
@@ -282,14 +303,18 @@ class _Worker:
                 stream.flush()
         self._running = None
         failure = None if answer.error is None else exception_attributes(answer.error)
-        return Ended(result.drain(), failure, _left_running(before))
+        return Ended(result.drain(), failure, _left_running(before, self._loop.get_loop()))
 
 
-def _left_running(before: set[threading.Thread]) -> bool:
+async def _new_pool() -> ClientPool:
+    return ClientPool()
+
+
+def _left_running(before: set[threading.Thread], loop: asyncio.AbstractEventLoop) -> bool:
     """Whether an attempt left a task, a thread or a process running."""
-    if asyncio.all_tasks() - {asyncio.current_task()}:
+    if asyncio.all_tasks(loop):
         return True
-    if any(thread.name != AGENT_THREAD and not _is_idle(thread) for thread in set(threading.enumerate()) - before):
+    if any(not _is_idle(thread) for thread in set(threading.enumerate()) - before):
         return True
     for children in Path("/proc/self/task").glob("*/children"):  # Linux; elsewhere processes go unseen
         with contextlib.suppress(OSError):  # of a thread that has just ended

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple, cast
 import msgspec
 
 from agentlightning.errors import InvalidError
+from agentlightning.semconv import LARGEST_REWARD, is_reward_value
 from agentlightning.types import (
     Attributes,
     FinishReason,
@@ -271,6 +272,11 @@ def _check_attributes(attributes: Attributes, place: str) -> None:
     for name, value in attributes.items():
         if isinstance(value, str | bool):
             continue
+        if isinstance(value, int | float) and abs(value) > LARGEST_REWARD and is_reward_value(name):
+            raise InvalidError(
+                f"attribute {name!r} {place} is {value:g}; a reward lies between −{LARGEST_REWARD:g} and "
+                f"{LARGEST_REWARD:g}"
+            )
         for item in value if isinstance(value, list | tuple) else (value,):
             if isinstance(item, float):
                 check_finite(item, f"attribute {name!r} {place}")

@@ -1,14 +1,19 @@
-"""Reads one span in the attribute names of OpenTelemetry's gen_ai, OpenInference, Traceloop or Agent Lightning: what it
-is, the messages and tokens of a call, and whether a tool failed.
+"""Reads one span in the attribute names of OpenTelemetry's gen_ai, Agent Lightning and other tools: what it is, the
+messages and tokens of a call, and whether a tool failed.
 
 It sees each span alone; `tracing.steps` reads how spans belong together. Messages come out in the form of chat
-completions: `{"role": …, "content": …, "tool_calls": […]}`.
+completions: `{"role": …, "content": …, "tool_calls": […]}` (`tracing.message_forms`).
 
 | dialect | messages | tokens |
 |---|---|---|
 | ours, OpenTelemetry | `gen_ai.input.messages` as JSON, with `content` or with `parts` | `gen_ai.usage.*` |
 | OpenInference | `llm.input_messages.0.message.role` … | `llm.token_count.*` |
 | Traceloop | `gen_ai.prompt.0.role`, `gen_ai.completion.0.role` … | `gen_ai.usage.*` |
+| Langfuse | `langfuse.observation.input`, `….output` as JSON or text | `langfuse.observation.usage_details` |
+| Vercel AI SDK | `ai.prompt.messages` as JSON, `ai.response.text`, `ai.response.toolCalls` | `ai.usage.*` |
+| LangSmith | `gen_ai.prompt`, `gen_ai.completion` as JSON | `gen_ai.usage.*` |
+| MLflow | `mlflow.spanInputs`, `mlflow.spanOutputs` as JSON | `mlflow.chat.tokenUsage` |
+| Logfire | `events` as JSON | `gen_ai.usage.*` |
 """
 
 from __future__ import annotations
@@ -16,14 +21,25 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final, Literal, TypeAlias, cast
-
-import msgspec
+from typing import Any, Final, Literal, TypeAlias
 
 from agentlightning import semconv
 from agentlightning.tracing.attributes import listed, nested
+from agentlightning.tracing.message_forms import (
+    Said,
+    as_text,
+    decoded,
+    entries,
+    items,
+    json_of,
+    mapping,
+    messages_in,
+    of_entries,
+    of_parts,
+    said_in_events,
+)
 from agentlightning.types import Attributes, Span
 
 Kind: TypeAlias = Literal["call", "tool", "agent", "other"]
@@ -34,9 +50,17 @@ _KINDS: Final[dict[str, Kind]] = {
     "generate_content": "call",
     "completion": "call",
     "LLM": "call",
+    "llm": "call",
+    "CHAT_MODEL": "call",
+    "generation": "call",
+    "ai.generateText.doGenerate": "call",
+    "ai.streamText.doStream": "call",
+    "ai.generateObject.doGenerate": "call",
+    "ai.streamObject.doStream": "call",
     "execute_tool": "tool",
     "TOOL": "tool",
     "tool": "tool",
+    "ai.toolCall": "tool",
     "invoke_agent": "agent",
     "AGENT": "agent",
     "agent": "agent",
@@ -47,18 +71,37 @@ _KIND_NAMES: Final = (
     "openinference.span.kind",
     "traceloop.span.kind",
     "llm.request.type",  # Traceloop's, on spans of models
+    "langfuse.observation.type",
+    "ai.operationId",
+    "langsmith.span.kind",
+    "mlflow.spanType",
 )
-_TOOL_NAMES: Final = ("gen_ai.tool.name", "tool.name", "tool_call.function.name")
+_TOOL_NAMES: Final = ("gen_ai.tool.name", "tool.name", "tool_call.function.name", "ai.toolCall.name")
 _AGENT_NAMES: Final = (semconv.GEN_AI_AGENT_NAME, "agent.name", "graph.node.id", "traceloop.entity.name")
-MODEL_NAMES: Final = (semconv.GEN_AI_RESPONSE_MODEL, semconv.GEN_AI_REQUEST_MODEL, "llm.model_name")
+MODEL_NAMES: Final = (
+    semconv.GEN_AI_RESPONSE_MODEL,
+    semconv.GEN_AI_REQUEST_MODEL,
+    "llm.model_name",
+    "langfuse.observation.model.name",
+    "ai.response.model",
+    "ai.model.id",
+    "langsmith.metadata.ls_model_name",
+    "mlflow.llm.model",
+)
+# The input and output of a span of any kind, as JSON or text; those of a call hold its messages.
+_WHOLE_INPUTS: Final = ("langfuse.observation.input", "ai.prompt.messages", "ai.prompt", "gen_ai.prompt",
+                        "mlflow.spanInputs")  # fmt: skip
+_WHOLE_OUTPUTS: Final = ("langfuse.observation.output", "gen_ai.completion", "mlflow.spanOutputs")
 _NAMES: Final[dict[Kind, tuple[str, ...]]] = {
     "call": MODEL_NAMES,
     "tool": (*_TOOL_NAMES, "traceloop.entity.name"),
     "agent": _AGENT_NAMES,
     "other": (),
 }
-_ARGUMENTS: Final = ("gen_ai.tool.call.arguments", "input.value", "traceloop.entity.input", semconv.OPERATION_INPUT)
-_RESULTS: Final = ("gen_ai.tool.call.result", "output.value", "traceloop.entity.output", semconv.OPERATION_OUTPUT)
+INPUTS: Final = ("input.value", "traceloop.entity.input", semconv.OPERATION_INPUT, *_WHOLE_INPUTS)
+_ARGUMENTS: Final = ("gen_ai.tool.call.arguments", "ai.toolCall.args", *INPUTS)
+_RESULTS: Final = ("gen_ai.tool.call.result", "ai.toolCall.result", "output.value", "traceloop.entity.output",
+                   semconv.OPERATION_OUTPUT, *_WHOLE_OUTPUTS)  # fmt: skip
 _METHOD: Final = re.compile(r"\.(?:run|__call__|acall|forward|aforward)$")  # smolagents and DSPy name spans by it
 _ARRAY: Final = re.compile(r"\s*\[\s*")
 _decoder: Final = json.JSONDecoder()
@@ -85,8 +128,7 @@ def speaks_for_gateway(span: Span) -> bool:
 def kind_of(span: Span) -> Kind:
     if is_gateway_call(span):
         return "call"
-    values = (span.attributes.get(name) for name in _KIND_NAMES)
-    kinds: list[Kind] = [_KINDS[value] for value in values if isinstance(value, str) and value in _KINDS]
+    kinds = _named_kinds(span.attributes)
     if scope_of(span) == _DSPY and span.name.endswith("forward"):
         return "other" if _DSPY_MODULES.match(span.name) else "agent"
     if kinds == ["call"] and _PRIVATE.search(span.name):
@@ -96,6 +138,13 @@ def kind_of(span: Span) -> Kind:
     if text_of(span, *_TOOL_NAMES):
         return "tool"
     return "agent" if _langchain(span, "lc_agent_name") == span.name else "other"
+
+
+def _named_kinds(attributes: Attributes) -> list[Kind]:
+    """The kinds that each vocabulary names; MLflow's texts are JSON."""
+    values = (attributes.get(name) for name in _KIND_NAMES)
+    words = (value.strip('"') for value in values if isinstance(value, str))
+    return [_KINDS[word] for word in words if word in _KINDS]
 
 
 def name_of(span: Span, kind: Kind) -> str:
@@ -177,20 +226,6 @@ def text_of(span: Span, *names: str) -> str | None:
     return None
 
 
-def json_of(text: str | None) -> Any:
-    """Decoded JSON; None for anything else, such as texts that were cut to fit."""
-    if not text:
-        return None
-    try:
-        return msgspec.json.decode(text)
-    except (ValueError, RecursionError):
-        pass
-    try:
-        return json.loads(text)  # slower, and takes the NaN that Python writes
-    except (ValueError, RecursionError):
-        return None
-
-
 def first_item(array: str) -> Any:
     """The first item of a JSON array, without reading the rest. None if there is none."""
     begin = _ARRAY.match(array)
@@ -206,16 +241,6 @@ def _json_or_dict(text: str) -> Any:
         with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             return ast.literal_eval(text.strip())
     return value
-
-
-def mapping(value: object) -> dict[str, Any]:
-    """`value` if it is a JSON object, else an empty one."""
-    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
-
-
-def items(value: object) -> list[Any]:
-    """`value` if it is a JSON array, else an empty one."""
-    return cast(list[Any], value) if isinstance(value, list) else []
 
 
 def texts(content: object, *, others: bool = False) -> list[str]:
@@ -245,28 +270,78 @@ def _langchain(span: Span, key: str) -> str | None:
 
 # --- messages and tokens of a call -----------------------------------------------------------------------------------
 
-_INPUT_TOKENS: Final = (semconv.GEN_AI_INPUT_TOKENS, "gen_ai.usage.prompt_tokens", "llm.token_count.prompt")
-_OUTPUT_TOKENS: Final = (semconv.GEN_AI_OUTPUT_TOKENS, "gen_ai.usage.completion_tokens", "llm.token_count.completion")
+_INPUT_TOKENS: Final = (
+    semconv.GEN_AI_INPUT_TOKENS,
+    "gen_ai.usage.prompt_tokens",
+    "llm.token_count.prompt",
+    "ai.usage.inputTokens",
+    "ai.usage.promptTokens",
+)
+_OUTPUT_TOKENS: Final = (
+    semconv.GEN_AI_OUTPUT_TOKENS,
+    "gen_ai.usage.completion_tokens",
+    "llm.token_count.completion",
+    "ai.usage.outputTokens",
+    "ai.usage.completionTokens",
+)
+_USAGES: Final = ("langfuse.observation.usage_details", "mlflow.chat.tokenUsage")  # as JSON
 
 
 def input_messages(attributes: Attributes) -> list[dict[str, Any]]:
     """The messages sent to the model; empty if the span has none."""
-    return _messages(attributes, semconv.GEN_AI_INPUT_MESSAGES, "llm.input_messages", "gen_ai.prompt")
+    found = _messages(attributes, semconv.GEN_AI_INPUT_MESSAGES, "llm.input_messages", "gen_ai.prompt")
+    if found or "call" not in _named_kinds(attributes):
+        return found
+    whole = (messages_in(decoded(attributes.get(name)), "user") for name in _WHOLE_INPUTS)
+    return next(filter(None, whole), None) or _said_in_logfire(attributes).sent
 
 
 def output_messages(attributes: Attributes) -> list[dict[str, Any]]:
     """The model's answer, one message per choice; empty if the span has none."""
-    return _messages(attributes, semconv.GEN_AI_OUTPUT_MESSAGES, "llm.output_messages", "gen_ai.completion")
+    found = _messages(attributes, semconv.GEN_AI_OUTPUT_MESSAGES, "llm.output_messages", "gen_ai.completion")
+    if found or "call" not in _named_kinds(attributes):
+        return found
+    whole = (messages_in(decoded(attributes.get(name)), "assistant") for name in _WHOLE_OUTPUTS)
+    answer = {name: attributes.get(f"ai.response.{name}") for name in ("text", "object", "toolCalls")}
+    if any(answer.values()):
+        content = answer["text"] or answer["object"]
+        return messages_in({"role": "assistant", "content": content, "tool_calls": answer["toolCalls"]}, "assistant")
+    return next(filter(None, whole), None) or _said_in_logfire(attributes).answered
+
+
+def event_messages(span: Span) -> Attributes:
+    """The messages that a call's span has in its events, under the names of attributes; empty if its attributes have
+    messages, or its events none."""
+    if not span.events or semconv.GEN_AI_INPUT_MESSAGES in span.attributes:
+        return {}
+    said = said_in_events((event.name, event.attributes) for event in span.events)
+    names = (semconv.GEN_AI_INPUT_MESSAGES, semconv.GEN_AI_OUTPUT_MESSAGES)
+    return {name: as_text(messages) for name, messages in zip(names, said, strict=True) if messages}
+
+
+def _said_in_logfire(attributes: Attributes) -> Said:
+    events = [mapping(event) for event in items(json_of(attributes.get("events")))]
+    return said_in_events((str(event.get("event.name")), event) for event in events)
 
 
 def model_name(attributes: Attributes) -> str | None:
     """The model that answered, or else the requested one."""
-    return next((name for key in MODEL_NAMES if isinstance(name := attributes.get(key), str) and name), None)
+    for key in MODEL_NAMES:
+        if isinstance(name := attributes.get(key), str) and name:
+            return name.strip('"') if key.startswith("mlflow.") else name
+    for key in ("mlflow.spanOutputs", "mlflow.spanInputs"):
+        if isinstance(name := mapping(json_of(attributes.get(key))).get("model"), str):
+            return name
+    return None
 
 
 def token_counts(attributes: Attributes) -> tuple[int, int] | None:
     """(tokens read, tokens written); None if the span has neither."""
     read, written = (_first_integer(attributes, names) for names in (_INPUT_TOKENS, _OUTPUT_TOKENS))
+    if read is None and written is None:
+        usage = next((found for key in _USAGES if (found := mapping(json_of(attributes.get(key))))), {})
+        read = _first_integer(usage, ("input", "input_tokens", "prompt_tokens"))
+        written = _first_integer(usage, ("output", "output_tokens", "completion_tokens"))
     return None if read is None and written is None else (read or 0, written or 0)
 
 
@@ -279,10 +354,10 @@ def finish_reasons(attributes: Attributes) -> list[str]:
 
 def content_text(content: object) -> str:
     """The text of a message's content, with the type of each part that has none (images); other values as JSON."""
-    return " ".join(texts(content, others=True)) if isinstance(content, str | list) else _text(content)
+    return " ".join(texts(content, others=True)) if isinstance(content, str | list) else as_text(content)
 
 
-def _first_integer(attributes: Attributes, names: Sequence[str]) -> int | None:
+def _first_integer(attributes: Mapping[str, Any], names: Sequence[str]) -> int | None:
     return next((value for name in names if type(value := attributes.get(name)) is int), None)
 
 
@@ -291,66 +366,9 @@ def _messages(attributes: Attributes, as_json: str, openinference: str, traceloo
     if isinstance(text, str):
         value = json_of(text)
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else items(value)
-        return [chat for message in messages if isinstance(message, dict) for chat in _of_parts(message)]
-    entries = [mapping(entry.get("message")) for entry in _entries(nested(attributes, openinference))]
-    return [_of_entries(entry) for entry in entries or _entries(nested(attributes, traceloop)) if entry]
-
-
-def _entries(node: Any) -> list[dict[str, Any]]:
-    """The values of `{"0": …, "1": …}` in the order of their numbers."""
-    group = mapping(node)
-    numbers = sorted(filter(str.isdecimal, group), key=lambda index: (len(index), index))
-    return [group[index] for index in numbers if isinstance(group[index], dict)]
-
-
-def _of_parts(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """A message with OpenTelemetry's `parts`; one without is already in our form. Several tool results become one
-    message each."""
-    parts = message.get("parts")
-    if not isinstance(parts, list):
-        return [message]
-    texts: list[str] = []
-    calls: list[dict[str, Any]] = []
-    results: list[dict[str, Any]] = []
-    for part in parts:
-        match part:
-            case {"type": "text", "content": str(text)}:
-                texts.append(text)
-            case {"type": "tool_call", "name": str(name)}:
-                calls.append(_tool_call(part.get("id"), name, part.get("arguments")))
-            case {"type": "tool_call_response"}:
-                content = _text(part.get("response", part.get("result")))
-                results.append({"role": "tool", "tool_call_id": part.get("id"), "content": content})
-            case _:
-                pass
-    if results and not texts and not calls:
-        return results
-    chat: dict[str, Any] = {"role": message.get("role", "user"), "content": "\n".join(texts)}
-    return [chat | ({"tool_calls": calls} if calls else {}), *results]
-
-
-def _of_entries(message: dict[str, Any]) -> dict[str, Any]:
-    parts = [mapping(entry.get("message_content")) for entry in _entries(message.get("contents"))]
-    texts = [str(part["text"]) for part in parts if "text" in part]
-    chat: dict[str, Any] = {
-        "role": message.get("role", "assistant"),
-        "content": message.get("content", "\n".join(texts) if texts else None),
-    }
-    chat |= {name: message[name] for name in ("name", "tool_call_id") if name in message}
-    calls: list[dict[str, Any]] = []
-    for entry in _entries(message.get("tool_calls")):
-        call = mapping(entry.get("tool_call")) or entry
-        function = mapping(call.get("function")) or call
-        calls.append(_tool_call(call.get("id"), function.get("name"), function.get("arguments")))
-    return chat | ({"tool_calls": calls} if calls else {})
-
-
-def _tool_call(call_id: Any, name: Any, arguments: Any) -> dict[str, Any]:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": _text(arguments, "{}")}}
-
-
-def _text(value: Any, nothing: str = "") -> str:
-    return value if isinstance(value, str) else nothing if value is None else msgspec.json.encode(value).decode()
+        return [chat for message in messages if isinstance(message, dict) for chat in of_parts(mapping(message))]
+    numbered = [mapping(entry.get("message")) for entry in entries(nested(attributes, openinference))]
+    return [of_entries(entry) for entry in numbered or entries(nested(attributes, traceloop)) if entry]
 
 
 # --- failures of tools -----------------------------------------------------------------------------------------------

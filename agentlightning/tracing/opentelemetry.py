@@ -25,6 +25,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from agentlightning.semconv import UNFINISHED
 from agentlightning.store.otel import span_of
 from agentlightning.tracing.context import AttemptTracer, current_binding
+from agentlightning.tracing.dialects import event_messages
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class OpenTelemetryTracer(AttemptTracer):
             logger.warning("span %r of attempt %s cannot be recorded: %s", span.name, self.attempt_id, error)
             return
         parent_id = None if ours.parent_id == self._root_id else ours.parent_id
-        attributes = {**ours.attributes, **(about or {})}
+        attributes = {**ours.attributes, **event_messages(ours), **(about or {})}
         self.adopt(msgspec.structs.replace(ours, parent_id=parent_id, attributes=attributes))
 
 

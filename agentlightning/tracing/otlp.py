@@ -23,8 +23,9 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationSc
 from opentelemetry.proto.trace.v1 import trace_pb2 as otlp
 
 from agentlightning.errors import InvalidError
-from agentlightning.semconv import ATTEMPT_ID, ROLLOUT_ID, SPAN_SEQUENCE_ID
+from agentlightning.semconv import ATTEMPT_ID, LARGEST_REWARD, ROLLOUT_ID, SPAN_SEQUENCE_ID, is_reward_value
 from agentlightning.store.otel import attribute_value
+from agentlightning.tracing.dialects import event_messages
 from agentlightning.types import (
     UNATTRIBUTED,
     Attributes,
@@ -48,6 +49,7 @@ _TRACE_ID_BYTES: Final = 16
 _SPAN_ID_BYTES: Final = 8
 _IDS_IN_JSON: Final = ("traceId", "spanId", "parentSpanId", "trace_id", "span_id", "parent_span_id")
 _HEX: Final = re.compile(r"([0-9A-Fa-f]{2})*")
+_BASE64: Final = re.compile(r"[\w+/-]{22}==|[\w+/-]{11}=")  # of 16 and 8 bytes
 _KINDS: Final = ("", "INTERNAL", "SERVER", "CLIENT", "PRODUCER", "CONSUMER")  # by number
 _STATUS: Final[tuple[StatusCode, ...]] = ("UNSET", "OK", "ERROR")  # by number
 _SCALARS: Final = ("string_value", "bool_value", "int_value", "double_value", "bytes_value")
@@ -68,9 +70,9 @@ def decode_traces(body: bytes, content_type: str) -> list[Span]:
 
     Attributes become what a span can hold: bytes are base64 text; maps and nested lists are JSON text; NaN and the
     infinities are the words `NaN`, `Infinity`, `-Infinity`; an empty value is left out. Kind and scope become the
-    attributes `otel.kind`, `otel.scope.name` and `otel.scope.version`. A body that is no export request, has a span
-    without usable ids, or more than MOST_PARTS attributes, events, links and values in all, is an InvalidError; a span
-    counts as several of them.
+    attributes `otel.kind`, `otel.scope.name` and `otel.scope.version`; messages in events become attributes as well. A
+    body that is no export request, has a span without usable ids, or more than MOST_PARTS attributes, events, links and
+    values in all, is an InvalidError; a span counts as several of them.
     """
     read = _Reader()
     spans: list[Span] = []
@@ -126,7 +128,7 @@ def parse_request(body: bytes, content_type: str) -> ExportTraceServiceRequest:
 
 
 def _ids_to_base64(message: Any) -> Any:
-    """OTLP writes ids in hex where protobuf's own JSON has base64."""
+    """OTLP writes ids in hex where protobuf's own JSON, which some tools write, has base64."""
     if isinstance(message, list):
         return [_ids_to_base64(item) for item in message]
     if not isinstance(message, dict):
@@ -135,6 +137,8 @@ def _ids_to_base64(message: Any) -> Any:
     for name in _IDS_IN_JSON:
         text = read.get(name)
         if isinstance(text, str):
+            if _BASE64.fullmatch(text):
+                continue
             if not _HEX.fullmatch(text):
                 raise ValueError(f"{name} is {text[:100]!r}; ids are hexadecimal text")
             read[name] = base64.b64encode(bytes.fromhex(text)).decode()
@@ -164,7 +168,7 @@ class _Reader:
         sequence_id = _sequence_id(attributes)
         if sequence_id:
             del attributes[SPAN_SEQUENCE_ID]  # it is the span's own field from here on
-        return Span(
+        made = Span(
             rollout_id=UNATTRIBUTED,
             attempt_id=UNATTRIBUTED,
             sequence_id=sequence_id or _sequence_id(resource),
@@ -197,11 +201,15 @@ class _Reader:
             ),
             resource=resource,
         )
+        made.attributes.update(event_messages(made))
+        return made
 
     def attributes(self, pairs: Sequence[KeyValue]) -> Attributes:
         attributes: Attributes = {}
         for pair in self.counted(pairs):
             value = self._python(pair.value)
+            if isinstance(value, int | float) and abs(value) > LARGEST_REWARD and is_reward_value(pair.key):
+                value = str(value)  # no reward, as NaN is none: one span must not refuse a batch of others
             if value is not None:
                 attributes[pair.key] = value if isinstance(value, str | int) else attribute_value(value)
         return attributes

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from agentlightning.errors import InvalidError
-from agentlightning.semconv import REWARD_FINAL, REWARD_RETURNED, reward_name, reward_value
+from agentlightning.semconv import LARGEST_REWARD, REWARD_FINAL, REWARD_RETURNED, reward_name, reward_value
 from agentlightning.tracing.attributes import finite
 from agentlightning.types import Attributes, Span
 
@@ -135,8 +135,8 @@ def find_final_rewards(spans: Iterable[Span]) -> list[Reward]:
 
 
 def checked_reward(value: Any, what: str = "the reward") -> float:
-    """`value` as a float: a finite real number, a bool (1 or 0), or a scalar of NumPy or torch. InvalidError for
-    anything else."""
+    """`value` as a float: a finite real number of at most `LARGEST_REWARD`, a bool (1 or 0), or a scalar of NumPy or
+    torch. InvalidError for anything else."""
     number = value
     if not isinstance(value, numbers.Real) and hasattr(value, "item") and getattr(value, "shape", None) == ():
         number = value.item()
@@ -145,9 +145,15 @@ def checked_reward(value: Any, what: str = "the reward") -> float:
             f"{what} is {value!r:.200} of type {type(value).__name__}; expected a finite number, such as float(...)"
         )
     try:
-        return finite(what, float(number))
+        reward = finite(what, float(number))
     except OverflowError:
         raise InvalidError(f"{what} is an integer of {len(str(number))} digits, too large for a float") from None
+    if abs(reward) > LARGEST_REWARD:
+        raise InvalidError(
+            f"{what} is {reward:g}, beyond ±{LARGEST_REWARD:g}, where gradients overflow. If it stands for a failure, "
+            "raise an exception, or return None"
+        )
+    return reward
 
 
 def _named(

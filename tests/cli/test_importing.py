@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 
 from agentlightning import semconv
@@ -202,3 +203,130 @@ def test_what_cannot_be_read_is_named_and_nothing_is_stored(
     told = capsys.readouterr().err
     assert said in told and "Traceback" not in told
     assert not Path("agentlightning.sqlite").exists()
+
+
+# --- other tools ---------------------------------------------------------------------------------------------------
+
+SENT = [{"role": "user", "content": "Fly me"}]
+DONE = {"role": "assistant", "content": "Done"}
+USAGE = {"gen_ai.usage.input_tokens": 7, "gen_ai.usage.output_tokens": 2}
+CHAT = {"gen_ai.operation.name": "chat", "gen_ai.response.model": "m", **USAGE}
+TOOLS: dict[str, dict[str, Any]] = {
+    "langfuse": {
+        "langfuse.observation.type": "generation",
+        "langfuse.observation.model.name": "m",
+        "langfuse.observation.input": json.dumps({"messages": SENT}),
+        "langfuse.observation.output": "Done",
+        "langfuse.observation.usage_details": '{"input": 7, "output": 2}',
+    },
+    "vercel": {
+        "ai.operationId": "ai.generateText.doGenerate",
+        "ai.model.id": "m",
+        "ai.prompt.messages": json.dumps(SENT),
+        "ai.response.text": "Done",
+        "ai.usage.promptTokens": 7,
+        "ai.usage.completionTokens": 2,
+    },
+    "langsmith": {
+        "langsmith.span.kind": "LLM",
+        "gen_ai.request.model": "m",
+        "gen_ai.prompt": json.dumps({"messages": [[{"lc": 1, "kwargs": {"type": "human", "content": "Fly me"}}]]}),
+        "gen_ai.completion": json.dumps({"generations": [[{"message": {"type": "ai", "content": "Done"}}]]}),
+        **USAGE,
+    },
+    "mlflow": {
+        "mlflow.spanType": '"CHAT_MODEL"',
+        "mlflow.spanInputs": json.dumps({"messages": SENT, "model": "m"}),
+        "mlflow.spanOutputs": json.dumps({"choices": [{"message": DONE}]}),
+        "mlflow.chat.tokenUsage": '{"input_tokens": 7, "output_tokens": 2}',
+    },
+    "logfire": {
+        **CHAT,
+        "events": json.dumps(
+            [
+                {"event.name": "gen_ai.user.message", **SENT[0]},
+                {"event.name": "gen_ai.choice", "index": 0, "message": DONE},
+            ]
+        ),
+    },
+}
+EVENTS: dict[str, list[dict[str, Any]]] = {
+    "messages": [
+        {"name": "gen_ai.user.message", "attributes": pairs({"content": "Fly me"})},
+        {"name": "gen_ai.choice", "attributes": pairs({"index": 0, "message": json.dumps(DONE)})},
+    ],
+    "details": [
+        {
+            "name": "gen_ai.client.inference.operation.details",
+            "attributes": pairs(
+                {
+                    "gen_ai.input.messages": '[{"role": "user", "parts": [{"type": "text", "content": "Fly me"}]}]',
+                    "gen_ai.output.messages": '[{"role": "assistant", "parts": [{"type": "text", "content": "Done"}]}]',
+                }
+            ),
+        }
+    ],
+}
+
+
+@pytest.mark.parametrize("tool", [*TOOLS, *EVENTS])
+def test_traces_of_other_tools_have_task_messages_model_and_tokens(
+    tool: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    call = span(2, parent=1, attributes=TOOLS.get(tool, CHAT), events=EVENTS.get(tool, []))
+    assert run(["import", write("a.json", request(span(1), call))]) == 0
+    (record,) = stored()
+    attributes = record.spans[1].attributes
+    assert record.rollout.input == SENT
+    assert json.loads(str(attributes[semconv.GEN_AI_INPUT_MESSAGES])) == SENT
+    assert json.loads(str(attributes[semconv.GEN_AI_OUTPUT_MESSAGES])) == [DONE]
+    assert attributes[semconv.GEN_AI_RESPONSE_MODEL] == "m"
+    assert (attributes[semconv.GEN_AI_INPUT_TOKENS], attributes[semconv.GEN_AI_OUTPUT_TOKENS]) == (7, 2)
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_a_trace_without_messages_is_named_with_what_it_has_instead(capsys: pytest.CaptureFixture[str]) -> None:
+    file = write("a.json", WHOLE, request(span(3, trace="b" * 32), span(4, parent=3, trace="b" * 32)))
+    assert run(["import", file]) == 0
+    told = capsys.readouterr().err
+    assert "no span of 1 of 2 traces has messages" in told
+    assert f"trace-{'b' * 32}" in told and "2 'step' of tool" in told
+
+
+ROW = {
+    "context.trace_id": "c" * 32, "context.span_id": "d" * 16, "parent_id": None, "name": "call",
+    "start_time": "2026-01-01T00:00:01+00:00", "end_time": "2026-01-01T00:00:02+00:00", "status_code": "OK",
+    "attributes.openinference.span.kind": "LLM", "attributes.llm.model_name": "m",
+    "attributes.llm.input_messages": [{"message.role": "user", "message.content": "Fly me"}],
+    "attributes.llm.output_messages": [{"message.role": "assistant", "message.content": "é" * 200_000}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["a.csv", "a.parquet", "a.jsonl", "a.json"])
+def test_a_table_of_spans_is_read_in_every_format_of_tasks(form: str) -> None:
+    frame = pandas.DataFrame([ROW])
+    if form == "a.parquet":
+        frame.to_parquet(form)
+    elif form == "a.csv":
+        texts = {name: json.dumps(value) if isinstance(value, list) else value for name, value in ROW.items()}
+        pandas.DataFrame([texts]).to_csv(form, index=False, encoding="utf-16", lineterminator="\r\n")
+    else:
+        Path(form).write_text(json.dumps(ROW if form == "a.jsonl" else [ROW]) + "\r\n", encoding="utf-8-sig")
+    assert run(["import", form]) == 0
+    (record,) = stored()
+    (call,) = record.spans
+    assert (call.end_time - call.start_time, call.parent_id, call.status.status_code) == (1.0, None, "OK")
+    assert json.loads(str(call.attributes[semconv.GEN_AI_INPUT_MESSAGES])) == SENT
+    assert "é" * 200_000 in str(call.attributes[semconv.GEN_AI_OUTPUT_MESSAGES])
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-32"])
+def test_traces_are_read_in_every_encoding_that_says_what_it_is(encoding: str) -> None:
+    Path("a.json").write_bytes(json.dumps(WHOLE).encode(encoding))
+    assert run(["import", "a.json"]) == 0 and len(stored()) == 1
+
+
+def test_ids_may_be_base64_as_in_json_of_protobuf() -> None:
+    made = span(1, attributes=ROOT) | {"traceId": "q80BAgMEBQYHCAkKCwwNDg==", "spanId": "q80BAgMEBQY="}
+    assert run(["import", write("a.json", request(made))]) == 0
+    assert stored()[0].spans[0].span_id == "abcd010203040506"

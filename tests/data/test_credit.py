@@ -300,3 +300,28 @@ def test_what_the_page_marks_is_refused_as_built_in_functions_are(tmp_path: Path
         GRPO(baseline=median, group_size=1)
     with pytest.raises(ConfigError, match="'later' puts R in each"):
         run([TWO], returns=later, baseline="reinforce++", baseline_options={"across_calls": True})
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "gigpo"])
+@pytest.mark.parametrize("huge", [1e9, 1e12])
+def test_a_huge_reward_changes_only_its_own_group(name: str, huge: float) -> None:
+    usual = RewardedGroup.trial(0.0, 0.5, 1.0)
+    made = make_credit("identical", {}, name, {})
+
+    def of_usual(*groups: RewardedGroup) -> list[float]:
+        return [float(item.advantages[0]) for calls in made.advantages(groups)[0] for item in calls]
+
+    alone = of_usual(usual)
+    assert any(alone) and of_usual(usual, RewardedGroup.trial(huge, 0.0)) == alone
+
+
+@pytest.mark.parametrize("name", ["grpo", "gigpo", "gdpo"])
+def test_equal_within_rounding_is_equal_in_float64(name: str) -> None:
+    made = make_credit("identical", {}, name, {})
+
+    def largest(*rewards: float) -> float:
+        return max(abs(float(item.advantages[0])) for calls in made.advantages([RewardedGroup.trial(*rewards)])[0]
+                   for item in calls)  # fmt: skip
+
+    assert largest(0.1 + 0.2, 0.3, 0.3) == 0.0
+    assert largest(1e9, 1e9 + 0.5, 1e9 + 1) > 0.1

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from agentlightning import semconv
-from agentlightning.data.rewards import RewardSpec, ancestors
+from agentlightning.data.rewards import UNCLEAR, RewardSpec, ancestors
 from agentlightning.data.transitions import TracedRollout, trace_rollout
 from agentlightning.errors import ConfigError
 from agentlightning.tracing.steps import DEPTH
@@ -61,6 +61,36 @@ def test_an_intermediate_reward_belongs_to_a_call(spans: list[Span], given: list
     assert (rewards(traced), traced.reward) == (given, 1.0)
 
 
+LANES = [span("one", 0, 5), span("two", 0.5, 6)]  # operations that run side by side
+CALLS = [call(0, 1), call(1, 2)]  # of one of them each, and nothing says which
+
+
+@pytest.mark.parametrize(
+    ("spans", "given"),
+    [
+        ([*LANES, *CALLS, reward(0.2, 3, "one"), reward(0.3, 4, "two")], [None, None]),
+        ([*LANES, call(0, 1, "one"), call(1, 2, "two"), reward(0.2, 3, "one"), reward(0.3, 4, "two")], [0.2, 0.3]),
+        ([*LANES, call(0, 1, "two"), reward(0.2, 3, "one")], [None]),  # it is another's
+        ([*LANES, call(0, 1, "one"), call(1, 2, "two"), reward(0.2, 3)], [None, None]),  # the reward may be of both
+        ([span("plan", 0, 2.6), *CALLS, span("grade", 3, 4), reward(0.2, 3.5, "grade")], [None, 0.2]),  # in turn
+        ([span("all", 0, 9), *CALLS, span("one", 0, 5, "all"), span("grade", 5.5, 6, "all"), reward(0.2, 5.7, "grade")],
+         [None, 0.2]),
+        ([span("all", 0, 9), call(0, 1, "two"), span("one", 0, 5, "all"), span("two", 0, 5, "all"),
+          reward(0.2, 3, "one")], [None]),
+        ([span("all", 0, 9), *CALLS, reward(0.2, 3)], [None, 0.2]),  # one agent, and a reward from elsewhere
+        ([*LANES, *CALLS, reward(0.2, 8)], [None, 0.2]),  # behind both
+    ],
+    ids=["nobody's", "placed", "another's", "a reward's", "in turn", "nested", "beside in one", "alone", "behind"],
+)  # fmt: skip
+def test_a_reward_whose_owner_cannot_be_told_is_counted_and_given_to_nobody(
+    spans: list[Span], given: list[float | None]
+) -> None:
+    traced = trace_rollout(SUCCEEDED, [*spans, reward(1.0, 8.5, final=True)])
+    assert rewards(traced) == given
+    received = any(value is not None for value in given)
+    assert traced.rewards_lost == ({} if received else {UNCLEAR: sum("reward" in one.name for one in spans)})
+
+
 def test_a_link_without_a_value_names_no_call() -> None:
     """Not the call without a response id either."""
     named = msgspec.structs.replace(call(1, 2), attributes={semconv.CALL_INDEX: 1, semconv.GEN_AI_RESPONSE_ID: "x"})
@@ -76,6 +106,11 @@ def test_spans_within_spans_within_spans_take_no_time_of_their_own() -> None:
     above = {one.span_id: one.parent_id for one in spans}
     assert len(ancestors(spans[-1], above)) == DEPTH
     assert sum(filter(None, rewards(trace_rollout(SUCCEEDED, spans)))) == 0.5
+
+
+def test_a_reward_that_no_gradient_survives_counts_like_nan_whatever_door_it_came_by() -> None:
+    traced = trace_rollout(SUCCEEDED, [call(0, 1), reward(-1e39, 2), reward(1e300, 3, final=True)])
+    assert (rewards(traced), traced.reward, traced.rewards_lost) == ([None], None, {"not a finite number": 2})
 
 
 def test_rewards_that_reach_no_transition_are_counted_by_reason() -> None:

@@ -187,7 +187,7 @@ def test_rows_are_read_back_from_a_file_with_their_types_and_what_they_mean() ->
     table.close()
     read = parquet.read_table(file)
     assert read.schema.names == list(COLUMNS)
-    assert read.schema.metadata[b"agentlightning.transitions"] == b"1"
+    assert read.schema.metadata[b"agentlightning.transitions"] == b"2"
     assert read.schema.field("versions").metadata[b"description"].startswith(b"policy version")
     rows = read.to_pylist()
     assert [row["rollout_id"] for row in rows] == ["r0", "r1", "r2"]

@@ -224,7 +224,8 @@ async def test_a_call_of_a_custom_tool_comes_back_as_one(stream: bool) -> None:
 
 # --- servers without an endpoint -----------------------------------------------------------------------------------
 
-NO_ROUTES = {  # as llama.cpp, FastAPI, Ollama and Azure say it
+NO_ROUTES = {  # as llama.cpp, LM Studio, FastAPI, Ollama and Azure say it
+    "LM Studio": (200, {"error": "Unexpected endpoint or method. (POST /v1/responses). Returning 200 anyway"}),
     "llama.cpp": (404, {"error": {"code": 404, "message": "File Not Found", "type": "not_found_error"}}),
     "fastapi": (404, {"detail": "Not Found"}),
     "no json": (404, "404 page not found"),

@@ -21,11 +21,12 @@ from agentlightning import semconv
 from agentlightning.errors import ConfigError
 from agentlightning.runner.agent import LARGEST_COPIED, as_agent
 from agentlightning.runner.isolation import place_of
+from agentlightning.runner.main_thread import AlarmWatch
 from agentlightning.runner.runner import Runner
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import LLM, Attempt, RolloutConfig, Span
 from tests.gateway.upstream import GOOD, Upstream, gateway_before
-from tests.runner.agents import isolated, kept
+from tests.runner.agents import alarming, isolated, kept
 from tests.runner.world import AGAIN, alive, enqueue, log_of, run_to_end, until
 
 pytestmark = pytest.mark.anyio
@@ -76,6 +77,24 @@ async def front(store: SqlStore) -> AsyncIterator[None]:
     async with gateway_before(Upstream(GOOD), store) as gateway:
         await store.add_resources({"llm": LLM(endpoint=f"{gateway.url}/v1", model="policy", gateway=True)})
         yield
+
+
+@pytest.mark.parametrize("agent", [alarming.strict, alarming.swallows, alarming.in_loop])
+async def test_a_grader_may_set_an_alarm_in_a_process(store: SqlStore, agent: Any) -> None:
+    assert [one.reward for one in await ran(store, 1, 2, agent=agent)] == [1.0, 1.0]
+
+
+async def test_a_grader_that_sets_an_alarm_in_a_thread_is_told_what_to_do(
+    store: SqlStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentlightning.runner.execution.watch", AlarmWatch())
+    (strict,) = await ran(store, 1, agent=alarming.strict, isolation="none")
+    assert strict.status == "failed" and "isolation='process'" in strict.reason
+    caplog.clear()
+    monkeypatch.setattr("agentlightning.runner.execution.watch", AlarmWatch())
+    await ran(store, 1, 2, agent=alarming.swallows, isolation="none")
+    (warning,) = [record.getMessage() for record in caplog.records if "alarm" in record.getMessage()]
+    assert "alarming" in warning and "isolation='process'" in warning
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
@@ -430,3 +449,8 @@ async def test_the_processes_of_a_killed_runner_end_too(tmp_path: Path) -> None:
     await runner.wait()
     for pid in pids:
         await until(lambda pid=pid: not alive(pid))
+
+
+def test_auto_gives_a_process_to_a_plain_function_whose_module_handles_signals() -> None:
+    assert place_of(as_agent(alarming.swallows), "auto", served=False) == "process"
+    assert place_of(as_agent(alarming.in_loop), "auto", served=False) != "process"

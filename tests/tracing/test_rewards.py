@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from agentlightning.errors import InvalidError
 from agentlightning.tracing.context import recording
 from agentlightning.tracing.emit import emit_message, emit_reward
 from agentlightning.tracing.rewards import (
@@ -9,6 +12,7 @@ from agentlightning.tracing.rewards import (
     find_reward_spans,
     get_reward_value,
     is_final_reward,
+    read_reward,
 )
 
 
@@ -25,3 +29,10 @@ def test_the_last_final_reward_is_the_rollouts_and_no_intermediate_one_displaces
     assert [get_reward_value(span) for span in spans] == [0.25, 0.1, 1.0, 0.25, None]
     assert find_reward_spans(spans) == spans[:-1]
     assert not is_final_reward(step)
+
+
+@pytest.mark.parametrize("value", [-1e39, 1.7e308, -1.1e12, 10**13])
+def test_a_reward_that_no_gradient_survives_is_refused_like_nan(value: float) -> None:
+    with pytest.raises(InvalidError, match="beyond ±1e"):
+        read_reward({"right": 1.0, "reward": value})
+    assert read_reward(1e12).reward == 1e12

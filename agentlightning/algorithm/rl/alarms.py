@@ -9,17 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from agentlightning.algorithm.rl.settings import RLSettings
-from agentlightning.data.call_filter import (
-    FROZEN,
-    HOUSEKEEPING,
-    KEEPABLE,
-    LONG_PROMPT,
-    LONG_RESPONSE,
-    OTHER_AGENT,
-    OTHER_MODEL,
-    TRUNCATED,
-    UNUSED_CHOICE,
-)
+from agentlightning.data.excluded import excluded_often
+from agentlightning.data.rewards import BEFORE_ANY_CALL, UNCLEAR
 from agentlightning.errors import TrainingError
 
 FAR: Final = 100.0  # tolerances; above that, sampler and learner have different weights
@@ -28,19 +19,12 @@ EXPLOSION: Final = 20.0  # times the usual gradient; between batches it varies b
 USUAL: Final = 20  # norms whose median is the usual one
 FEWEST: Final = 5  # norms before there is a usual one
 NOTED_AFTER: Final = 3  # steps without any reward before a note
-MANY_EXCLUDED: Final = 0.1  # of a step's calls
-ROUNDING: Final = 1e-2  # a tolerance below this is float32's
-
-# Reasons that somebody chose: another model or agent learns.
-_CHOSEN: Final = (FROZEN, OTHER_AGENT, OTHER_MODEL)
-_TO_TRAIN: Final[dict[str, str]] = {
-    **{reason: f'`keep: ["{reason}"]` trains them' for reason in KEEPABLE},
-    TRUNCATED: "`train_truncated: true` trains them, and a higher `max_tokens` cuts off fewer",
-    LONG_PROMPT: "a higher `max_prompt_length` trains them",
-    LONG_RESPONSE: "a higher `max_response_length` trains them",
-    HOUSEKEEPING: "`agents` trains them if it names the agent that makes them",
-    UNUSED_CHOICE: "ask for one choice (`n=1`)",
+LOST: Final = {
+    UNCLEAR: "make their calls with agl.openai_client, or name the call by its tool_call_id",
+    BEFORE_ANY_CALL: "emit them after the answer that they are about",
 }
+"""What to do about intermediate rewards that belong to no call, by reason."""
+ROUNDING: Final = 1e-2  # a tolerance below this is float32's
 
 
 class GradientNorms:
@@ -70,12 +54,13 @@ class Alarms:
         self._algorithm = algorithm
         self._note = note
         self._norms = {name: GradientNorms() for name in gradients}
+        self._lost = dict(LOST)
         self._said: set[str] = set()  # reasons for which many calls were left out
 
     def remember(self, history: Iterable[Mapping[str, float]]) -> None:
         """The metrics of the steps before a resumption."""
         for metrics in history:
-            self._said.update(_excluded_often(metrics))
+            self._said.update(excluded_often(metrics))
             for name, norms in self._norms.items():
                 norms.add(metrics.get(name, 0.0))
 
@@ -88,6 +73,13 @@ class Alarms:
                 raise TrainingError(f"{problem}, for {row} steps in a row. {how_to_replay}")
             if row == 1:
                 self._note(problem)
+
+    def check_lost_rewards(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Note why intermediate rewards reached no call, once per reason."""
+        for reason in list(self._lost):
+            if count := metrics.get(f"rewards_lost/{reason}"):
+                advice = self._lost.pop(reason)
+                self._note(f"step {step}: {count:.0f} intermediate rewards count for no call, {reason}: {advice}")
 
     def check_collapse(self, step: int, flat_steps: int, best: Callable[[], Path | None]) -> None:
         """Check after so many steps without any reward, in a run that earned some; `best` finds the best saved
@@ -107,11 +99,10 @@ class Alarms:
 
     def check_excluded(self, step: int, metrics: Mapping[str, float]) -> None:
         """Say once of each reason that it leaves out more than a tenth of a step's calls."""
-        for reason, share in _excluded_often(metrics).items():
+        for reason, sentence in excluded_often(metrics).items():
             if reason not in self._said:
                 self._said.add(reason)
-                remedy = _TO_TRAIN.get(reason, "no setting does, for they are not what was sampled")
-                self._note(f"step {step}: {share:.0%} of the calls are not trained ({reason}): {remedy}")
+                self._note(f"step {step}: {sentence}")
 
     def check_mismatch(self, step: int, metrics: Mapping[str, float], tolerance: float) -> None:
         """On tokens sampled with the same weights, learner and sampler differ only by rounding."""
@@ -125,11 +116,3 @@ class Alarms:
         if mismatch > tolerance:
             cause = "Has the sampler another dtype, or has it kept some old weights?"
             self._note(f"{problem}. {cause if tolerance < ROUNDING else 'Try float32'}")
-
-
-def _excluded_often(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Reasons, with the share of the policy's calls that each leaves out, where it is above `MANY_EXCLUDED`."""
-    left_out = {name.removeprefix("excluded/"): n for name, n in metrics.items() if name.startswith("excluded/")}
-    counted = {reason: count for reason, count in left_out.items() if reason not in _CHOSEN}
-    calls = metrics.get("calls", 0.0) + sum(counted.values())
-    return {reason: count / calls for reason, count in counted.items() if count > MANY_EXCLUDED * calls}

@@ -164,7 +164,7 @@ def explained(what: str, target: Path) -> Generator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"cannot write {what} {target}: {error}. Free space or choose another --out; training can be "
+            f"cannot write {what} {target}: {error}. Free space or choose another --run-dir; training can be "
             "resumed from the checkpoint before"
         ) from None
 

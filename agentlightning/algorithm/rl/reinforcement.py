@@ -142,6 +142,7 @@ class Loop:
         if step % job.algorithm.checkpoint_every == 0:
             await job.save()
         job.context.progress.step(step, metrics)
+        self._alarms.check_lost_rewards(step, metrics)
         self._alarms.check_excluded(step, metrics)
         if version is not None:
             await job.policies.check_published(step)

@@ -177,13 +177,14 @@ class HttpBackend:
                 raise await refusal(response, self.name)
             kept = {name: response.headers[name] for name in _RELAYED_HEADERS if name in response.headers}
             parts = response.parts()
-            if response.status in _NO_ROUTE and call.path in _TRANSLATED:
+            in_json = kept.get("content-type", "").startswith("application/json")
+            if call.path in _TRANSLATED and (response.status in _NO_ROUTE or (response.status == 200 and in_json)):
                 said = await response.read()
-                if not _names_something(said) and not await self._has(call.path):
+                if _has_no_route(response.status, said) and not await self._has(call.path):
                     self._lacks(call.path)
-                    raise NotRelayedError(f"{self.name} has no {call.path}", status=response.status, code="not_found")
+                    raise NotRelayedError(f"{self.name} has no {call.path}", status=404, code="not_found")
                 parts = _once(said)
-            elif call.path in _TRANSLATED:
+            if response.status not in _NO_ROUTE:
                 self._knows.add(call.path)
             yield RelayedAnswer(response.status, kept, parts)
 
@@ -192,8 +193,8 @@ class HttpBackend:
         is no proof: an empty request is refused otherwise than one that leads nowhere."""
         if path not in self._knows:
             async with self.connection.posted(self.connection.url(path), b"{}") as response:
-                await response.read()
-                if response.status in _NO_ROUTE:
+                said = await response.read()
+                if response.status in _NO_ROUTE or (response.status == 200 and _has_no_route(200, said)):
                     return False
             self._knows.add(path)
         return True
@@ -243,6 +244,13 @@ def _streamed(response: Response, *, asked: bool) -> bool:
     """Whether the answer is an event stream: some servers always send one, others never."""
     kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
     return kind == "text/event-stream" or (asked and kind != "application/json")
+
+
+def _has_no_route(status: int, said: bytes) -> bool:
+    """Whether an answer means that there is no such endpoint. LM Studio says so with 200."""
+    if status == 200:
+        return b'"Unexpected endpoint or method' in said[:100]
+    return not _names_something(said)
 
 
 def _names_something(refusal: bytes) -> bool:

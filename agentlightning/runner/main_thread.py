@@ -1,0 +1,107 @@
+"""Code that works in the main thread only, such as a grader that sets an alarm: how it is found, and what to do.
+
+A plain function runs in a thread in the runner's process, and in the main thread in a process of its own. In a thread,
+`signal.signal` raises; many graders catch that with everything else and answer 0.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import logging
+import re
+import signal
+import sys
+from types import ModuleType
+from typing import Any, Final
+
+from agentlightning.errors import ConfigError
+from agentlightning.runner.agent import LitAgent, NamedAgent, is_async
+
+logger = logging.getLogger(__name__)
+
+ADVICE: Final = (
+    "Plain functions run in a thread here. Run the agent with isolation='process', where it has the main thread; or "
+    "declare it with `async def`"
+)
+_RAISED: Final = re.compile(r"main thread|signal\.alarm|threaded environment")  # of Python; of Math-Verify
+_ALARMS: Final = ("alarm", "setitimer")
+_OF_SIGNAL: Final = tuple(getattr(signal, name, None) for name in _ALARMS)
+
+
+def needs_main_thread(error: BaseException) -> bool:
+    """Whether this exception, or one that led to it, is about not being in the main thread."""
+    seen: set[int] = set()
+    at: BaseException | None = error
+    while at is not None and id(at) not in seen:
+        seen.add(id(at))
+        if isinstance(at, ValueError | RuntimeError) and any(_RAISED.search(str(part)) for part in at.args):
+            return True
+        at = at.__cause__ or at.__context__
+    return False
+
+
+def handles_signals(agent: LitAgent[Any]) -> bool:
+    """Whether it is a sync agent, and the source of its module sets alarms or handlers of signals."""
+    try:
+        loaded = agent.loaded() if isinstance(agent, NamedAgent) else agent
+        module = sys.modules[str(loaded.__module__)]
+        return _calls(module, "signal", *_ALARMS) and not is_async(loaded.entry_point("train"))
+    except (ConfigError, KeyError, OSError, TypeError, SyntaxError):  # not loaded, no source, or for val only
+        return False
+
+
+class AlarmWatch:
+    """Warns once if the program has code that sets alarms, which fails in the threads of agents."""
+
+    def __init__(self) -> None:
+        self._modules = 0
+        self._warned = False
+
+    def look(self, module: str) -> None:
+        """Look at the agent's `module` and all that are imported; again only if there are more. Called after an
+        agent's run, since graders are often imported in it."""
+        if self._warned or len(sys.modules) == self._modules:
+            return
+        self._modules = len(sys.modules)
+        found = sorted(name for name in list(sys.modules) if (name == module or _has_signal(name)) and _alarms(name))
+        if found:
+            self._warned = True
+            logger.warning(
+                "%s can set alarms (signal.alarm), which raises outside the main thread; a grader that catches "
+                "the error gives 0 to everything. %s",
+                ", ".join(found[:3]),
+                ADVICE,
+            )
+
+
+def _has_signal(name: str) -> bool:
+    own: dict[str, Any] = getattr(sys.modules.get(name), "__dict__", {})
+    return any(value is signal or any(value is function for function in _OF_SIGNAL) for value in list(own.values()))
+
+
+def _alarms(name: str) -> bool:
+    module = sys.modules.get(name)
+    if module is None or name.partition(".")[0] in sys.stdlib_module_names - {"__main__"}:
+        return False
+    try:
+        return _calls(module, *_ALARMS)
+    except (OSError, TypeError, SyntaxError):  # there is no source, as in a notebook
+        return False
+
+
+def _calls(module: ModuleType, *names: str) -> bool:
+    """Whether the source of a module has calls of functions of these names. OSError, TypeError or SyntaxError without
+    a source."""
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        if isinstance(node, ast.Call):
+            called = node.func
+            if isinstance(called, ast.Attribute) and called.attr in names:
+                return True
+            if isinstance(called, ast.Name) and called.id in names:
+                return True
+    return False
+
+
+watch: Final = AlarmWatch()
+"""The watch of this process."""
