@@ -60,13 +60,14 @@ class AlarmWatch:
         self._warned = False
 
     def look(self, module: str) -> None:
-        """Look at the agent's `module` and at the packages that it imports; again only if more are loaded. Called
-        after an agent's run, since graders are often imported in it."""
+        """Look at the agent's `module` and at what it imports; again only if more is loaded. Called after an agent's
+        run, since graders are often imported in it."""
         if self._warned or len(sys.modules) == self._modules:
             return
         self._modules = len(sys.modules)
-        packages = {module.partition(".")[0], *_imports(module)}
-        loaded = [name for name in list(sys.modules) if name.partition(".")[0] in packages]
+        imported = (module, *_imports(module))
+        inside = tuple(f"{name}." for name in imported)
+        loaded = [name for name in list(sys.modules) if name in imported or name.startswith(inside)]
         found = sorted(name for name in loaded if (name == module or _has_signal(name)) and _alarms(name))
         if found:
             self._warned = True
@@ -79,16 +80,16 @@ class AlarmWatch:
 
 
 def _imports(module: str) -> Iterator[str]:
-    """The packages that the source of a module imports; none without a source."""
+    """The modules and packages that the source of a module imports from; none without a source."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (KeyError, OSError, TypeError, SyntaxError):
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
-            yield node.module.partition(".")[0]
+            yield node.module
         elif isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
+            yield from (alias.name for alias in node.names)
 
 
 def _has_signal(name: str) -> bool:
