@@ -102,9 +102,10 @@ def _bars(**settings: Any) -> Progress:
 
 
 @contextmanager
-def counting(name: str, total: int | None = None) -> Generator[Callable[[int], None]]:
-    """Show on stderr how far a job of many items is, on a terminal. Call the returned function with the number done."""
-    with _bars(console=_stderr(), transient=True) as bars:
+def counting(name: str, total: int | None = None, *, hidden: bool = False) -> Generator[Callable[[int], None]]:
+    """Show on stderr how far a job of many items is, on a terminal and unless `hidden`. Call the returned function with
+    the number done."""
+    with _bars(console=_stderr(), transient=True, disable=hidden) as bars:
         task = bars.add_task(name, total=total)
         yield lambda done: bars.update(task, completed=done)
 

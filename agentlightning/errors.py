@@ -92,6 +92,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for a name that is not in `known`: `did you mean 'group_size'? Known: …`."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    close = close or [other for other in known if "".join(word[:1] for word in other.split("_")) == name]  # lr
     close.sort(key=lambda other: sorted(other) != sorted(name))  # letters swapped first: gpro is grpo, not gspo
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}Known: {', '.join(known) or 'nothing'}"

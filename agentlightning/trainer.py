@@ -41,7 +41,7 @@ from agentlightning.gateway.backends.factory import frozen_entry, read_frozen
 from agentlightning.gateway.models import ANY, ModelEntry, ModelTable
 from agentlightning.learner.base import AdamW, DType, LoRA
 from agentlightning.learner.places import read_learner
-from agentlightning.runner.agent import AnyAgent, LitAgent, as_agent
+from agentlightning.runner.agent import AnyAgent, LitAgent, agent_name, as_agent
 from agentlightning.runner.execution import Hook
 from agentlightning.runner.isolation import Isolation, boot_of, place_of, usual_concurrency
 from agentlightning.runner.runner import Runner
@@ -281,12 +281,11 @@ class Trainer:
         async with AsyncExitStack() as stack:
             stack.enter_context(garbage_sought_seldom())
             root, named = self.run_dir or "runs", self.run_dir is not None
-            directory = stack.enter_context(
-                run_directory(root, algorithm.name, named=named, resume=resume, seed=self.seed)
-            )
+            held = run_directory(root, algorithm.name, named=named, resume=resume, seed=self.seed)
+            directory = stack.enter_context(held)
             progress = stack.enter_context(self._display())
             try:
-                context = await self._open(stack, directory, train_tasks, val_tasks, progress)
+                context = await self._open(stack, agent, directory, train_tasks, val_tasks, progress)
             except BaseException:
                 directory.forget()
                 raise
@@ -299,8 +298,7 @@ class Trainer:
             evaluations = tuple(getattr(algorithm, "evaluations", ()))
             metrics = tuple(await context.store.query_metrics(context.run.run_id))
             said = conclusion(evaluations, metrics)
-            if said is not None:
-                await context.store.update_run(context.run.run_id, merge={"conclusion": said})
+            await context.store.update_run(context.run.run_id, merge={"conclusion": said})
             return FitResult(
                 run_id=context.run.run_id,
                 directory=directory.path,
@@ -316,6 +314,7 @@ class Trainer:
     async def _open(
         self,
         stack: AsyncExitStack,
+        agent: LitAgent[Any],
         directory: RunDirectory,
         train_tasks: list[Any],
         val_tasks: list[Any],
@@ -335,6 +334,7 @@ class Trainer:
         for sampler, _ in opened.values():
             await sampler.check(entries[0].train or Sampling())
         url, dashboard, calls_held = await self._connect(stack, store, entries, directory.mark.run_id)
+        stack.enter_context(directory.served_at(url))
         progress.note(f"dashboard: {dashboard}#/runs/{directory.mark.run_id} (when it has ended: agl ui)")
         resources, given = self.initial_resources, self.initial_resources.get("llm")
         if entries:
@@ -349,8 +349,7 @@ class Trainer:
         if directory.resumed:
             await check_data(store, directory.mark.run_id, manifest)
         run = await store.start_run(self.algorithm.name, manifest, run_id=directory.mark.run_id)
-        if directory.resumed:
-            run = await store.update_run(run.run_id, merge={"reason": None, "stop": None})
+        run = await store.update_run(run.run_id, merge={"agent": agent_name(agent), "reason": None, "stop": None})
         return RunContext(
             run=run,
             store=store,

@@ -50,7 +50,7 @@ def main() -> int:
     arguments = parser.parse_args()
     agl = Path(sys.executable).with_name("agl")
     with tempfile.TemporaryDirectory() as directory:
-        command = [str(agl), "quickstart", "--json", "--out", f"{directory}/run"]
+        command = [str(agl), "quickstart", "--json", "--run-dir", f"{directory}/run"]
         command += ["--steps", str(arguments.steps), "--seed", str(arguments.seed)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=arguments.timeout, check=False)
         if done.returncode != 0:

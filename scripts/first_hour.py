@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 COMMANDS = (
     "agl --version",
-    "agl quickstart --steps {steps} --out runs/quickstart",
+    "agl quickstart --steps {steps} --run-dir runs/quickstart",
     "agl init mine",
     "agl eval --show run.yaml --limit 3",
     "agl train --dry-run",

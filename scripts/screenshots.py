@@ -72,7 +72,7 @@ async def shoot(browser: Browser, url: str, out: Path, places: dict[str, str], *
         await page.locator("main h1").first.wait_for()
         if opened:
             await page.locator(opened).click()
-            await page.get_by_role("region", name="First and newest weights").wait_for()
+            await page.get_by_role("region", name="Evaluations").wait_for()
             await page.locator(opened).evaluate("summary => summary.scrollIntoView()")
         await page.wait_for_timeout(SETTLE)
         await page.screenshot(path=out / f"dashboard-{name}.png")
@@ -110,7 +110,7 @@ def main() -> None:
     runs = arguments.run or [Path("runs/quickstart"), Path("runs/quickstart-2")]
     for seed, run in enumerate(runs, 1):
         if not (run / "store.sqlite").exists():
-            command = [Path(sys.executable).with_name("agl"), "quickstart", "--seed", str(seed), "--out", run]
+            command = [Path(sys.executable).with_name("agl"), "quickstart", "--seed", str(seed), "--run-dir", run]
             subprocess.run(command, check=True)
     asyncio.run(take(runs, arguments.out, program))
 

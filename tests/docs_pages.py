@@ -22,7 +22,7 @@ FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^(?
 SHELLS = ("bash", "sh", "console", "")
 NAMED = re.compile(r"(?:#|//) (?P<name>[\w.]+\.(?:py|sh|mjs|yaml))\b(?!,)")
 SERVERS = re.compile(r"\bagl (serve|server|ui)\b")
-BESIDE = re.compile(r"\bagl runner\b|--watch\b|--n-runners 0\b")
+BESIDE = re.compile(r"\bagl runner\b|--watch\b|\brollouts tail\b|--n-runners 0\b")
 ENDED = (0, 130, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 

@@ -95,7 +95,10 @@ NAMES = {
     "docs/record.md": "llm, spans = agl.LLM(endpoint='http://127.0.0.1:8000/v1', model='policy'), []",
 }
 BEFORE = {
-    "docs/evaluation.md": ["sed -i s,API,https://api.openai.com/v1, apo.yaml", "agl train apo.yaml --out runs/apo-1"],
+    "docs/evaluation.md": [
+        "sed -i s,API,https://api.openai.com/v1, apo.yaml",
+        "agl train apo.yaml --run-dir runs/apo-1",
+    ],
     "docs/operate.md": ["export SERVER=http://localhost:8123"],
     "docs/reference/http.md": ["agl server"],
 }
@@ -122,7 +125,7 @@ def laptop(programs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     home = page.output("python -c 'import agentlightning as agl; print(agl.__file__)'")
     assert home.startswith(str(programs.parent)), f"the pages run {home}, not the wheel"
     page.shell("python tiny_maker.py", "laptop")
-    page.shell("agl train --out runs/quickstart", "laptop")
+    page.shell("agl train --run-dir runs/quickstart", "laptop")
     for name in (
         "models/writer",
         "models/critic",

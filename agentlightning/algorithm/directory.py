@@ -33,8 +33,13 @@ except ImportError:
 MARK = "run.json"
 RUN_FILE = "run.yaml"
 START = "start"  # folder of the policy that training starts from, where the run made it itself
-_LOCK = ".lock"
+_LOCK = ".lock"  # held by the run's process; its text is the URL of the server that has the run's store
 _OF_THE_START = {_LOCK, RUN_FILE, START, *(f"store.sqlite{ending}" for ending in ("", "-owner", "-shm", "-wal"))}
+
+_OF_THE_RUN = {
+    *(*_OF_THE_START, MARK, "result.json", "metrics.jsonl", "batches.jsonl", "fsdp.log", "vllm.log"),
+    *("checkpoints", "published", "prompts", "tensorboard", "model", "vllm-model"),
+}
 
 
 class RunMark(msgspec.Struct):
@@ -57,6 +62,15 @@ class RunDirectory:
         """Write the run file that repeats this run, if it is not there yet."""
         if not (self.path / RUN_FILE).exists():
             (self.path / RUN_FILE).write_text(yaml.safe_dump(dict(run_file), sort_keys=False), encoding="utf-8")
+
+    @contextmanager
+    def served_at(self, url: str) -> Generator[None]:
+        """Let other processes find the server that has the run's store, as long as the block lasts."""
+        (self.path / _LOCK).write_text(url, encoding="utf-8")
+        try:
+            yield
+        finally:
+            (self.path / _LOCK).write_text("", encoding="utf-8")
 
     def forget(self) -> None:
         """The run did not start: leave the directory to the next one."""
@@ -121,6 +135,16 @@ def _choose(root: Path, kind: str, *, named: bool, resume: bool) -> Path:
     return matching[-1]
 
 
+def url_of_holder(directory: Path) -> str | None:
+    """The URL of the server that has the store of the run in `directory`, while a process runs it."""
+    with suppress(FileNotFoundError), (directory / _LOCK).open(encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return lock.read() or None
+    return None
+
+
 def read_mark(directory: Path) -> RunMark:
     """The mark of the run in `directory`. ConfigError if it cannot be read."""
     mark = directory / MARK
@@ -128,6 +152,13 @@ def read_mark(directory: Path) -> RunMark:
         return msgspec.json.decode(mark.read_bytes(), type=RunMark)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"{mark} cannot be read: {error}; delete the directory or choose another") from None
+
+
+def not_the_runs(directory: Path) -> list[str]:
+    """The names in the directory of a run that no run writes there; the working directory is nobody's to delete."""
+    names = sorted({file.name for file in directory.iterdir()} - _OF_THE_RUN)
+    here = [] if directory.resolve() not in (Path.cwd(), *Path.cwd().parents) else ["the current folder"]
+    return names + here
 
 
 PACKAGES = (

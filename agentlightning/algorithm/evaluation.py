@@ -125,8 +125,8 @@ async def refuse_uncalled(context: RunContext, rollouts: Sequence[TracedRollout]
     if not any(isinstance(resource, LLM) and resource.gateway for resource in resources):
         return
     raise TrainingError(
-        f"none of {len(succeeded)} rollouts that succeeded called the model that is served: they measured another. "
-        "Make the agent's client from `llm`, or run it with --isolation process, where the environment names this "
+        f"{len(succeeded)} rollouts succeeded but none called the model being served. The agent probably uses its own "
+        "base URL: make its client from `llm`, or run it with --isolation process, where the environment names this "
         "model. An agent that calls no model is measured without one, by agl.Trainer(algorithm=agl.Baseline())"
     )
 

@@ -108,9 +108,13 @@ def measured(traced: TracedRollout, spans: Sequence[Span], tag_fields: Sequence[
     elif traced.reward is None:
         ended = "not a number" if NOT_FINITE in traced.rewards_lost else "no reward"
     tags = {tag for place in (rollout.input, rollout.metadata) for tag in _tags(place, tag_fields)}
-    task = msgspec.json.encode(rollout.input, order="sorted", enc_hook=str).decode()
     problem = exception_of(spans) if ended == "failed" else ""
-    return Measured(rollout.rollout_id, task, frozenset(tags), traced.reward, ended, problem)
+    return Measured(rollout.rollout_id, task_of(rollout.input), frozenset(tags), traced.reward, ended, problem)
+
+
+def task_of(given: Any) -> str:
+    """A rollout's input as JSON by which the same task is recognised."""
+    return msgspec.json.encode(given, order="sorted", enc_hook=str).decode()
 
 
 def exception_of(spans: Iterable[Span]) -> str:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import re
 import typing
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Final, Literal, cast
@@ -19,9 +19,10 @@ import click
 import msgspec
 import yaml
 
-from agentlightning.cli.options import INSTRUMENT_HELP, ISOLATION_HELP, Duration, Option, seconds_in, together
+from agentlightning.cli.options import INSTRUMENT_HELP, ISOLATION_HELP, Duration, Flag, Option, seconds_in, together
+from agentlightning.cli.place import store_file
 from agentlightning.data.references import is_reference, load_reference
-from agentlightning.datasets.hub import is_hub_name
+from agentlightning.datasets.hub import check_model_path, is_hub_name
 from agentlightning.errors import ConfigError, nearest
 from agentlightning.runner.command import CommandAgent, RewardSource, command
 from agentlightning.runner.harnesses import harness
@@ -62,9 +63,10 @@ class CommandConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return command(self.command, reward=self.reward, grader=grader, env=self.env, cwd=self.cwd)
 
 
-def _flag(help_: str, metavar: str | None = None, *names: str, **settings: Any) -> msgspec.Meta:
-    """The text of a key that has a flag, for `agl train --help`; `settings` are click's."""
-    return msgspec.Meta(description=help_, extra={"names": names, "metavar": metavar, **settings})
+def _flag(help_: str, metavar: str | None = None, name: str | None = None, **settings: Any) -> msgspec.Meta:
+    """The text of a key that has a flag, for `agl train --help`. `name` is the flag's unless it is the key's, and
+    `settings` are those of `Flag`."""
+    return msgspec.Meta(description=help_, extra={"name": name, "metavar": metavar, **settings})
 
 
 def _key(description: str) -> msgspec.Meta:
@@ -136,13 +138,15 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True):
     isolation: Annotated[Isolation, _flag(ISOLATION_HELP)] = "auto"
     instrument: Annotated[str | None, _flag(INSTRUMENT_HELP, "[NAMES]", is_flag=False, flag_value="all")] = None
     seed: Annotated[int, _flag("Random seed.")] = 0
-    run_dir: Annotated[str | None, _flag("Directory of the run; default: a new one below runs/.", "DIR", "--out")] = (
-        None
-    )
+    run_dir: Annotated[
+        str | None, _flag("Directory of the run; default: a new one below runs/.", "DIR", former=["--out"])
+    ] = None
     resume: Annotated[bool, _flag("Continue the run in --run-dir, or the newest run.", is_flag=True)] = False
-    store: Annotated[str | None, _flag("SQLite file; default: in the run's directory.", "PATH")] = None
+    store: Annotated[str | None, _flag("SQLite file or its folder; default: in the run's directory.", "PATH")] = None
     server: Annotated[str | None, _flag("Use the store and gateway of this `agl server`.", "URL")] = None
-    api_key: Annotated[str | None, _flag("Its key.", "KEY", "--key", envvar="AGL_KEY", show_envvar=True)] = None
+    api_key: Annotated[
+        str | None, _flag("Its key.", "KEY", "--key", former=["--api-key"], envvar="AGL_KEY", show_envvar=True)
+    ] = None
     port: Annotated[int, _flag("Port of this process's own server; 0: any free port.")] = 0
     max_sequence_length: Annotated[int | None, _flag("Limit of prompt and answer together.", "TOKENS")] = None
     device: Annotated[str | None, _flag("cpu, cuda or mps; default: cuda if available, else cpu.", "NAME")] = None
@@ -181,12 +185,13 @@ def key_flags(*left_out: str, only: Collection[str] = ()) -> Option:
 def _option(name: str, hint: Any) -> Option:
     type_, meta = typing.get_args(hint)
     settings: dict[str, Any] = {"help": meta.description, "default": None, **meta.extra}
+    flag = settings.pop("name") or f"--{name.replace('_', '-')}"
     kinds = typing.get_args(type_) if typing.get_origin(type_) in (UnionType, typing.Union) else (type_,)
     if typing.get_origin(kinds[0]) is Literal:
         settings["type"] = click.Choice(typing.get_args(kinds[0]))
     elif kinds[0] in (int, float):
         settings.setdefault("type", kinds[0])
-    return click.option(f"--{name.replace('_', '-')}", *settings.pop("names"), name, **settings)
+    return click.option(flag, name, cls=Flag, **settings)
 
 
 _HINTS: Final = {
@@ -194,7 +199,7 @@ _HINTS: Final = {
     for name, hint in typing.get_type_hints(TrainConfig, include_extras=True).items()
     if typing.get_origin(hint) is Annotated and hint.__metadata__[0].extra is not None
 }
-_NAMED = ("algorithm", "environment")  # mappings with a name, which may stand alone
+NAMED_KEYS: Final = ("algorithm", "environment")  # mappings with a name, which may stand alone
 _PATHS = ("model", "train_dataset", "val_dataset", "run_dir", "store")
 
 
@@ -225,8 +230,12 @@ def load_config(
     values: dict[str, Any] = {} if source is None else _read_run_file(source)
     for assignment in assignments:
         _assign(values, assignment)
-    for key, value in (flags or {}).items():
-        if value is not None and key in _NAMED:
+    flags = flags or {}
+    for given, instead in (("agent", "environment"), ("environment", "agent")):
+        if flags.get(given) is not None and flags.get(instead) is None:
+            values.pop(instead, None)
+    for key, value in flags.items():
+        if value is not None and key in NAMED_KEYS:
             values[key] = {**(values.get(key) or {}), "name": value}
         elif value is not None:
             values[key] = value
@@ -239,12 +248,31 @@ def load_config(
             values["time_limit"] = seconds_in(limit, bare=True)
         except ValueError as error:
             raise ConfigError(f"{where}: time_limit: {error}") from None
+    if isinstance(values.get("store"), str):
+        values["store"] = store_file(values["store"], create=True)
     missing = [name for name in _needed(values) if values.get(name) is None]
     if missing:
         flags_hint = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
         hint = "" if source else ", or name a run file: agl train run.yaml …"
         raise ConfigError(f"{where} lacks: {', '.join(missing)}; add the keys or give {flags_hint}{hint}")
     return _convert(values, TrainConfig, f"{where}: ")
+
+
+def check_files(config: TrainConfig) -> None:
+    """ConfigError for a file or a model's folder that is missing, before libraries take seconds to load."""
+    models = config.model.values() if isinstance(config.model, dict) else [config.model]
+    named = {"train_dataset": [config.train_dataset], "val_dataset": [config.val_dataset], "agent": [config.agent]}
+    for key, values in {**named, "model": list(models)}.items():
+        for value in values:
+            if not isinstance(value, str) or is_hub_name(value):
+                continue
+            file = Path(value.rpartition(":")[0] if is_reference(value) else value).expanduser()
+            if is_reference(value) and file.suffix == ".py" and not file.is_file():
+                raise ConfigError(f"{key}: no file {file} (looked in {Path.cwd()})")
+            if key.endswith("dataset") and not is_reference(value) and not file.is_file():
+                raise ConfigError(f"{key}: no dataset file {file} (looked in {Path.cwd()})")
+            if key == "model" and not is_reference(value):
+                check_model_path(value)
 
 
 def _where_it_belongs(key: str, values: Mapping[str, Any]) -> str:
@@ -320,7 +348,7 @@ def _references_from(path: Path, value: Any) -> Any:
 
 def _seen_from(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     """The values of a run file at `path`, with paths relative to the current directory."""
-    values |= {key: {"name": values[key]} for key in _NAMED if isinstance(values.get(key), str)}
+    values |= {key: {"name": values[key]} for key in NAMED_KEYS if isinstance(values.get(key), str)}
     for key in _PATHS:
         if key in values:
             values[key] = _beside(path, values[key], must_exist=key == "model")
@@ -399,7 +427,7 @@ def _assign(values: dict[str, Any], assignment: str) -> None:
         if not isinstance(outer, dict):
             raise ConfigError(f"--set {key}: {parent!r} is {outer!r}, which has no keys of its own")
         inner = outer
-    inner[last] = {"name": value} if key in _NAMED and isinstance(value, str) else value
+    inner[last] = {"name": value} if key in NAMED_KEYS and isinstance(value, str) else value
 
 
 def _convert(value: Any, type_: Any, where: str) -> Any:
@@ -425,59 +453,3 @@ def _convert(value: Any, type_: Any, where: str) -> Any:
     elif message.startswith("invalid enum value"):
         message = f"{value!r} is none of its values; {nearest(str(value), known)}"
     raise ConfigError(f"{where.removesuffix(': ')}: {message}") from None
-
-
-# --- the schema ----------------------------------------------------------------------------------------------------
-
-
-def run_file_schema() -> dict[str, Any]:
-    """JSON schema (2020-12) of `TrainConfig`, with the fields of each algorithm, of AdamW and of LoRA."""
-    from agentlightning.learner.base import AdamW, LoRA
-
-    definitions: dict[str, Any] = {}
-    _schemas([TrainConfig], definitions)
-    found: dict[str, Any] = definitions.pop("TrainConfig")
-    keys = found["properties"]
-    named = {name: load_reference(f"agentlightning.algorithm:{kind}") for name, kind in ALGORITHMS.items()}
-    algorithms = [
-        {"properties": {"name": {"const": name}, **_fields(kind, definitions)},
-         "required": ["name"] if name != "grpo" else [], "additionalProperties": False}
-        for name, kind in named.items()
-    ]  # fmt: skip
-    own = {"properties": {"name": {"type": "string", "pattern": ":"}}, "required": ["name"]}
-    keys["algorithm"] |= {
-        "type": ["object", "string"],
-        "if": {"type": "object"},
-        "then": {"anyOf": [*algorithms, own]},
-        "else": {"anyOf": [{"enum": list(ALGORITHMS)}, {"pattern": ":"}]},
-    }
-    keys["environment"] = {"anyOf": [*keys["environment"].pop("anyOf"), {"type": "string"}], **keys["environment"]}
-    keys["time_limit"]["anyOf"].append({"type": "string", "pattern": r"^\d+(\.\d+)?[dhms]?$"})
-    for name, kind in (("optimizer", AdamW), ("lora", LoRA)):
-        keys[name] = {"type": ["object", "null"], "properties": _fields(kind, definitions)}
-        keys[name]["additionalProperties"] = False
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "Run file of agl train",
-        **found,
-        "additionalProperties": False,
-        "$defs": definitions,
-    }
-
-
-def _fields(kind: type[Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    """The schema of each field of a dataclass that a run file can set."""
-    hints = typing.get_type_hints(kind)
-    names = [field.name for field in dataclasses.fields(kind) if field.init and field.name != "name"]
-    return dict(zip(names, _schemas([hints[name] for name in names], definitions), strict=True))
-
-
-def _schemas(kinds: Sequence[Any], definitions: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    schemas, found = msgspec.json.schema_components(kinds, schema_hook=_anything, ref_template="#/$defs/{name}")
-    definitions |= found
-    return schemas
-
-
-def _anything(kind: type[Any]) -> dict[str, Any]:
-    """A value that a run file gives by reference, such as a function."""
-    return {}

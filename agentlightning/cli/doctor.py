@@ -36,7 +36,9 @@ class Check(NamedTuple):
 @click.option("--model", metavar="NAME", help="Model to ask for; default: the first one that the server lists.")
 @json_option
 def doctor(backend: Upstream | None, model: str | None, as_json: bool) -> int:
-    """Check the installation, GPU, write access and, with --backend, a model server; suggest fixes.
+    """Check the installation and a model server.
+
+    It looks at GPU and write access and, with --backend, at a model server, and suggests fixes.
 
     The model server is asked for one token. The exit code is 1 if a check failed; warnings do not count."""
 

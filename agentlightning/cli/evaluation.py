@@ -17,9 +17,9 @@ import click
 import msgspec
 from rich.console import Console
 
-from agentlightning.cli.config import TrainConfig, key_flags, load_config
+from agentlightning.cli.config import TrainConfig, check_files, key_flags, load_config
 from agentlightning.cli.fit import fit
-from agentlightning.cli.options import COUNT, MODE, json_option, make_table, numbers, print_json, print_table
+from agentlightning.cli.options import COUNT, MODE, json_option, make_table, numbers, print_json, print_table, quiet
 from agentlightning.cli.place import Place
 from agentlightning.cli.training import INTERRUPTED, RUN_FILE
 from agentlightning.errors import ConfigError, NotFoundError
@@ -68,7 +68,9 @@ def eval(
     as_json: bool,
     **running: Any,
 ) -> int:
-    """Measure an agent on held-out tasks, from DATA or RUN.yaml: mean reward, pass@k and confidence intervals, overall
+    """Measure an agent on held-out tasks.
+
+    The tasks come from DATA or RUN.yaml. The result is the mean reward and pass@k with confidence intervals, overall
     and by tag.
 
     Without an agent, nothing is run: the rollouts that runs have stored are measured, or two runs compared.
@@ -152,6 +154,7 @@ def _run(config: TrainConfig, console: Console, fields: Sequence[str], show: boo
     from agentlightning.algorithm.measures import measured
     from agentlightning.display import show_tasks
 
+    check_files(config)
     result = fit(config, console, limit)
     tasks = result.evaluations[0].tasks
     if show:
@@ -184,7 +187,7 @@ async def _stored(name: str, mode: Mode | None, place: Place, fields: Sequence[s
         if not chosen:
             raise NotFoundError(f"{run_name} has measured no {wanted!r}; it has {', '.join(parts)}")
         found: list[Measured] = []
-        with counting("rollouts", len(chosen)) as advance:
+        with counting("rollouts", len(chosen), hidden=quiet()) as advance:
             for rollout in chosen:
                 spans = await store.query_spans(rollout.rollout_id, "latest")
                 found.append(measured(trace_rollout(rollout, spans), spans, fields))

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,11 +16,12 @@ import msgspec
 from rich.console import Console
 
 from agentlightning.cli.config import ALGORITHMS, TrainConfig, build, kept
-from agentlightning.cli.options import instrument_agents, number, print_json
+from agentlightning.cli.options import instrument_agents, number, print_json, quiet
 from agentlightning.cli.place import STORE_FILE, Place
 from agentlightning.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
+    from agentlightning.algorithm.base import Progress
     from agentlightning.trainer import FitResult
 
 _NOT_THE_TRAINERS: Final = {
@@ -38,9 +40,10 @@ All:         about {calls} calls, {prompt_tokens} prompt and {answer_tokens} ans
 
 def fit(config: TrainConfig, console: Console, limit: int | None = None) -> FitResult:
     """Train once as in `config`, with progress on `console`. Only the first `limit` held-out tasks are used."""
-    if "torch" not in sys.modules:  # which takes seconds
+    if "torch" not in sys.modules and not quiet():  # which takes seconds
         console.print("loading libraries and the agent …", highlight=False)
     algorithm = make_algorithm(config.algorithm)
+    from agentlightning.algorithm.base import NoProgress
     from agentlightning.display import LiveProgress, hide_library_progress
     from agentlightning.environments import tasks_of
     from agentlightning.learner.base import AdamW, LoRA
@@ -51,7 +54,11 @@ def fit(config: TrainConfig, console: Console, limit: int | None = None) -> FitR
     lora = None if config.lora is None else build(LoRA, config.lora, "lora")
     passed = {key: value for key, value in msgspec.structs.asdict(config).items() if key not in _NOT_THE_TRAINERS}
     instrument_agents(config.instrument, here=isinstance(config.agent, str))
-    with LiveProgress(console, steps=getattr(algorithm, "steps", None), time_limit=config.time_limit) as progress:
+    steps, limits = getattr(algorithm, "steps", None), config.time_limit
+    shown: AbstractContextManager[Progress] = nullcontext(NoProgress())
+    if not quiet():
+        shown = LiveProgress(console, steps=steps, time_limit=limits)
+    with shown as progress:
         trainer = Trainer(
             algorithm=algorithm, optimizer=optimizer, lora=lora, progress=progress, run_file=kept(config), **passed
         )
@@ -59,6 +66,21 @@ def fit(config: TrainConfig, console: Console, limit: int | None = None) -> FitR
         if limit is not None:
             val_dataset = tasks_of(agent, config.train_dataset, val_dataset)[1][:limit]
         return trainer.fit(agent, config.train_dataset, val_dataset, resume=config.resume)
+
+
+def resolved(config: TrainConfig) -> dict[str, Any]:
+    """The run file of `config` with the defaults that it leaves out, and without secrets."""
+    from agentlightning.learner.base import AdamW, LoRA
+
+    values = kept(config)
+    made = {"algorithm": make_algorithm(config.algorithm), "optimizer": build(AdamW, config.optimizer, "optimizer")}
+    if config.lora is not None:
+        made["lora"] = build(LoRA, config.lora, "lora")
+    for key, instance in made.items():
+        fields = [field for field in dataclasses.fields(instance) if field.init and field.name != "name"]
+        defaults = {field.name: field.default for field in fields if isinstance(field.default, str | int | float)}
+        values[key] = {**values[key], **{name: value for name, value in defaults.items() if name not in values[key]}}
+    return values
 
 
 def make_algorithm(spec: Mapping[str, Any]) -> Any:

@@ -7,38 +7,37 @@ run, so that `agl --help` is quick and `agl runner` needs no torch.
 from __future__ import annotations
 
 import importlib
+import io
 import keyword
 import os
 import sys
+import traceback
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TextIO
 
 import click
 
+from agentlightning.cli.options import common_options
 from agentlightning.errors import AgentLightningError, nearest
 from agentlightning.runner.signals import exit_with
 
-# Command → the module that defines it, under the same name as a click command.
-COMMANDS = {
-    "init": "training",
-    "quickstart": "training",
-    "train": "training",
-    "sweep": "sweep",
-    "eval": "evaluation",
-    "chat": "serving",
-    "serve": "serving",
-    "server": "serving",
-    "runner": "runner",
-    "record": "record",
-    "import": "transfer",
-    "export": "transfer",
-    "ui": "serving",
-    "runs": "runs",
-    "rollouts": "rollouts",
-    "store": "store",
-    "keys": "store",
-    "doctor": "doctor",
+# Commands by purpose, as `agl --help` groups them: command → the module that defines it, under the same name.
+GROUPS = {
+    "Train": {"init": "training", "quickstart": "training", "train": "training", "sweep": "sweep"},
+    "Measure": {
+        "eval": "evaluation",
+        "record": "record",
+        "runs": "runs",
+        "rollouts": "rollouts",
+        "ui": "serving",
+        "import": "transfer",
+        "export": "transfer",
+    },
+    "Serve": {"serve": "serving", "chat": "serving", "server": "serving", "runner": "runner"},
+    "Operate": {"store": "store", "keys": "store", "doctor": "doctor"},
 }
+COMMANDS = {name: module for commands in GROUPS.values() for name, module in commands.items()}
+SUMMARY = 50  # characters of a command's line in `--help`
 # Extra → the packages that come with it alone, by the names they are imported under.
 EXTRAS = {
     "ray": ("ray",),
@@ -59,7 +58,16 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"agentlightning.cli.{COMMANDS[cmd_name]}")
-        return getattr(module, f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name)
+        command = getattr(module, f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name)
+        _take_common_options(command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for group, names in GROUPS.items():
+            found = {name: self.get_command(ctx, name) for name in names}
+            with formatter.section(group):
+                lines = [(name, command.get_short_help_str(SUMMARY + 3)) for name, command in found.items() if command]
+                formatter.write_dl(lines, col_spacing=2, col_max=12)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -69,13 +77,23 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
+def _take_common_options(command: click.Command) -> None:
+    """Let a command and its subcommands take the options of `agl` behind their names, too."""
+    inner = list(command.commands.values()) if isinstance(command, click.Group) else []
+    for each in (command, *inner):
+        known = {parameter.name for parameter in each.params}
+        each.params += [option for option in common_options(hidden=True) if option.name not in known]
+
+
 _SETTINGS: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True}
 
 
-@click.group(cls=LazyGroup, context_settings=_SETTINGS)
+@click.group(cls=LazyGroup, context_settings=_SETTINGS, params=common_options())
 @click.version_option(package_name="agent-lightning-next", prog_name="agl")
 def agl() -> None:
-    """Train any AI agent with reinforcement learning, without changing the agent."""
+    """Train any AI agent with reinforcement learning, without changing the agent.
+
+    -q, -v and --no-color may also follow the command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -87,8 +105,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    asked: dict[str, bool] = {}
     try:
-        result = agl.main(args=None if arguments is None else list(arguments), prog_name="agl", standalone_mode=False)
+        for stream in (sys.stdout, sys.stderr):
+            _print_anything(stream)
+        result = agl.main(args=words, prog_name="agl", standalone_mode=False, obj=asked)
         sys.stdout.flush()
     except click.ClickException as error:
         error.show()
@@ -97,11 +119,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
         click.echo("interrupted", err=True)
         return 130
     except (AgentLightningError, ModuleNotFoundError) as error:
-        hint = _how_to_install(error, sys.argv[1:] if arguments is None else arguments)
+        hint = _how_to_install(error, words)
         if isinstance(error, ModuleNotFoundError) and not hint:
             raise
         from agentlightning.tracing.tree import printable
 
+        if asked.get("verbose"):
+            click.echo(printable("".join(traceback.format_exception(error))), err=True)
         click.echo(f"error: {printable(str(error))}{hint}", err=True)
         return 1
     except BrokenPipeError:
@@ -109,6 +133,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return result if isinstance(result, int) else 0
+
+
+def _print_anything(stream: TextIO) -> None:
+    """Print a question mark for a character that the terminal's encoding lacks, where Python would raise an error."""
+    if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+        stream.reconfigure(errors="replace")
 
 
 def _how_to_install(error: Exception, words: Sequence[str]) -> str:

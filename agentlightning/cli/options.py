@@ -1,10 +1,11 @@
-"""Shared by commands: options such as durations (`30d`), and printing.
+"""Shared by commands: options such as durations (`30d`), those that every command takes, and printing.
 
 Table cells contain the text of models, agents and users: it is never markup, and never acts on the terminal.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -44,6 +45,71 @@ instrument_option = click.option(
 )
 
 
+class Flag(click.Option):
+    """An option that is also accepted by `former` names, which `--help` does not show."""
+
+    def __init__(self, *names: Any, former: Sequence[str] = (), **settings: Any) -> None:
+        super().__init__(*names, **settings)
+        self._former = former
+
+    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
+        shown = self.opts
+        self.opts = [*shown, *self._former]
+        super().add_to_parser(parser, ctx)
+        self.opts = shown
+
+
+# --- options of every command --------------------------------------------------------------------------------------
+
+_PACKAGE: Final = "agentlightning"
+
+
+def _be_quiet(ctx: click.Context, param: click.Parameter, given: bool) -> None:
+    if given:
+        ctx.ensure_object(dict)["quiet"] = True
+
+
+def _be_verbose(ctx: click.Context, param: click.Parameter, given: bool) -> None:
+    if given:
+        ctx.ensure_object(dict)["verbose"] = True
+        logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+        before = logging.getLogger(_PACKAGE).level
+        logging.getLogger(_PACKAGE).setLevel(logging.DEBUG)
+        ctx.find_root().call_on_close(lambda: logging.getLogger(_PACKAGE).setLevel(before))
+
+
+def _without_color(ctx: click.Context, param: click.Parameter, given: bool) -> None:
+    if given:
+        ctx.find_root().color = False
+        before = os.environ.get("NO_COLOR")
+        os.environ["NO_COLOR"] = "1"
+        if before is None:
+            ctx.find_root().call_on_close(lambda: os.environ.pop("NO_COLOR", None))
+
+
+def common_options(*, hidden: bool = False) -> list[click.Option]:
+    """`-q`, `-v` and `--no-color`: shown by `agl --help`, and `hidden` behind each command's name."""
+    given: dict[str, Any] = {"is_flag": True, "expose_value": False, "is_eager": True, "hidden": hidden}
+    return [
+        click.Option(["-q", "--quiet"], callback=_be_quiet, help="Print results and errors alone.", **given),
+        click.Option(["-v", "--verbose"], callback=_be_verbose, help="Print the log, and tracebacks.", **given),
+        click.Option(["--no-color"], callback=_without_color, help="Print without colours.", **given),
+    ]
+
+
+def quiet() -> bool:
+    """Whether the command was called with `-q`."""
+    ctx = click.get_current_context(silent=True)
+    asked = None if ctx is None else ctx.find_object(dict)
+    return bool(asked and asked.get("quiet"))
+
+
+def note(words: str) -> None:
+    """Print a line on stderr that is no result, unless the command was called with `-q`."""
+    if not quiet():
+        click.echo(words, err=True)
+
+
 def together(*options: Option) -> Option:
     """These options as one, in the order of `--help`."""
     return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
@@ -57,7 +123,7 @@ def instrument_agents(names: str | None, *, here: bool) -> None:
     click.get_current_context().call_on_close(lambda: os.environ.pop(INSTRUMENT, None))
     if here:
         found = instrument_from_environment()
-        click.echo(f"instrumented: {', '.join(found) or 'nothing, no instrumentation is installed'}", err=True)
+        note(f"instrumented: {', '.join(found) or 'nothing, no instrumentation is installed'}")
 
 
 def numbers(text: str) -> tuple[int, ...]:

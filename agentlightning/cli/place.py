@@ -43,40 +43,60 @@ class Place:
 
     @contextlib.asynccontextmanager
     async def open(self, *, create: bool = False, reading: bool = False) -> AsyncGenerator[LightningStore]:
-        """The open store. Without `create`, it must exist. For `reading`, another process may use the file."""
+        """The open store. Without `create`, it must exist.
+
+        The file may be in use by another process: for `reading`, and where that process is the run in the file's
+        folder, which is then asked to do the writing."""
         if (self.address is None) == (self.server is None):
             raise click.UsageError("choose the store: either its file or postgresql:// URL, or --server URL")
         if self.server is not None:
-            from agentlightning.server.local_keys import local_key
-            from agentlightning.store.client import LightningStoreClient
-
-            key = self.key or local_key(self.server)
-            opened: LightningStore = LightningStoreClient(self.server, key, patience=_PATIENCE_SECONDS)
+            opened = _at_server(self.server, self.key)
         else:
-            opened = await _open_here(str(self.address), create=create, reading=reading)
+            opened = await self._open_here(create=create, reading=reading)
         try:
             yield opened
         finally:
             await opened.close()
 
+    async def _open_here(self, *, create: bool, reading: bool) -> LightningStore:
+        from agentlightning.store.reader import StoreReader
+        from agentlightning.store.sql import SqlStore
 
-async def _open_here(address: str, *, create: bool, reading: bool) -> LightningStore:
-    from agentlightning.store.reader import StoreReader
-    from agentlightning.store.sql import SqlStore
+        address = store_file(str(self.address), create=create)
+        try:
+            # Whoever waits before a terminal may take their time, and ends a query themselves.
+            return await (StoreReader.open(address) if reading else SqlStore.open(address, read_seconds=math.inf))
+        except InUseError as error:
+            from agentlightning.algorithm.directory import url_of_holder
 
-    if not create:
-        require_file(address)
-    try:
-        # Whoever waits before a terminal may take their time, and ends a query themselves.
-        return await (StoreReader.open(address) if reading else SqlStore.open(address, read_seconds=math.inf))
-    except InUseError as error:
-        raise InUseError(f"{error}; with --server URL instead of --store that process is asked") from None
+            if (url := url_of_holder(Path(address).parent)) is not None:
+                return _at_server(url, self.key)
+            raise InUseError(f"{error}; with --server URL instead of --store that process is asked") from None
 
 
-def require_file(address: str) -> None:
-    """ConfigError if the file does not exist, since a mistyped path would create a new store."""
-    if not address.startswith(POSTGRES) and not Path(address).is_file():
-        raise ConfigError(f"there is no store at {address} (looked in {Path.cwd()})")
+def _at_server(url: str, key: str | None) -> LightningStore:
+    from agentlightning.server.local_keys import local_key
+    from agentlightning.store.client import LightningStoreClient
+
+    return LightningStoreClient(url, key or local_key(url), patience=_PATIENCE_SECONDS)
+
+
+def store_file(address: str, *, create: bool = False) -> str:
+    """The store's file, where its folder may be named instead; URLs and `:memory:` stay unchanged.
+
+    ConfigError if the file does not exist, since a mistyped path would create a new store; with `create`, if the folder
+    it goes into does not."""
+    if address.startswith(POSTGRES) or address == ":memory:":
+        return address
+    path = Path(address).expanduser()
+    if path.is_dir():
+        names = (STORE_FILE, SERVER_STORE.name)
+        path /= next((name for name in names if (path / name).is_file()), STORE_FILE)
+    if create and not path.parent.is_dir() and path.parent != RUNS:
+        raise ConfigError(f"there is no folder {path.parent} for the store {path.name} (looked in {Path.cwd()})")
+    if not create and not path.is_file():
+        raise ConfigError(f"there is no store at {path} (looked in {Path.cwd()})")
+    return str(path)
 
 
 def stores_below(path: Path = RUNS) -> list[str]:
@@ -104,24 +124,28 @@ def _written(store: Path) -> float:
 
 
 class Named(NamedTuple):
-    """How a command's options name its store, and its default."""
+    """How a command's options name its store, its default, and whether it may be new."""
 
-    option: Option | None
+    option: Option
     default: Callable[[], str] | None = None
+    new: bool = False
 
 
-def _store_option(help_: str) -> Option:
-    return click.option("--store", "address", metavar="PATH|URL", help=help_)
+def store_option(help_: str, **settings: Any) -> Option:
+    """`--store`, passed to the command as `address`."""
+    return click.option("--store", "address", metavar="PATH|URL", help=help_, **settings)
 
 
-STORE: Final = Named(_store_option("SQLite file, or postgresql:// URL, to open here."))
-NEWEST: Final = Named(_store_option("SQLite file or postgresql://…; default: the stores below runs/."), newest_store)
+STORE: Final = Named(store_option("SQLite file, its folder, or postgresql:// URL, to open here."))
+NEWEST: Final = Named(
+    store_option("SQLite file, its folder, or postgresql://…; default: the stores below runs/."), newest_store
+)
 ANY_RUN: Final = Named(NEWEST.option)
 NEW: Final = Named(
-    _store_option(f"SQLite file, created if missing, or postgresql://…; default: {SERVER_STORE}."),
+    store_option(f"SQLite file, created if missing, or postgresql://…; default: {SERVER_STORE}."),
     lambda: str(SERVER_STORE),
+    new=True,
 )
-UNNAMED: Final = Named(None)
 _ASKED: Final = (
     click.option("--server", metavar="URL", help="Use the store of this `agl server` instead."),
     click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True, help="The server's key."),
@@ -138,10 +162,12 @@ def with_place(named: Named) -> Option:
         def placed(server: str | None, key: str | None, address: str | None = None, **others: Any) -> Any:
             if address is None and server is None and named.default is not None:
                 address = named.default()
+            elif address is not None and server is None:
+                address = store_file(address, create=named.new)
             done = command(place=Place(address, server, key), **others)
             return asyncio.run(done) or 0 if asyncio.iscoroutine(done) else done
 
-        return together(*([named.option] if named.option else []), *_ASKED)(placed)
+        return together(named.option, *_ASKED)(placed)
 
     return add
 

@@ -22,7 +22,7 @@ import click
 import msgspec
 
 from agentlightning.cli.backends import Upstream, backend_of_environment, with_backend
-from agentlightning.cli.options import instrument_agents, instrument_option, print_json
+from agentlightning.cli.options import instrument_agents, instrument_option, note, print_json
 from agentlightning.cli.place import NEW, Place, with_place
 from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.runner.agent import LitAgent
@@ -63,10 +63,11 @@ def record(
     task: str | None,
     as_json: bool,
 ) -> int:
-    """Run a program unchanged and record its calls of language models and its traces.
+    """Run a program once and record its model calls.
 
-    The program must find its API by OPENAI_BASE_URL or ANTHROPIC_BASE_URL, as the SDKs do. Its exit code is passed on.
-    A tree of its calls is printed on stderr; with --json, the program's own output too.
+    The program is unchanged, and its traces are recorded too. It must find its API by OPENAI_BASE_URL or
+    ANTHROPIC_BASE_URL, as the SDKs do. Its exit code is passed on. A tree of its calls is printed on stderr; with
+    --json, the program's own output too.
 
     With --harness the program gets a prepared home directory of its own: yours is neither read nor changed.
 
@@ -102,10 +103,10 @@ def record(
             click.echo(_NO_CALLS, err=True)
         server = place.server
         where = f"--server {server}" if server else f"--store {shlex.quote(text_without_secrets(str(place)))}"
-        click.echo(runnable(f"agl rollouts show {rollout.rollout_id} {where}"), err=True)
+        note(runnable(f"agl rollouts show {rollout.rollout_id} {where}"))
         page = f"/#/rollouts/{quote(rollout.rollout_id, safe='')}"
         served = server.rstrip("/") + page if server else f"http://127.0.0.1:8123{page} while `agl server {where}` runs"
-        click.echo(f"dashboard: {served}", err=True)
+        note(f"dashboard: {served}")
         if as_json:
             result = _result(ended or rollout, spans)
             print_json(result | {"not_answered": unanswered, "exit_code": program.exit_code})

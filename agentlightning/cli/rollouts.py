@@ -1,7 +1,8 @@
-"""`agl rollouts`: lists the rollouts of a store, and shows one as a tree."""
+"""`agl rollouts`: lists the rollouts of a store, follows them as they end, and shows one as a tree."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
@@ -9,24 +10,41 @@ from typing import TYPE_CHECKING, Final
 import click
 import msgspec
 
-from agentlightning.cli.options import COUNT, MODE, STATUSES, make_table, print_json, print_table, tell
+from agentlightning.cli.options import (
+    COUNT,
+    MODE,
+    STATUSES,
+    make_table,
+    note,
+    number,
+    print_json,
+    print_table,
+    tell,
+    together,
+)
 from agentlightning.cli.place import ANY_RUN, NEWEST, Place, stores_below, with_place
 from agentlightning.cli.runs import ListingGroup, repeated, watch_option
 from agentlightning.errors import NotFoundError
 from agentlightning.store.codec import plain
 from agentlightning.store.redaction import text_without_secrets
-from agentlightning.types import And, Attempt, Condition, Order, Rollout, Span
+from agentlightning.types import And, Attempt, Condition, Filter, Order, Rollout, Span
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from agentlightning.store.base import LightningStore
 
+
+_TAIL_SECONDS: Final = 1.0  # between two looks
+_TAIL_PAGE: Final = 1000
 _LOG_LINES: Final = 10  # the last ones of each stream, and of a traceback
 
 
 @click.group(cls=ListingGroup)
 def rollouts() -> None:
-    """List, show and annotate rollouts (default command: ls)."""
+    """List, follow, show and annotate rollouts.
+
+    The default command is ls."""
 
 
 # --- ls ----------------------------------------------------------------------------------------------------------
@@ -39,11 +57,21 @@ class ListedRollout(msgspec.Struct, frozen=True):
     reward: float | None
 
 
+_some: Final = together(
+    click.option("--status", multiple=True, type=click.Choice(STATUSES), help="Only of this status. Repeatable."),
+    click.option("--mode", type=MODE, help="Only of this mode."),
+    click.option("--run", "run_id", metavar="ID", help="Only of this run."),
+)
+
+
+def _narrowed(status: Sequence[str], mode: str | None, run_id: str | None) -> list[Filter]:
+    asked = {"status": list(status), "mode": [mode] if mode else [], "run_id": [run_id] if run_id else []}
+    return [Condition(field, "in", values) for field, values in asked.items() if values]
+
+
 @rollouts.command()
 @with_place(NEWEST)
-@click.option("--status", multiple=True, type=click.Choice(STATUSES), help="Only of this status. Repeatable.")
-@click.option("--mode", type=MODE, help="Only of this mode.")
-@click.option("--run", "run_id", metavar="ID", help="Only of this run.")
+@_some
 @click.option("--limit", type=COUNT, default=20, help="How many to list, newest first.")
 @watch_option
 async def ls(
@@ -56,16 +84,13 @@ async def ls(
     watch: float | None,
 ) -> None:
     """List rollouts, newest first, with their rewards."""
-    asked = {"status": list(status), "mode": [mode] if mode else [], "run_id": [run_id] if run_id else []}
-    where = [Condition(field, "in", values) for field, values in asked.items() if values]
+    where = _narrowed(status, mode, run_id)
     newest = Order(field="start_time", descending=True)
 
     async def show() -> None:
         async with place.open(reading=True) as store:
             page = await store.page_rollouts(And(where) if where else None, [newest], limit=limit, with_total=True)
-            outcomes = await store.query_outcomes([rollout.rollout_id for rollout in page.items])
-        rewards = {rollout.rollout_id: rollout.reward for rollout in outcomes}
-        listed = [ListedRollout(rollout, rewards.get(rollout.rollout_id)) for rollout in page.items]
+            listed = await _rewarded(store, page.items)
         if as_json:
             for rollout in listed:
                 print_json(rollout)
@@ -73,6 +98,12 @@ async def ls(
             _print_list(listed, str(place), (page.total or 0) - len(listed))
 
     await repeated(show, watch, as_json)
+
+
+async def _rewarded(store: LightningStore, found: Sequence[Rollout]) -> list[ListedRollout]:
+    outcomes = await store.query_outcomes([rollout.rollout_id for rollout in found])
+    rewards = {rollout.rollout_id: rollout.reward for rollout in outcomes}
+    return [ListedRollout(rollout, rewards.get(rollout.rollout_id)) for rollout in found]
 
 
 def _print_list(listed: Sequence[ListedRollout], place: str, more: int) -> None:
@@ -88,7 +119,7 @@ def _print_list(listed: Sequence[ListedRollout], place: str, more: int) -> None:
         print_table(make_table(("rollout", "status", "mode", "started", "took", "reward", "input"), rows))
     else:
         click.echo("no rollout matches")
-    click.echo(f"{text_without_secrets(place)}{f'; {more} more, see --limit' if more > 0 else ''}", err=True)
+    note(f"{text_without_secrets(place)}{f'; {more} more, see --limit' if more > 0 else ''}")
 
 
 def _input(rollout: Rollout) -> str:
@@ -96,6 +127,53 @@ def _input(rollout: Rollout) -> str:
     from agentlightning.tracing.tree import one_line
 
     return one_line(content_text(rollout.input), 40)
+
+
+# --- tail --------------------------------------------------------------------------------------------------------
+
+
+@rollouts.command()
+@with_place(NEWEST)
+@_some
+@click.option("--limit", type=click.IntRange(min=0), default=10, help="How many of those that have ended come first.")
+async def tail(
+    place: Place, as_json: bool, status: tuple[str, ...], mode: str | None, run_id: str | None, limit: int
+) -> None:
+    """Print a line for each rollout as it ends.
+
+    The last ones that have ended come first. Ctrl-C ends it."""
+    ended = [Condition("end_time", "exists"), *_narrowed(status, mode, run_id)]
+    latest, by_end = [Order(field="end_time", descending=True)], [Order(field="end_time")]
+    async with place.open(reading=True) as store:
+        first = (await store.page_rollouts(And(ended), latest, limit=max(1, limit))).items
+        shown = {rollout.rollout_id for rollout in first}
+        since = max((rollout.end_time or 0.0 for rollout in first), default=0.0)
+        found = tuple(reversed(first[:limit]))
+        while True:
+            for listed in await _rewarded(store, found):
+                shown.add(listed.rollout.rollout_id)
+                since = max(since, listed.rollout.end_time or 0.0)
+                tell(as_json, listed, "" if as_json else _ended_line(listed))
+            await asyncio.sleep(_TAIL_SECONDS)
+            # Whatever ended at the same moment as the last one may have been written since.
+            page = await store.page_rollouts(
+                And([*ended, Condition("end_time", "ge", since)]), by_end, limit=_TAIL_PAGE
+            )
+            found = tuple(rollout for rollout in page.items if rollout.rollout_id not in shown)
+
+
+def _ended_line(listed: ListedRollout) -> str:
+    """`14:03:11 succeeded train 0:02 reward 0.5 ro-1 What is 1+1?`"""
+    from agentlightning.display import duration
+    from agentlightning.tracing.tree import printable
+
+    rollout = listed.rollout
+    assert rollout.end_time is not None
+    ended = time.strftime("%H:%M:%S", time.localtime(rollout.end_time))
+    took = duration(rollout.end_time - rollout.start_time)
+    reward = "no reward" if listed.reward is None else f"reward {number(listed.reward)}"
+    words = (f"{rollout.status:<9}", f"{rollout.mode or '':<5}", f"{took:>5}", f"{reward:<12}", rollout.rollout_id)
+    return printable(" ".join((ended, *words, _input(rollout))))
 
 
 # --- show --------------------------------------------------------------------------------------------------------
@@ -115,7 +193,9 @@ async def show(
     timed: bool,
     logs: bool,
 ) -> None:
-    """Show a rollout: how its attempts ended, and what an attempt did, call by call."""
+    """Show a rollout, call by call.
+
+    It shows how its attempts ended, and what one of them did."""
     from rich.console import Console
 
     from agentlightning.datasets.export import annotation_of
@@ -154,7 +234,9 @@ async def show(
 @click.option("--answer", help="The right last answer, which `agl export` teaches instead. Empty removes it.")
 @with_place(ANY_RUN)
 async def annotate(place: Place, rollout_id: str, as_json: bool, **parts: str | None) -> None:
-    """Give a rollout a label, a note or a corrected answer, for reading and `agl export`."""
+    """Give a rollout a label, note or right answer.
+
+    `agl rollouts show` prints them, and `agl export` uses them."""
     from agentlightning.datasets.export import annotation_of, changed_annotation
 
     if all(text is None for text in parts.values()):
@@ -173,7 +255,7 @@ async def _find(named: Place, rollout_id: str) -> tuple[Place, Rollout]:
             rollout = await store.get_rollout_by_id(rollout_id)
         if rollout is not None:
             if len(places) > 1:
-                click.echo(f"in {place}", err=True)
+                note(f"in {place}")
             return place, rollout
     where = f"any of {len(places)} stores here" if len(places) > 1 else text_without_secrets(str(places[0]))
     raise NotFoundError(f"there is no rollout {rollout_id!r} in {where}; see `agl rollouts ls`")

@@ -19,6 +19,7 @@ from agentlightning.cli.options import (
     instrument_agents,
     instrument_option,
     json_option,
+    note,
     print_json,
 )
 from agentlightning.garbage import garbage_sought_seldom
@@ -48,7 +49,9 @@ _OWN: Final = ("ray", "kubernetes", "most")  # options of a pool
 @click.option("--max", "most", type=COUNT, metavar="N", help="Limit of the number of Jobs.")
 @json_option
 def runner(agent: str, server: str, key: str | None, instrument: str | None, **options: Any) -> int | None:
-    """Run an agent on rollouts leased from a server until stopped. AGENT is FILE.py:NAME or a run file.
+    """Run an agent on a server's rollouts.
+
+    It leases rollouts from the server until stopped.
 
     After Ctrl-C or SIGTERM it leases no more, and running rollouts may finish: exit code 0. Those that --drain or a
     second signal ends are handed back for a retry: exit code 130."""
@@ -97,14 +100,15 @@ async def _run(
         working = Runner(store, agent, **options)
         task = asyncio.current_task()
         assert task is not None
-        click.echo(f"{working.worker_id} runs {name} for {url}, up to {working.concurrency} at once", err=True)
+        await store.get_time()  # which asks the server, and knows the key
+        note(f"{working.worker_id} runs {name} for {url}, up to {working.concurrency} at once")
         if as_json:
             details = {"worker_id": working.worker_id, "agent": name, "server": url, "concurrency": working.concurrency}
             print_json(details)
         async with asyncio.timeout(None) as limit:
 
             def drain() -> None:
-                click.echo(f"no more leases; running rollouts have {drain_seconds:g} s", err=True)
+                note(f"no more leases; running rollouts have {drain_seconds:g} s")
                 working.stop()
                 limit.reschedule(asyncio.get_running_loop().time() + drain_seconds)
 
@@ -123,9 +127,13 @@ def _arguments(context: click.Context, each: int) -> list[str]:
     idle = context.params["idle_seconds"]
     arguments = [f"--concurrency={each}", f"--idle={60 if math.isinf(idle) else idle:f}s"]
     for option in context.command.params:
-        name, value = str(option.name), context.params[str(option.name)]
+        name, value = str(option.name), context.params.get(str(option.name))
         given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-        if given and name not in (*_OWN, "agent", "idle_seconds", "key", "concurrency", "as_json"):
+        if (
+            given
+            and name in context.params
+            and name not in (*_OWN, "agent", "idle_seconds", "key", "concurrency", "as_json")
+        ):
             seconds = isinstance(option.type, Duration)
             arguments.append(f"{option.opts[0]}={value:f}s" if seconds else f"{option.opts[0]}={value}")
     return [*arguments, "--", context.params["agent"]]
@@ -142,7 +150,7 @@ async def _run_pool(context: click.Context, ray: int | None, kubernetes: Path, m
     key = options["key"] or local_key(url, make=True)
     store = LightningStoreClient(url, api_key=key, patience=5.0)
     machines = RayActors(key, drain) if ray is not None else KubernetesJobs(read_manifest(kubernetes), drain)
-    arguments, tell = _arguments(context, each), partial(click.echo, err=True)
+    arguments, tell = _arguments(context, each), note
     pool = Pool(store, machines, arguments, ray or most, each, tell)
     tell(f"a pool of up to {pool.most} runners for {url}, each of {each} rollouts at once")
     if options["as_json"]:

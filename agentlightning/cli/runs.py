@@ -1,4 +1,4 @@
-"""`agl runs`: lists runs, and shows their metrics.
+"""`agl runs`: lists, shows and compares runs, and stops, names and deletes them.
 
 This module finds runs in the stores below a folder, in one store or at a server. It does not know what metrics mean.
 """
@@ -6,19 +6,20 @@ This module finds runs in the stores below a folder, in one store or at a server
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from agentlightning.cli.options import STATUSES, make_table, print_json, print_table, squeezed
-from agentlightning.cli.place import ANY_RUN, RUNS, STORE_FILE, UNNAMED, Place, stores_below, with_place
-from agentlightning.errors import ConfigError, NotFoundError, UnavailableError, nearest
-from agentlightning.types import And, Condition, Metrics, Run
+from agentlightning.cli.options import STATUSES, make_table, note, print_json, print_table, squeezed, tell
+from agentlightning.cli.place import ANY_RUN, RUNS, STORE_FILE, Place, stores_below, with_place
+from agentlightning.errors import ConfigError, ConflictError, NotFoundError, UnavailableError, nearest
+from agentlightning.types import And, Condition, Metrics, Not, Run
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
 watch_option: Final = click.option(
     "--watch", type=click.FloatRange(min=0.1), metavar="SECONDS", help="Refresh every so many seconds until Ctrl-C."
 )
+
+
+_OPTIONAL: Final = ("name", "why it ended")  # columns of the list
+_SHORT: Final = 60  # characters of a reason there
+_ALWAYS_COMPARED: Final = ("status", "took", "steps", "reward", "val_reward before", "val_reward")
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,9 @@ class ListingGroup(click.Group):
 
 @click.group(cls=ListingGroup)
 def runs() -> None:
-    """List runs, or show one in detail (default command: ls)."""
+    """List, show, compare, stop and delete runs.
+
+    The default command is ls."""
 
 
 # --- finding -----------------------------------------------------------------------------------------------------
@@ -78,12 +86,12 @@ async def stored_runs(path: Path, place: Place) -> list[StoredRun]:
         except ConfigError as error:
             if len(places) == 1:
                 raise
-            click.echo(f"left out: {error}", err=True)
+            note(f"left out: {error}")
     return sorted(found, key=lambda stored: stored.run.start_time)
 
 
 async def choose_run(name: str | None, place: Place) -> StoredRun:
-    """The run with this id, beginning of an id, or directory; without a name, the newest.
+    """The run with this id, beginning of an id, name or directory; without a name, the newest.
 
     NotFoundError if no run has the name, or several have; ConfigError for the directory of a run that is stored
     elsewhere, unless `place` says where."""
@@ -101,7 +109,7 @@ async def choose_run(name: str | None, place: Place) -> StoredRun:
         raise NotFoundError(f"there is no run in {name or place}; name another place with --store or --server")
     if not found:
         raise NotFoundError(f"there is no run {name!r}: {place} has no run at all; --store or --server name another")
-    alike = [stored for stored in found if stored.run.run_id == run_id]
+    alike = [stored for stored in found if run_id and run_id in (stored.run.run_id, stored.run.manifest.get("name"))]
     alike = alike or ([stored for stored in found if stored.run.run_id.startswith(run_id)] if run_id else found[-1:])
     if len(alike) != 1:
         ids, reason = [stored.run.run_id for stored in alike or found], "more than one run" if alike else "no run"
@@ -117,9 +125,11 @@ async def choose_run(name: str | None, place: Place) -> StoredRun:
 @runs.command()
 @click.argument("path", type=click.Path(path_type=Path), default=RUNS)
 @watch_option
-@with_place(UNNAMED)
+@with_place(ANY_RUN)
 async def ls(path: Path, watch: float | None, place: Place, as_json: bool) -> None:
-    """List the runs in a store file, or in the stores below a folder (default: runs)."""
+    """List runs.
+
+    PATH is a store file, or a folder with the stores of runs below it (default: runs)."""
 
     async def show() -> None:
         found = await stored_runs(path, place)
@@ -148,32 +158,55 @@ async def repeated(show: Callable[[], Awaitable[None]], watch: float | None, as_
 
 
 def runs_table(found: Sequence[StoredRun]) -> Table:
-    """A line per run, with its reward as a curve."""
-    from agentlightning.display import duration, sparkline
+    """A line per run, with its reward as a curve. Columns in which all cells are empty are left out."""
+    from agentlightning.display import sparkline
+    from agentlightning.tracing.tree import one_line
 
-    names = ("run", "kind", "status", "started", "took", "step", "reward", "", "held-out", "rollouts/s", "store")
+    names = (*("run", "name", "kind", "status", "started", "took", "step", "reward", "", "held-out", "rollouts/s"),
+             *("why it ended", "store"))  # fmt: skip
     rows: list[tuple[object, ...]] = []
     for stored in found:
         run, newest = stored.run, stored.newest
-        heard = stored.history[-1].time if stored.history else run.start_time
-        ended = run.end_time or (time.time() if run.status == "running" else heard)
         rewards = [value for _, value in stored.curve("reward")]
         rows.append(
             (
                 run.run_id,
+                _name(run),
                 run.kind,
                 run.status,
                 time.strftime("%Y-%m-%d %H:%M", time.localtime(run.start_time)),
-                duration(max(0.0, ended - run.start_time)),
+                _took(stored),
                 stored.history[-1].step if stored.history else None,
                 newest.get("reward"),
                 sparkline(squeezed(rewards, 20)),
                 newest.get("val_reward"),
                 newest.get("rollouts_per_second"),
+                one_line(_why(run), _SHORT),
                 str(stored.place),
             )
         )
-    return make_table(names, rows)
+    kept = [index for index, name in enumerate(names) if name not in _OPTIONAL or any(row[index] for row in rows)]
+    return make_table([names[index] for index in kept], [[row[index] for index in kept] for row in rows])
+
+
+def _name(run: Run) -> str:
+    """The name that a run was given, and its tags: `baseline #seed-0 #math`."""
+    tags = [f"#{tag}" for tag in run.manifest.get("tags", ())]
+    return " ".join([*filter(None, [run.manifest.get("name")]), *tags])
+
+
+def _why(run: Run) -> str:
+    """Why a run ended, unless it ended well."""
+    return str(run.manifest.get("reason") or "") if run.status in ("failed", "cancelled") else ""
+
+
+def _took(stored: StoredRun) -> str:
+    from agentlightning.display import duration
+
+    run = stored.run
+    heard = stored.history[-1].time if stored.history else run.start_time
+    ended = run.end_time or (time.time() if run.status == "running" else heard)
+    return duration(max(0.0, ended - run.start_time))
 
 
 # --- show --------------------------------------------------------------------------------------------------------
@@ -183,9 +216,10 @@ def runs_table(found: Sequence[StoredRun]) -> Table:
 @click.argument("name", metavar="[RUN]", required=False)
 @with_place(ANY_RUN)
 async def show(name: str | None, place: Place, as_json: bool) -> None:
-    """Show a run: its settings, its rollouts, and each metric over its steps.
+    """Show a run with its settings and metrics.
 
-    RUN is an id, the beginning of one, or a directory; default: the newest run below runs/."""
+    RUN is an id, the beginning of one, a name, or a directory; default: the newest run below runs/."""
+    from agentlightning.tracing.tree import printable
 
     stored = await choose_run(name, place)
     async with stored.place.open(reading=True) as store:
@@ -194,15 +228,19 @@ async def show(name: str | None, place: Place, as_json: bool) -> None:
         print_json({"where": str(stored.place), "run": stored.run, "rollouts": counts, "metrics": stored.history})
         return
     print_table(runs_table([stored]))
+    if (why := _why(stored.run)) and stored.run.status == "failed":
+        click.secho(f"failed: {printable(why)}", fg="red", bold=True)
+    elif why:
+        click.echo(f"{stored.run.status}: {printable(why)}")
     if stored.run.status == "stopped":
         from agentlightning.display import resume_command
 
         where = Path(str(stored.place)).parent if Path(str(stored.place)).name == STORE_FILE else None
         click.echo(f"stopped unexpectedly; resume it with: {resume_command(where, stored.run.manifest)}")
     click.echo(f"rollouts: {', '.join(f'{count:,} {status}' for status, count in counts.items()) or 'none'}")
-    from agentlightning.tracing.tree import printable
-
     manifest = stored.run.manifest
+    if manifest.get("conclusion"):
+        click.echo(printable(str(manifest["conclusion"])))
     settings = {name: manifest.get(name) for name in ("seed", "commit")}
     settings["command"] = " ".join(map(str, manifest.get("command", ())))
     settings["policy version"] = stored.run.policy_version or None
@@ -231,3 +269,161 @@ def _metrics_table(stored: StoredRun) -> Table:
         low, high = min(values), max(values)
         rows.append((name, values[0], low, high, values[-1], sparkline(squeezed(values, 30), span=(low, high))))
     return make_table(("metric", "first", "least", "most", "last", ""), rows)
+
+
+# --- diff --------------------------------------------------------------------------------------------------------
+
+
+@runs.command()
+@click.argument("first", metavar="A")
+@click.argument("second", metavar="B")
+@with_place(ANY_RUN)
+async def diff(first: str, second: str, place: Place, as_json: bool) -> None:
+    """Show two runs side by side.
+
+    The settings that differ come first, then the results; with --json, equal results too. `agl eval --compare A B`
+    says whether the difference of the results is more than chance."""
+    sides = [await choose_run(name, place) for name in (first, second)]
+    ours, theirs = (_settings(stored.run) for stored in sides)
+    names = dict.fromkeys([*ours, *theirs])
+    settings = {name: [ours.get(name), theirs.get(name)] for name in names if ours.get(name) != theirs.get(name)}
+    mine, other = map(_results, sides)
+    results = {name: [mine.get(name), other.get(name)] for name in dict.fromkeys([*mine, *other])}
+    if as_json:
+        print_json({"runs": [stored.run.run_id for stored in sides], "settings": settings, "results": results})
+        return
+    columns = [_name(stored.run) or stored.run.run_id for stored in sides]
+    print_table(make_table(("setting", *columns), [(name, *map(_written, pair)) for name, pair in settings.items()]))
+    shown = {name: pair for name, pair in results.items() if pair[0] != pair[1] or name in _ALWAYS_COMPARED}
+    print_table(make_table(("result", *columns), [(name, *pair) for name, pair in shown.items()]))
+
+
+def _written(value: object) -> object:
+    return "" if value is None else str(value)
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    """The settings of a run by dotted key, with its seed, commit, data and packages."""
+    known = {name: run.manifest.get(name) for name in ("seed", "commit", "data", "packages")}
+    return dict(_flat({**run.manifest.get("config", {}), **known}))
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """`{"algorithm": {"steps": 4}}` → `("algorithm.steps", 4)`."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value
+
+
+def _results(stored: StoredRun) -> dict[str, Any]:
+    """How a run ended, and the last value of each metric; of the held-out reward, the first too."""
+    held_out = [value for _, value in stored.curve("val_reward")]
+    first = {"val_reward before": held_out[0]} if len(held_out) > 1 else {}
+    steps = stored.history[-1].step if stored.history else 0
+    how = {"status": stored.run.status, "why it ended": _why(stored.run) or None, "took": _took(stored), "steps": steps}
+    return {name: value for name, value in how.items() if value is not None} | first | stored.newest
+
+
+# --- changing ----------------------------------------------------------------------------------------------------
+
+
+async def _change(stored: StoredRun, merge: Mapping[str, Any]) -> Run:
+    """Change a run's manifest, through its own process while that runs."""
+    async with stored.place.open() as store:
+        return await store.update_run(stored.run.run_id, merge=merge)
+
+
+@runs.command()
+@click.argument("name", metavar="RUN")
+@with_place(ANY_RUN)
+async def stop(name: str, place: Place, as_json: bool) -> None:
+    """Ask a running run to end after its step.
+
+    The run then saves, as after Ctrl-C in its terminal, and `agl train --resume` continues it."""
+    stored = await choose_run(name, place)
+    if stored.run.status != "running":
+        raise ConflictError(f"the run {stored.run.run_id} does not run: it is {stored.run.status}")
+    run = await _change(stored, {"stop": True})
+    tell(as_json, run, f"{run.run_id} will end after its present step; Ctrl-C in its terminal ends it sooner")
+
+
+@runs.command()
+@click.argument("name", metavar="RUN")
+@click.argument("new", metavar="NAME")
+@with_place(ANY_RUN)
+async def rename(name: str, new: str, place: Place, as_json: bool) -> None:
+    """Give a run a name.
+
+    The run keeps its id, and commands take its name for it. An empty NAME removes the name."""
+    run = await _change(await choose_run(name, place), {"name": new or None})
+    tell(as_json, run, f"{run.run_id} is called {new}" if new else f"{run.run_id} has no name")
+
+
+@runs.command()
+@click.argument("name", metavar="RUN")
+@click.argument("tags", metavar="TAG…", nargs=-1, required=True)
+@click.option("--remove", is_flag=True, help="Remove the tags instead.")
+@with_place(ANY_RUN)
+async def tag(name: str, tags: tuple[str, ...], remove: bool, place: Place, as_json: bool) -> None:
+    """Tag a run, or remove tags."""
+    stored = await choose_run(name, place)
+    before = stored.run.manifest.get("tags", [])
+    kept = [each for each in before if not (remove and each in tags)]
+    after = kept if remove else list(dict.fromkeys([*kept, *tags]))
+    run = await _change(stored, {"tags": after or None})
+    tell(as_json, run, f"{run.run_id} has the tags {', '.join(after)}" if after else f"{run.run_id} has no tags")
+
+
+@runs.command()
+@click.argument("name", metavar="RUN")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--force", is_flag=True, help="Also a run that counts as running: its process died far from its server.")
+@with_place(ANY_RUN)
+async def delete(name: str, yes: bool, force: bool, place: Place, as_json: bool) -> int:
+    """Delete a run for good.
+
+    Its metrics and rollouts go with it and, if it has a folder of its own, that folder with its checkpoints. A folder
+    that holds anything else stays."""
+    stored = await choose_run(name, place)
+    run_id = stored.run.run_id
+    if stored.run.status == "running" and not force:
+        raise ConflictError(f"the run {run_id} is running; stop it first: agl runs stop {run_id}")
+    folder, strangers = await _own_folder(stored, Path(name))
+    with_folder = folder is not None and not strangers
+    async with stored.place.open(reading=True) as store:
+        rollouts = sum((await count_rollouts(store, run_id)).values())
+    what = f"the run {run_id} with {rollouts:,} rollouts" + (f" and its folder {folder}" if with_folder else "")
+    if not yes and not await asyncio.to_thread(click.confirm, f"delete {what}, for good?", err=True):
+        return 1
+    async with stored.place.open() as store:
+        if stored.run.status in ("stopped", "running"):  # its process could not say that it ended
+            await store.update_run(run_id, "failed")
+        deleted = await store.delete_run(run_id)
+    if folder is not None and with_folder:
+        await asyncio.to_thread(shutil.rmtree, folder)
+    elif folder is not None:
+        note(f"left {folder}, which holds other things too: {', '.join(strangers)}")
+    done = {"run_id": run_id, "folder": str(folder) if with_folder else None, "deleted": deleted}
+    tell(as_json, done, f"deleted {what}")
+    return 0
+
+
+async def _own_folder(stored: StoredRun, named: Path) -> tuple[Path | None, list[str]]:
+    """The folder of a run, beside its store or named, and what is in it that is not the run's."""
+    from agentlightning.algorithm.directory import MARK, not_the_runs, read_mark
+
+    beside = Path(str(stored.place.address)).parent
+    run_id = stored.run.run_id
+    for folder in (beside, named):
+        if not (folder / MARK).is_file() or read_mark(folder).run_id != run_id:
+            continue
+        strangers = not_the_runs(folder)
+        if (folder / STORE_FILE).is_file():
+            async with Place(str(folder / STORE_FILE)).open(reading=True) as store:
+                strangers += [run.run_id for run in await store.query_runs() if run.run_id != run_id]
+                others = await store.page_rollouts(Not(Condition("run_id", "eq", run_id)), limit=0, with_total=True)
+                strangers += [f"{others.total} rollouts of no run"] if others.total and not strangers else []
+        return folder, strangers
+    return None, []

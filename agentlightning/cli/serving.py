@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 import click
 
 from agentlightning.cli.backends import Upstream, with_backend
-from agentlightning.cli.options import COUNT, Duration, Option, json_option, print_json, together
-from agentlightning.cli.place import POSTGRES, require_file
+from agentlightning.cli.options import COUNT, Duration, Option, json_option, note, print_json, together
+from agentlightning.cli.place import POSTGRES, SERVER_STORE, store_file, store_option
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.runner.signals import on_signal
 
@@ -29,8 +29,7 @@ _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 FILE = click.Path(dir_okay=False)
 KEY = click.option("--key", metavar="KEY", envvar="AGL_KEY", show_envvar=True,
                    help="Key that callers must send; required to listen on other than a loopback address.")  # fmt: skip
-STORE = click.option("--store", "address", metavar="PATH|URL", default="agentlightning.sqlite",
-                     help="SQLite file, created if missing, or postgresql://user@host/database.")  # fmt: skip
+STORE = store_option("SQLite file, created if missing, or postgresql://user@host/database.", default=str(SERVER_STORE))
 
 
 def address_options(port: int) -> Option:
@@ -65,8 +64,9 @@ class Header(click.ParamType[tuple[str, str]]):
 @click.option("--seed", type=int, default=0, help="For sampling, and for making MODEL.")
 @json_option
 def serve(**options: Any) -> None:
-    """Serve MODEL to clients of OpenAI's and Anthropic's APIs: a checkpoint's directory, a Hugging Face id, or
-    FILE.py:NAME, a function that makes one."""
+    """Serve a model to OpenAI and Anthropic clients.
+
+    MODEL is a checkpoint's directory, a Hugging Face id, or FILE.py:NAME, a function that makes one."""
     from agentlightning.server.serve import run_on_fastest_loop
 
     with garbage_sought_seldom():
@@ -170,15 +170,21 @@ def server(
     as_json: bool,
     **others: Any,
 ) -> None:
-    """Run the store and the gateway as a process of their own; with --backend, pass calls on to it and record them.
-    Rollouts that name no resources get --model, so that whoever posts a task needs to know no model.
+    """Run store and gateway for several machines.
+
+    They are a process of their own. With --backend, calls are passed on to it and recorded. Rollouts that name no
+    resources get --model, so that whoever posts a task needs to know no model.
 
     Trainers join with `agl train --server URL`, runners with `agl runner AGENT --server URL`. URL/docs documents the
     interface. Ctrl-C or SIGTERM stops it after open requests are answered; nothing acknowledged is lost."""
     from agentlightning.server.logs import configure_logging
     from agentlightning.server.serve import run_on_fastest_loop
 
-    others |= {"store": address, "body_limit": body_limit * 1024 * 1024, "retain_seconds": retain}
+    others |= {
+        "store": store_file(address, create=True),
+        "body_limit": body_limit * 1024 * 1024,
+        "retain_seconds": retain,
+    }
     others |= {"hook": redact, "log_format": log_format}
     configure_logging(log_format)
     run_on_fastest_loop(_server(backend, model, as_json, others))
@@ -230,7 +236,7 @@ async def _server(upstream: Upstream | None, model: str | None, as_json: bool, o
         calls = sum(running.gateway.statistics.calls.values())
     if upstream is not None:
         shed = running.gateway.shed
-        click.echo(f"calls: {calls}, recorded: {calls - shed}", err=True)
+        note(f"calls: {calls}, recorded: {calls - shed}")
         if as_json:
             print_json({"calls": calls, "recorded": calls - shed})
 
@@ -239,11 +245,11 @@ async def until_stopped(greeting: str, details: object = None) -> None:
     """Print that the server is up, with `details` for JSON, and return at Ctrl-C or SIGTERM."""
     stopping = asyncio.Event()
     with on_signal(stopping.set):
-        click.echo(greeting, err=True)
+        note(greeting)
         if details is not None:
             print_json(details)
         await stopping.wait()
-    click.echo("stopping", err=True)
+    note("stopping")
 
 
 @click.command()
@@ -253,7 +259,9 @@ async def until_stopped(greeting: str, details: object = None) -> None:
 @click.option("--port", type=click.IntRange(0, 65535), default=8124, help="Port to listen on; 0: any free port.")
 @json_option
 def ui(places: tuple[str, ...], key: str | None, port: int, as_json: bool) -> None:
-    """Show runs and rollouts on one page, also while they run; nothing is changed.
+    """Show runs and rollouts in the browser.
+
+    The page follows them while they run, and changes nothing.
 
     Each argument is a folder (default: this one) whose stores are found as they come and go, a store's file, a
     postgresql:// URL, or the URL of an `agl server`."""
@@ -283,12 +291,12 @@ async def _ui(places: tuple[str, ...], key: str | None, port: int, as_json: bool
             else:
                 folders.append(Path(place))
                 if not folders[-1].is_dir():
-                    require_file(place)
+                    store_file(place)
         stores = await ManyStores.open(folders, others)
         stack.push_async_callback(stores.close)
         http = await stack.enter_async_context(HttpServer(create_app(stores, admin_key=own), port=port))
         for path, problem in stores.problems.items():
-            click.echo(f"skipped {path}: {problem}", err=True)
+            note(f"skipped {path}: {problem}")
         runs, url = len(await stores.query_runs()), f"{http.url}/open/{own}"
         shown = ", ".join([*map(str, folders), *others])
         greeting = f"{runs} run{'s' * (runs != 1)} in {shown}; new ones appear by themselves\ndashboard: {url}"
@@ -305,7 +313,9 @@ async def _ui(places: tuple[str, ...], key: str | None, port: int, as_json: bool
 @click.option("--seed", type=int, default=0, help="For sampling, and for making MODEL.")
 @json_option
 def chat(model: str, model_name: str, key: str, seed: int, **conversation: Any) -> int:
-    """Talk to MODEL (a checkpoint's directory, a Hugging Face id, or FILE.py:NAME), or to the model of a server at URL.
+    """Talk to a model in the terminal.
+
+    MODEL is a checkpoint's directory, a Hugging Face id, or FILE.py:NAME; at URL, a server answers.
 
     Type one message per line; /new starts a new conversation, /quit or Ctrl-D ends. Nothing is stored. The exit code is
     1 if no message was answered."""
@@ -332,7 +342,7 @@ def _talk(url: str, *, model_name: str, key: str, system: str | None, as_json: b
     messages: list[Any] = [*begun]
     answered = failed = 0
     if sys.stdin.isatty():
-        click.echo(f"{model_name} at {url}: a message a line; /new begins again, /quit ends", err=True)
+        note(f"{model_name} at {url}: a message a line; /new begins again, /quit ends")
     with OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
         for text in _lines():
             if text == "/new":

@@ -6,6 +6,7 @@ This module reads command lines and prints; `agentlightning.store` does the work
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from pathlib import Path
@@ -14,18 +15,19 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import msgspec
 
-from agentlightning.cli.options import Duration, json_option, make_table, print_json, print_table, tell
-from agentlightning.cli.place import POSTGRES, on_store, require_file
+from agentlightning.cli.options import Duration, make_table, note, print_json, print_table, tell
+from agentlightning.cli.place import POSTGRES, STORE, Place, on_store, with_place
 from agentlightning.errors import ConfigError
 from agentlightning.types import ApiKey, Condition, Deleted
 
 if TYPE_CHECKING:
     from agentlightning.store.base import LightningStore
+    from agentlightning.store.client import LightningStoreClient
 
 
 @click.group()
 def store() -> None:
-    """Delete rollouts, back up a store, check it for damage."""
+    """Check a store, copy it, or delete from it."""
 
 
 # --- removing ----------------------------------------------------------------------------------------------------
@@ -49,7 +51,9 @@ async def delete(
     yes: bool,
     as_json: bool,
 ) -> int:
-    """Delete rollouts for good, with their attempts and spans.
+    """Delete rollouts for good.
+
+    Their attempts and spans are deleted, too.
 
     With --older-than, unfinished rollouts stay, and so do groups with an unfinished member. Otherwise unfinished
     rollouts are cancelled first, and the file is rewritten so that no trace is left in it, which takes time."""
@@ -84,7 +88,9 @@ async def delete(
 @store.command()
 @on_store()
 async def check(store: LightningStore, as_json: bool) -> int:
-    """Check a store for damage and contradictions; the exit code is 1 if there are any."""
+    """Check a store for damage and contradictions.
+
+    The exit code is 1 if there are any."""
     found = await store.check_store()
     tell(as_json, {"problems": found}, "\n".join(found) or "nothing is wrong")
     return 1 if found else 0
@@ -92,23 +98,48 @@ async def check(store: LightningStore, as_json: bool) -> int:
 
 @store.command()
 @click.argument("destination", metavar="DEST", type=click.Path(path_type=Path))
-@click.option("--store", "path", metavar="PATH", required=True, help="SQLite file of the store.")
-@json_option
-def backup(destination: Path, path: str, as_json: bool) -> None:
-    """Copy a store's SQLite file to DEST, which may be in use meanwhile. DEST becomes a store of its own."""
+@with_place(STORE)
+async def backup(destination: Path, place: Place, as_json: bool) -> None:
+    """Copy a SQLite store, which may be in use.
+
+    DEST becomes a store of its own. With --server, the server's store is copied to this machine."""
+    from agentlightning.store.client import LightningStoreClient
     from agentlightning.store.sqlite import back_up
 
-    if path.startswith(POSTGRES):
+    if (place.address or "").startswith(POSTGRES):
         raise ConfigError("a store in PostgreSQL is backed up by PostgreSQL's own programs, pg_dump and pg_restore")
-    require_file(path)
-    back_up(Path(path), destination)
-    size = destination.stat().st_size
+    if place.server is None and place.address is not None:
+        await asyncio.to_thread(back_up, Path(place.address), destination)
+    else:
+        async with place.open() as store:
+            assert isinstance(store, LightningStoreClient)
+            await _download(store, destination)
+    size = (await asyncio.to_thread(destination.stat)).st_size
     tell(as_json, {"file": str(destination), "bytes": size}, f"{destination}: {size} bytes")
+
+
+async def _download(store: LightningStoreClient, copy: Path) -> None:
+    from agentlightning.store.transfer import writing
+
+    if await asyncio.to_thread(copy.exists):
+        raise ConfigError(f"{copy} exists already; choose another name")
+    with writing(copy, overwrite=False) as file:
+        os.fchmod(file.fileno(), 0o600)  # prompts and the secret that keys are signed with
+        await store.copy_into(file)
+        os.fsync(file.fileno())
 
 
 # --- keys --------------------------------------------------------------------------------------------------------
 
 _SCOPES: Final = ("read", "worker", "grader", "trainer", "admin")
+
+
+class Scope(click.Choice[str]):
+    """A scope of a key, which may be written in the plural: `workers`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        single = str(value).removesuffix("s")
+        return super().convert(single if single in self.choices else value, param, ctx)
 
 
 @click.group()
@@ -118,18 +149,20 @@ def keys() -> None:
 
 @keys.command()
 @click.argument("name")
-@click.option("--scope", "scopes", multiple=True, required=True, type=click.Choice(_SCOPES),
+@click.option("--scope", "scopes", multiple=True, required=True, type=Scope(_SCOPES),
               help="What the key allows. Repeatable.")  # fmt: skip
 @click.option("--lifetime", type=Duration(), help="How long the key is valid: 30d, 12h; default: until revoked.")
 @on_store()
 async def issue(
     store: LightningStore, name: str, as_json: bool, scopes: tuple[Any, ...], lifetime: float | None
 ) -> None:
-    """Issue a key called NAME and print its secret, once, on stdout."""
+    """Issue a key called NAME.
+
+    Its secret is printed once, on stdout."""
     issued = await store.issue_key(name, scopes, lifetime)
     tell(as_json, issued, issued.api_key)
     sys.stdout.flush()
-    click.echo(f"this is key {issued.key_id}; it is not shown again, and the store keeps no copy", err=True)
+    note(f"this is key {issued.key_id}; it is not shown again, and the store keeps no copy")
 
 
 @keys.command("list")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean, stdev
@@ -19,9 +20,18 @@ import click
 import yaml
 from rich.console import Console
 
-from agentlightning.cli.config import load_config, read_value
+from agentlightning.cli.config import NAMED_KEYS, check_files, key_flags, load_config, read_value
 from agentlightning.cli.fit import make_algorithm
-from agentlightning.cli.options import COUNT, json_option, make_table, print_json, print_table
+from agentlightning.cli.options import (
+    COUNT,
+    Flag,
+    json_option,
+    make_table,
+    note,
+    print_json,
+    print_table,
+    quiet,
+)
 from agentlightning.errors import ConfigError
 
 
@@ -30,19 +40,36 @@ from agentlightning.errors import ConfigError
 @click.option("--over", multiple=True, required=True, metavar="KEY=A,B,…",
               help="Values to try: optimizer.learning_rate=1e-4,1e-3. Repeatable: all combinations.")  # fmt: skip
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Change one key in all runs.")
+@click.option("--steps", type=int, help="Number of training steps; short for --set algorithm.steps=…")
 @click.option("--seeds", type=COUNT, default=1, help="Runs of each: seeds 0, 1, ….")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
+@click.option("--run-dir", "out", cls=Flag, former=["--out"], metavar="DIR",
+              type=click.Path(file_okay=False, path_type=Path),
               help="Directory of the runs; default: below runs/. Finished runs are not repeated.")  # fmt: skip
 @json_option
+@key_flags("run_dir", "resume", "seed")
 def sweep(
-    run_file: Path, over: Sequence[str], assignments: Sequence[str], seeds: int, out: Path | None, as_json: bool
+    run_file: Path,
+    over: Sequence[str],
+    assignments: Sequence[str],
+    steps: int | None,
+    seeds: int,
+    out: Path | None,
+    as_json: bool,
+    api_key: str | None,
+    **flags: Any,
 ) -> int:
-    """Train from RUN.yaml with each combination of settings, one run after the other, and compare the results.
+    """Train with combinations of settings and compare.
 
-    The exit code is 1 if a run failed. The same command with --out continues and does not repeat finished runs."""
+    The runs of RUN.yaml take turns, and a table compares their results.
+
+    The exit code is 1 if a run failed. The same command with --run-dir continues and does not repeat finished
+    runs. Flags change all runs, as in `agl train`."""
+    assignments = [*assignments, *_as_assignments(flags)]
+    assignments += [] if steps is None else [f"algorithm.steps={steps}"]
     combinations = _combinations(over)
     for chosen in combinations:  # a wrong value is refused before the first run
         config = load_config(run_file, [*assignments, *chosen])
+        check_files(config)
         make_algorithm(config.algorithm)
         if config.model is not None:
             import_module("torch")  # which each run would miss
@@ -51,15 +78,15 @@ def sweep(
     out.mkdir(parents=True, exist_ok=True)
     mark, asked = out / "sweep.json", json.dumps({"run_file": str(run_file.resolve()), "set": assignments})
     if mark.is_file() and mark.read_text() != asked:
-        raise ConfigError(f"{out} holds runs of another run file or --set; choose another --out")
+        raise ConfigError(f"{out} holds runs of another run file or --set; choose another --run-dir")
     mark.write_text(asked)
     rows, failed, total = list[tuple[object, ...]](), 0, len(combinations) * seeds
     for number, chosen in enumerate(combinations):
         results: list[dict[str, Any]] = []
         for seed in range(seeds):
             settings = [*chosen, f"seed={seed}"]
-            click.echo(f"run {number * seeds + seed + 1}/{total}: {' '.join([*assignments, *settings])}", err=True)
-            result = _run(run_file, [*assignments, *settings], out / _directory(settings))
+            note(f"run {number * seeds + seed + 1}/{total}: {' '.join([*assignments, *settings])}")
+            result = _run(run_file, [*assignments, *settings], out / _directory(settings), api_key)
             failed += result is None
             results += [] if result is None else [result]
         keys, _, values = zip(*(text.partition("=") for text in chosen), strict=True)
@@ -69,7 +96,7 @@ def sweep(
             print_json({"settings": dict(zip(keys, values, strict=True)), **found})
     names = (*(text.partition("=")[0] for text in combinations[0]), "runs", "before", "after", "± seeds", "seconds")
     print_table(make_table(names, rows), Console(stderr=as_json))
-    click.echo(f"Runs: {out}", err=True)
+    note(f"Runs: {out}")
     return 1 if failed else 0
 
 
@@ -81,9 +108,21 @@ def _combinations(over: Sequence[str]) -> list[tuple[str, ...]]:
         several = read_value(f"--over {key}", f"[{text}]")
         if not key or not several or key in axes:
             raise ConfigError(f"--over {given!r}: write a key once, with its values: algorithm.group_size=4,8")
-        written = (yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip() for value in several)
-        axes[key] = [f"{key}={value}" for value in written]
+        axes[key] = [f"{key}={_yaml(value)}" for value in several]
     return list(itertools.product(*axes.values()))
+
+
+def _as_assignments(flags: Mapping[str, Any]) -> list[str]:
+    """The flags of `agl train` as what `--set` takes: `{"algorithm": "rloo"}` → `["algorithm.name=rloo"]`."""
+    return [
+        f"{name}.name={value}" if name in NAMED_KEYS else f"{name}={_yaml(value)}"
+        for name, value in flags.items()
+        if value is not None
+    ]
+
+
+def _yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
 
 
 def _directory(settings: Sequence[str]) -> str:
@@ -92,16 +131,18 @@ def _directory(settings: Sequence[str]) -> str:
     return name if len(name) <= 200 else f"{name[:191]}-{crc32(name.encode()):08x}"
 
 
-def _run(run_file: Path, assignments: Sequence[str], directory: Path) -> dict[str, Any] | None:
+def _run(run_file: Path, assignments: Sequence[str], directory: Path, key: str | None) -> dict[str, Any] | None:
     """The result of the run in `directory`, once it has ended; None if it failed."""
     kept = directory / "result.json"
     if kept.is_file():
         return json.loads(kept.read_bytes())
     begun = (directory / "run.yaml").is_file()
     command = [sys.executable, "-m", "agentlightning.cli.main", "train", "--json", "--run-dir", str(directory)]
+    command += ["--quiet"] if quiet() else []
     command += ["--resume"] if begun else [str(run_file)]
     command += [word for assignment in assignments if not begun for word in ("--set", assignment)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    environment = os.environ if key is None else {**os.environ, "AGL_KEY": key}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=environment)
     if done.returncode == 130:
         raise KeyboardInterrupt
     if done.returncode:

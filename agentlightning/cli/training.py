@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import click
+import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agentlightning.cli.config import TrainConfig, key_flags, load_config, run_file_schema
-from agentlightning.cli.fit import fit, run_dry
+from agentlightning.cli.config import TrainConfig, check_files, key_flags, load_config
+from agentlightning.cli.fit import fit, resolved, run_dry
 from agentlightning.cli.options import COUNT, json_option, make_table, print_json
 from agentlightning.cli.place import RUNS
+from agentlightning.cli.schema import run_file_schema
 from agentlightning.data.references import load_reference
 from agentlightning.errors import ConfigError
 
@@ -47,6 +49,9 @@ def _print_schema(ctx: click.Context, param: click.Parameter, asked: bool) -> No
 @click.option("--schema", is_flag=True, is_eager=True, expose_value=False, callback=_print_schema,
               help="Print the JSON schema of run files, for editors, and exit.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Run two groups, estimate the cost of the whole run, and keep nothing.")
+@click.option(
+    "--print-config", is_flag=True, help="Print all settings as a run file, without secrets, and run nothing."
+)
 @json_option
 @key_flags()
 def train(
@@ -55,20 +60,28 @@ def train(
     as_json: bool,
     steps: int | None,
     dry_run: bool,
+    print_config: bool,
     **flags: Any,
 ) -> int:
-    """Train an agent from RUN.yaml, flags or both; a flag wins over --set, and --set over the file.
+    """Train an agent from a run file and flags.
 
-    Without RUN.yaml, --agent or --environment, the run.yaml of this folder is used; with --resume, that of the run to
-    resume, so that no other flag is needed. Each run's directory has one, which repeats the run."""
+    A flag wins over --set, and --set over RUN.yaml.
+
+    Without RUN.yaml, the run.yaml of this folder is used unless the flags name agent and tasks; with --resume, that of
+    the run to resume, so that no other flag is needed. Each run's directory has one, which repeats the run."""
     assignments += () if steps is None else (f"algorithm.steps={steps}",)
     console = Console(stderr=as_json)
-    if run_file is None and flags["agent"] is None and flags["environment"] is None:
-        if flags["resume"]:
+    complete = flags["environment"] or (flags["agent"] and flags["train_dataset"])
+    if run_file is None and not complete:
+        if flags["resume"] and flags["agent"] is None:
             flags["run_dir"], run_file = run_to_resume(flags["run_dir"])
         elif RUN_FILE.is_file():
             run_file = RUN_FILE
     config = load_config(run_file, assignments, flags)
+    check_files(config)
+    if print_config:
+        print_settings(resolved(config), as_json=as_json)
+        return 0
     if dry_run:
         run_dry(config, console, as_json=as_json)
         return 0
@@ -77,6 +90,14 @@ def train(
     if as_json:
         print_json(summary(result, config))
     return exit_code(result.stopped_because)
+
+
+def print_settings(settings: Mapping[str, Any], *, as_json: bool) -> None:
+    """Print a run file on stdout, as YAML or JSON."""
+    if as_json:
+        print_json(settings)
+    else:
+        click.echo(yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True), nl=False)
 
 
 def run_to_resume(named: str | None, among: str = "*") -> tuple[str, Path]:
@@ -156,7 +177,9 @@ def exit_code(stopped_because: str) -> int:
 @click.argument("folder", type=click.Path(path_type=Path), default=".", metavar="[FOLDER]")
 @json_option
 def init(folder: Path, as_json: bool) -> None:
-    """Create a project in FOLDER (default: here) that trains at once: an agent, tasks, a reward, a run file, tests."""
+    """Create a project that trains at once.
+
+    FOLDER (default: here) gets an agent, tasks, a reward, a run file and tests."""
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder.resolve()} is not an empty folder; choose an empty or new one")
@@ -182,7 +205,9 @@ def init(folder: Path, as_json: bool) -> None:
 @json_option
 @key_flags(only=("seed", "time_limit", "run_dir", "resume"))
 def quickstart(steps: int | None, as_json: bool, **flags: Any) -> int:
-    """Train a small tool-using agent from scratch and show what it learned."""
+    """Train a small example agent from scratch.
+
+    It shows which tool the agent calls first, before and after."""
     console, flight = Console(stderr=as_json), _flight()
     run_file = flight / RUN_FILE
     if flags["resume"]:

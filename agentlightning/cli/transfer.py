@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 import msgspec
 
-from agentlightning.cli.options import MODE, print_json, tell
+from agentlightning.cli.options import MODE, note, print_json, quiet, tell
 from agentlightning.cli.place import ANY_RUN, NEW, Place, newest_store, with_place
 from agentlightning.cli.runs import StoredRun, choose_run
 from agentlightning.datasets.hub import is_hub_name, push, read_hub_name
@@ -48,7 +48,9 @@ _UNITS: Final = {"parquet": "rows", "sft": "conversations", "dpo": "pairs"}
 async def import_(
     place: Place, files: tuple[Path, ...], by: str | None, reward: str | None, mode: Mode, as_json: bool
 ) -> None:
-    """Store traces of other tools, or what `agl export --format rollouts` wrote, as finished rollouts.
+    """Import traces or exported rollouts into a store.
+
+    FILEs are traces of other tools, or what `agl export --format rollouts` wrote; they become finished rollouts.
 
     A FILE of traces is OTLP JSON: one ExportTraceServiceRequest, a list of them, or one per line; or a table of spans:
     CSV, Parquet or JSON, one span per row. If part of it cannot be read, nothing is stored. Rollouts that are stored
@@ -100,9 +102,10 @@ async def _import_traces(store: LightningStore, records: Sequence[Record], rewar
 
 @click.command()
 @click.argument("file", metavar="FILE")
-@click.option("--format", "kind", type=click.Choice([*_UNITS, "rollouts", "model"]), required=True,
+@click.option("--format", "kind", type=click.Choice([*_UNITS, "rollouts", "model"]),
               help="parquet: transitions; sft: conversations to imitate; dpo: pairs to prefer; rollouts: all there is, "
-                   "as .jsonl or .jsonl.gz for `agl import`; model: the best weights of --run.")  # fmt: skip
+                   "as .jsonl or .jsonl.gz for `agl import`; model: the best weights of --run. Default: parquet for "
+                   "FILE.parquet, model for hf:ORG/NAME.")  # fmt: skip
 @click.option("--run", "run_name", metavar="RUN", help="Only of this run: an id, or its directory, found below runs/.")
 @click.option("--mode", "modes", multiple=True, type=MODE,
               help="Only of this mode. Repeatable; default: all, for sft and dpo all but val.")  # fmt: skip
@@ -119,7 +122,7 @@ async def _import_traces(store: LightningStore, records: Sequence[Record], rewar
 async def export(
     place: Place,
     file: str,
-    kind: str,
+    kind: str | None,
     run_name: str | None,
     modes: tuple[str, ...],
     statuses: tuple[str, ...],
@@ -127,11 +130,14 @@ async def export(
     as_json: bool,
     **chosen: Any,
 ) -> None:
-    """Write finished rollouts to FILE, as a dataset or as they are.
+    """Export rollouts as a dataset, or a run's model.
+
+    Finished rollouts are written to FILE.
 
     FILE may be on the Hugging Face hub: hf:ORG/NAME/FILE.jsonl, or, for --format model, hf:ORG/NAME."""
     from agentlightning.data.recordings import ENDED, LEARNED_FROM, finished_rollouts
 
+    kind = kind or _kind_of(file)
     wanted = _wanted(kind, **chosen)
     run = None if run_name is None else await choose_run(run_name, place)
     if kind == "model":
@@ -155,6 +161,15 @@ async def export(
                 _tell(kind, done, file, as_json)
                 return
     tell(as_json, copied, f"wrote {copied.rollouts} rollouts, {copied.attempts} attempts, {copied.spans} spans")
+
+
+def _kind_of(file: str) -> str:
+    """The format that the name of a file says. UsageError if it could be several."""
+    if file.endswith(".parquet"):
+        return "parquet"
+    if is_hub_name(file) and read_hub_name(file).file is None:
+        return "model"
+    raise click.UsageError(f"{file} may hold sft, dpo or rollouts: choose with --format")
 
 
 def _wanted(kind: str, models: tuple[str, ...], labels: tuple[str, ...], **others: Any) -> Wanted:
@@ -183,7 +198,7 @@ def _destination(file: str) -> Generator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / (Path(name).name or "file")
         yield path
-        click.echo(f"pushed to {push(path, file)}", err=True)
+        note(f"pushed to {push(path, file)}")
 
 
 def _push_model(run: StoredRun | None, target: str, as_json: bool) -> None:
@@ -225,7 +240,10 @@ async def _export(
     done, total = _Exported(), (await store.page_rollouts(where, limit=0, with_total=True)).total
     with writing(path, force) as file:
         rows = TransitionFile(file) if kind == "parquet" else None
-        with contextlib.closing(rows) if rows else contextlib.nullcontext(), counting("rollouts", total) as advance:
+        with (
+            contextlib.closing(rows) if rows else contextlib.nullcontext(),
+            counting("rollouts", total, hidden=quiet()) as advance,
+        ):
             async for group in recorded_groups(store, where):
                 found = lines_of[kind](group, wanted) if kind in lines_of else await rows_of(group)
                 if rows is not None:
@@ -292,8 +310,8 @@ def _tell(kind: str, done: _Exported, out: str, as_json: bool) -> None:
     print(f"wrote {done.written:,} {_UNITS[kind]} of {done.rollouts:,} rollouts to {out}")
     for reason, count in done.left_out.most_common():
         print(f"left out: {count:,} {reason}")
-    for note in done.notes:
-        print(f"note: {note}")
+    for remark in done.notes:
+        print(f"note: {remark}")
     if kind in ("sft", "dpo") and done.written < FEWEST_LINES:
         print(f"OpenAI and Azure take no file of fewer than {FEWEST_LINES} lines")
 

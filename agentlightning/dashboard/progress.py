@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from agentlightning.algorithm.measures import EVALUATED_STEP, Measured, measured
+from agentlightning.algorithm.measures import EVALUATED_STEP, Measured, measured, task_of
 from agentlightning.data.transitions import trace_rollout
 from agentlightning.store.base import LightningStore
 from agentlightning.types import And, Condition, Filter, Order, Rollout
@@ -31,24 +31,35 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     means: list[float | None]
 
 
-class TaskPair(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of the first and the newest weights on a task."""
+class TaskRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Mean rewards on a task, which is JSON, and a rollout of each: by evaluation, or by run. None where it was not
+    measured."""
 
     task: str
-    before: float
-    after: float
-    first_id: str
-    last_id: str
+    rewards: list[float | None]
+    rollout_ids: list[str | None]
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """`steps` are those of the run's evaluations. `rewards` are by tag; `behaviour` has the calls of each tool, answer
-    tokens and calls per rollout; `tasks` start with the largest change."""
+    tokens and calls per rollout; `tasks` start with the largest change from the first weights to the newest."""
 
     steps: list[int]
     rewards: list[Row]
     behaviour: list[Row]
-    tasks: list[TaskPair]
+    tasks: list[TaskRow]
+
+
+class _Result(msgspec.Struct, frozen=True):
+    """A failed rollout counts 0, as in every evaluation."""
+
+    task: str
+    reward: float
+    rollout_id: str
+
+    @classmethod
+    def of(cls, measured: Measured) -> _Result:
+        return cls(measured.task, measured.reward or 0.0, measured.rollout_id)
 
 
 class _Seen(msgspec.Struct, frozen=True):
@@ -74,7 +85,7 @@ async def progress(store: LightningStore, run_id: str) -> Progress:
         behaviour=[
             _row(name, [[rollout.counts.get(name, 0.0) for rollout in part] for part in seen]) for name in names
         ],
-        tasks=_pairs(seen[0], seen[-1]) if len(seen) > 1 else [],
+        tasks=_by_task([[_Result.of(rollout.measured) for rollout in part] for part in seen]),
     )
 
 
@@ -99,20 +110,57 @@ def _row(name: str, values: Sequence[Sequence[float]]) -> Row:
     return Row(name=name, means=[fmean(of_step) if of_step else None for of_step in values])
 
 
-def _pairs(first: Sequence[_Seen], last: Sequence[_Seen]) -> list[TaskPair]:
-    newest = {seen.measured.task: seen.measured for seen in last}
-    pairs = [
-        TaskPair(
-            task=seen.measured.task,
-            before=seen.measured.reward or 0.0,
-            after=newest[seen.measured.task].reward or 0.0,
-            first_id=seen.measured.rollout_id,
-            last_id=newest[seen.measured.task].rollout_id,
+def _by_task(parts: Sequence[Sequence[_Result]]) -> list[TaskRow]:
+    """The tasks of which the results in `parts` differ most come first."""
+    tasks: dict[str, list[list[_Result]]] = {}
+    for place, part in enumerate(parts):
+        for result in part:
+            tasks.setdefault(result.task, [[] for _ in parts])[place].append(result)
+    rows = [
+        TaskRow(
+            task=task,
+            rewards=[fmean(result.reward for result in own) if own else None for own in results],
+            rollout_ids=[own[0].rollout_id if own else None for own in results],
         )
-        for seen in first
-        if seen.measured.task in newest
+        for task, results in tasks.items()
     ]
-    return sorted(pairs, key=lambda pair: -abs(pair.after - pair.before))[:_SHOWN]
+    return sorted(rows, key=lambda row: -_change(row))[:_SHOWN]
+
+
+def _change(row: TaskRow) -> float:
+    """How far apart the first and the last reward on a task are; -1 for a task that was measured once."""
+    known = [reward for reward in row.rewards if reward is not None]
+    return abs(known[-1] - known[0]) if len(known) > 1 else -1.0
+
+
+# --- several runs -------------------------------------------------------------------------------------------------
+
+
+async def compared(store: LightningStore, run_ids: Sequence[str]) -> list[TaskRow]:
+    """The rewards of each run's newest evaluation, task by task."""
+    return _by_task([await _newest_results(store, run_id) for run_id in run_ids])
+
+
+async def _newest_results(store: LightningStore, run_id: str) -> list[_Result]:
+    held_out = And([Condition("run_id", "eq", run_id), Condition("mode", "in", ["val", "test"])])
+    newest = Order(field="number", descending=True)
+    rollouts = [
+        rollout
+        for rollout in (await store.page_rollouts(held_out, [newest], limit=_LATEST)).items
+        if rollout.status in ("succeeded", "failed")
+    ]
+    step = max((_step(rollout) for rollout in rollouts), default=0)
+    own = [rollout for rollout in rollouts if _step(rollout) == step]
+    outcomes = await store.query_outcomes([rollout.rollout_id for rollout in own])
+    rewards = {outcome.rollout_id: outcome.reward for outcome in outcomes}
+    return [
+        _Result(task_of(rollout.input), rewards.get(rollout.rollout_id) or 0.0, rollout.rollout_id) for rollout in own
+    ]
+
+
+def _step(rollout: Rollout) -> int:
+    """That of the evaluation; a run that only evaluates has one."""
+    return step if isinstance(step := rollout.metadata.get(EVALUATED_STEP), int) else 0
 
 
 # --- failures ----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import numpy as np
 
 from agentlightning.dashboard.progress import failed
 from agentlightning.data.continuity import SUGGESTIONS
+from agentlightning.data.excluded import excluded_often
 from agentlightning.display import resume_command
 from agentlightning.errors import NotFoundError
 from agentlightning.store.base import LightningStore
@@ -24,6 +25,7 @@ T = TypeVar("T")
 _SPARKLINE: Final = 40
 _MEASURED_KEPT: Final = 1000  # ended runs
 _QUIET: Final = 900.0  # seconds without a step or a new rollout after which a running run may have died
+_RECENT: Final = 20  # steps whose pace is taken for that of the next ones
 _UNSHARED: Final = ("time_limit", "threads", "n_runners", "device")  # settings that do not change results
 
 
@@ -31,10 +33,19 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     """A run in a list; `name` is its folder's, if known. Runs of one `family` differ only in their seed. `last` has the
     newest value of each metric, `models` the names of its policies at the gateway, `failed` the number of failed
     rollouts, `settings` its settings by dotted keys. `lost` is why a run that has not ended may not be running any
-    more, and how to resume it."""
+    more, and how to resume it. `reason` is why the run ended, `conclusion` what to say of a training without success,
+    `excluded` has a sentence for each reason that left out many calls of the newest step. `time_left` is in seconds,
+    None if it is not known; `stopping` says that the run was asked to end."""
 
     run_id: str
     name: str | None
+    tags: list[str]
+    agent: str | None
+    reason: str | None
+    conclusion: str | None
+    excluded: list[str]
+    time_left: float | None
+    stopping: bool
     failed: int
     settings: dict[str, str]
     kind: str
@@ -119,9 +130,19 @@ def row_of(run: Run, measured: Sequence[Metrics], failed: int, heard: float) -> 
     total_steps = mapping(config.get("algorithm")).get("steps")
     rewards = [metrics.values["reward"] for metrics in measured if "reward" in metrics.values]
     val = [metrics.values["val_reward"] for metrics in measured if "val_reward" in metrics.values]
+    trained = next((metrics.values for metrics in reversed(measured) if "calls" in metrics.values), {})
+    tags = run.manifest.get("tags")
+    steps = total_steps if isinstance(total_steps, int) else None
     return RunRow(
         run_id=run.run_id,
-        name=run.manifest.get("name"),
+        name=_text(run, "name"),
+        tags=[str(tag) for tag in cast("list[Any]", tags)] if isinstance(tags, list) else [],
+        agent=_text(run, "agent"),
+        reason=_text(run, "reason"),
+        conclusion=_text(run, "conclusion"),
+        excluded=list(excluded_often(trained).values()),
+        time_left=time_left(measured, steps, time.time()) if run.status == "running" else None,
+        stopping=run.status == "running" and run.manifest.get("stop") is True,
         failed=failed,
         settings=dict(_dotted(config, "")),
         kind=run.kind,
@@ -133,12 +154,28 @@ def row_of(run: Run, measured: Sequence[Metrics], failed: int, heard: float) -> 
         seed=seed if isinstance(seed, int) else None,
         family=_family(run),
         steps=measured[-1].step if measured else 0,
-        total_steps=total_steps if isinstance(total_steps, int) else None,
+        total_steps=steps,
         models=list(mapping(config.get("models"))),
         last={name: value for metrics in measured for name, value in metrics.values.items()},
         best_val=max(val, default=None),
         sparkline=[float(part.mean()) for part in _parts(np.array(rewards), _SPARKLINE)],
     )
+
+
+def _text(run: Run, key: str) -> str | None:
+    """None where another program keeps something else under this key."""
+    return value if isinstance(value := run.manifest.get(key), str) and value else None
+
+
+def time_left(measured: Sequence[Metrics], total: int | None, now: float) -> float | None:
+    """Seconds until the last of `total` steps at the pace of the newest ones; None before there is a pace. Of 10 steps
+    that took 3 s each, step 4 ended 1 s ago: 6 · 3 − 1 = 17 s."""
+    recent = [metrics for metrics in measured if metrics.step > 0][-_RECENT:]
+    if total is None or len(recent) < 2:
+        return None
+    first, newest = recent[0], recent[-1]
+    pace = (newest.time - first.time) / (newest.step - first.step)
+    return max(0.0, (total - newest.step) * pace - (now - newest.time))
 
 
 def _dotted(value: Any, key: str) -> Iterator[tuple[str, str]]:

@@ -52,6 +52,13 @@ class Sources:
         return await credit.trace_group(self.store, names, group)
 
 
+class Contents(msgspec.Struct, frozen=True, kw_only=True):
+    """Which of the views that may be empty have something to show."""
+
+    resources: bool
+    workers: bool
+
+
 class View(Call, frozen=True, kw_only=True):
     """Its `scope` is that of the calls it makes."""
 
@@ -97,6 +104,27 @@ class ShowProgress(View, frozen=True, kw_only=True):
 
     async def read(self, sources: Sources) -> progress.Progress:
         return await progress.progress(sources.store, self.run_id)
+
+
+class CompareTasks(View, frozen=True, kw_only=True):
+    """The newest evaluations of some runs, task by task."""
+
+    route = "POST /dashboard/tasks"
+    run_ids: Annotated[list[str], msgspec.Meta(max_length=50)]
+
+    async def read(self, sources: Sources) -> list[progress.TaskRow]:
+        return await progress.compared(sources.store, self.run_ids)
+
+
+class ListContents(View, frozen=True, kw_only=True):
+    route = "GET /dashboard/contents"
+
+    async def read(self, sources: Sources) -> Contents:
+        store = sources.store
+        return Contents(
+            resources=await store.get_latest_resources() is not None,
+            workers=bool(await store.query_workers()),
+        )
 
 
 class ShowSeries(View, frozen=True, kw_only=True):
@@ -258,6 +286,8 @@ VIEWS: Final[tuple[type[View], ...]] = (
     ListRuns,
     ShowFailures,
     ShowProgress,
+    CompareTasks,
+    ListContents,
     ShowSeries,
     ShowQuality,
     ShowPrompts,

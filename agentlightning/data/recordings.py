@@ -129,11 +129,17 @@ def rewarded_group(group: Sequence[TracedRollout], unrewarded: str | float) -> R
     )
 
 
+def _refuse_held_out(traced: Sequence[TracedRollout]) -> None:
+    if any(member.rollout.mode != "train" for member in traced):
+        raise ConfigError("Held-out rollouts are not trained: they measure the weights.")
+
+
 def advantages_of(
     traced: Sequence[TracedRollout], training: Training, settings: CreditSettings
 ) -> dict[str, FloatArray]:
     """An advantage for each sampled token of a group, float32[T], by the call's span id, for the calls that count.
-    ConfigError if the settings do not go together."""
+    ConfigError if the settings do not go together, or the rollouts are held out."""
+    _refuse_held_out(traced)
     group = rewarded_group(traced, training.unrewarded)
     credit = settings.credit(training.reward)
     models = {call.model for calls in group.transitions for call in calls}
@@ -157,6 +163,7 @@ def credit_of(traced: Sequence[TracedRollout], training: Training) -> GroupCredi
     settings = training.credit or CreditSettings()
     returns: dict[str, FloatArray] = {}
     try:
+        _refuse_held_out(traced)
         if training.credit is None and training.name is not None:
             raise ConfigError(f"what {training.name} made of these rewards is not known here")
         # Without a baseline, an advantage is the return itself.

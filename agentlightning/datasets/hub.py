@@ -44,6 +44,13 @@ def read_hub_name(source: str) -> HubName:
     return HubName(found["repository"], found["revision"], found["file"])
 
 
+def check_model_path(source: str | Path) -> None:
+    """ConfigError if a model's name must be a path, and there is nothing."""
+    path = Path(source)
+    if not path.exists() and (path.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") > 1):
+        raise ConfigError(f"model path {source} does not exist")
+
+
 def fetched_model(source: T) -> T | str | Path:
     """The id or directory of the model of an `hf:` name; other names stay unchanged."""
     if not isinstance(source, str) or not is_hub_name(source):

@@ -87,7 +87,10 @@ class ModelTable:
         replaced = self.remove(entry.name)
         self._entries[entry.name] = entry
         self._names |= dict.fromkeys((entry.name, *entry.aliases), entry)
-        self.gate(entry.name).release(AWAY)
+        self.gate(entry.name)
+        for name in (entry.name, *entry.aliases):  # resources may name it by an alias
+            if name in self._gates:
+                self._gates[name].release(AWAY)
         return replaced
 
     def remove(self, name: str) -> ModelEntry | None:

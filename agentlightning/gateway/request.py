@@ -52,7 +52,10 @@ CHAT_ONLY: Final = frozenset(
 
 
 class CallRefused(BackendError):
-    """The gateway refuses a call. `param` is the wrong field, if there is one."""
+    """The gateway refuses a call. `param` is the wrong field, if there is one; `answered` the status of the server
+    whose refusal it is."""
+
+    answered: int | None = None
 
     def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str | None = None):
         super().__init__(message, status=status, code=code)
@@ -84,6 +87,13 @@ class CallRequest(ModelCall, frozen=True, kw_only=True):
     relayed: dict[str, msgspec.Raw] | None = None
 
 
+def check_parts(body: bytes) -> None:
+    """CallRefused (413) for a body with more than MOST_PARTS lists, objects and commas."""
+    if len(body) > MOST_PARTS and sum(map(body.count, (b"[", b"{", b","))) > MOST_PARTS:
+        message = f"the request body has more than {MOST_PARTS:,} parts; send fewer"
+        raise CallRefused(message, status=413, code="body_too_large")
+
+
 class Fields:
     """The fields of a protocol that the gateway reads, and their types. Others are passed on, except `refused` ones.
     `spelled` gives the name of a field that may be written in several ways."""
@@ -101,11 +111,9 @@ class Fields:
     def read(self, body: bytes, *required: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, msgspec.Raw]]:
         """(fields that the gateway reads, all others, every field as written); null counts as not given.
 
-        CallRefused (400) names a field that is missing, of the wrong type, out of range or of another protocol; 413 for
-        a body with more than MOST_PARTS lists, objects and commas."""
-        if len(body) > MOST_PARTS and sum(map(body.count, (b"[", b"{", b","))) > MOST_PARTS:
-            message = f"the request body has more than {MOST_PARTS:,} parts; send fewer"
-            raise CallRefused(message, status=413, code="body_too_large")
+        CallRefused (400) names a field that is missing, of the wrong type, out of range or of another protocol; 413 as
+        `check_parts`."""
+        check_parts(body)
         try:
             raw = OBJECT.decode(body)
         except NOT_JSON as error:

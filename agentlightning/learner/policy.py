@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from agentlightning.data.references import is_reference, load_reference
 from agentlightning.data.token_bytes import TokenBytes
-from agentlightning.datasets.hub import fetched_model, reachable_model
+from agentlightning.datasets.hub import check_model_path, fetched_model, reachable_model
 from agentlightning.errors import ConfigError
 from agentlightning.learner.base import DType, LoRA
 
@@ -204,8 +204,7 @@ def _found(source: str | Path) -> Generator[str | Path]:
             f"{path} holds no model: config.json is missing. Give a directory written by save_pretrained, such as a "
             "checkpoint of a run, or path/to/file.py:function, which makes one"
         )
-    if not path.exists() and (path.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") > 1):
-        raise ConfigError(f"model path {source} does not exist")
+    check_model_path(source)
     try:
         yield path if path.exists() else reachable_model(str(source))
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:

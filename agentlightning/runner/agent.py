@@ -322,6 +322,14 @@ def _injected_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(injected)
 
 
+def agent_name(agent: LitAgent[Any]) -> str:
+    """The name of an agent in lists: its reference, its function's name or its class's."""
+    if isinstance(agent, NamedAgent):
+        return agent.reference
+    function = agent.function if isinstance(agent, FunctionAgent) else type(agent)
+    return str(getattr(function, "__name__", type(agent).__name__))
+
+
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
     try:
         return inspect.signature(function)

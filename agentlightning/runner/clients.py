@@ -104,6 +104,11 @@ class ForeignClientError(BaseException):
     survive."""
 
 
+def is_of_attempt(url: str) -> bool:
+    """Whether a URL is an attempt's own."""
+    return _PATH.search(url) is not None
+
+
 def lost_connection(error: BaseException | None) -> bool:
     """Whether an agent failed since a client of `httpx` or an SDK got no answer at an attempt's own URL."""
     seen: set[int] = set()
@@ -112,7 +117,7 @@ def lost_connection(error: BaseException | None) -> bool:
         with suppress(Exception):  # an exception of somebody else's; httpx raises where it knows no request
             asked: Any = error
             answered = getattr(asked, "response", None) is not None
-            if not answered and "Timeout" not in type(error).__name__ and _PATH.search(str(asked.request.url)):
+            if not answered and "Timeout" not in type(error).__name__ and is_of_attempt(str(asked.request.url)):
                 return True
         error = error.__cause__ or error.__context__
     return False

@@ -20,10 +20,11 @@ from agentlightning.errors import AgentLightningError, ConfigError, InvalidError
 from agentlightning.runner.agent import LitAgent, is_async
 from agentlightning.runner.clients import guard_clients
 from agentlightning.runner.environment import serves_model
+from agentlightning.runner.hints import add_hint
 from agentlightning.runner.main_thread import ADVICE, needs_main_thread, watch
 from agentlightning.semconv import REWARD_RETURNED
 from agentlightning.tracing.context import AttemptTracer, bind
-from agentlightning.tracing.emit import emit_exception, emit_reward, shown
+from agentlightning.tracing.emit import emit_exception, emit_reward, shown_error
 from agentlightning.tracing.instrument import quiet_openai_agents
 from agentlightning.tracing.rewards import read_reward
 from agentlightning.types import AttemptedRollout, AttemptStatus, NamedResources, Span
@@ -206,14 +207,19 @@ class Answer:
 
 
 async def call_agent(agent: LitAgent[Any], rollout: AttemptedRollout, resources: NamedResources) -> Any:
-    """What the agent returns. Async agents run in this event loop, sync ones in a thread."""
+    """What the agent returns. Async agents run in this event loop, sync ones in a thread. What it raises may get a note
+    that names the cause."""
     entry_point = _entered(agent, rollout, resources)
-    if is_async(entry_point.func):
-        return await entry_point()
     try:
-        answer = await in_own_thread(entry_point)
-    finally:
-        watch.look(str(agent.__module__))
+        if is_async(entry_point.func):
+            return await entry_point()
+        try:
+            answer = await in_own_thread(entry_point)
+        finally:
+            watch.look(str(agent.__module__))
+    except Exception as error:
+        add_hint(error, rollout.input, resources)
+        raise
     return _no_coroutine(answer)
 
 
@@ -223,6 +229,7 @@ def call_blocking(agent: LitAgent[Any], rollout: AttemptedRollout, resources: Na
         value = contextvars.copy_context().run(_entered(agent, rollout, resources))
         return Answer(value=_no_coroutine(value))
     except BaseException as error:  # noqa: BLE001 - anything an agent raises is the result of its attempt
+        add_hint(error, rollout.input, resources)
         return Answer(error=_carried(error))
 
 
@@ -317,4 +324,4 @@ def record_result(tracer: AttemptTracer, result: Any) -> None:
 
 def _failed(error: BaseException) -> Outcome:
     advice = f". {ADVICE}" if needs_main_thread(error) else ""
-    return Outcome("failed", f"{type(error).__name__}: {shown(error)}{advice}", error)
+    return Outcome("failed", f"{type(error).__name__}: {shown_error(error)}{advice}", error)

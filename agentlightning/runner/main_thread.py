@@ -12,6 +12,7 @@ import logging
 import re
 import signal
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, Final
 
@@ -61,12 +62,15 @@ class AlarmWatch:
         self._warned = False
 
     def look(self, module: str) -> None:
-        """Look at the agent's `module` and all that are imported; again only if there are more. Called after an
-        agent's run, since graders are often imported in it."""
+        """Look at the agent's `module` and at what it imports; again only if more is loaded. Called after an agent's
+        run, since graders are often imported in it."""
         if self._warned or len(sys.modules) == self._modules:
             return
         self._modules = len(sys.modules)
-        found = sorted(name for name in list(sys.modules) if (name == module or _has_signal(name)) and _alarms(name))
+        imported = (module, *_imports(module))
+        inside = tuple(f"{name}." for name in imported)
+        loaded = [name for name in list(sys.modules) if name in imported or name.startswith(inside)]
+        found = sorted(name for name in loaded if (name == module or _has_signal(name)) and _alarms(name))
         if found:
             self._warned = True
             logger.warning(
@@ -75,6 +79,19 @@ class AlarmWatch:
                 ", ".join(found[:3]),
                 ADVICE,
             )
+
+
+def _imports(module: str) -> Iterator[str]:
+    """The modules and packages that the source of a module imports from; none without a source."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (KeyError, OSError, TypeError, SyntaxError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
 
 
 def _has_signal(name: str) -> bool:

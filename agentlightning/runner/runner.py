@@ -57,6 +57,7 @@ PATIENCE_SECONDS = 60.0  # with a store that cannot be reached or whose server f
 POLL_SECONDS = 20.0  # one long poll for work
 HEARTBEAT_SECONDS = 10.0  # until a lease was seen; then a third of the shortest lease
 GIVE_BACK_SECONDS = 5.0  # how long a cancelled runner tries to hand its attempts back
+FAREWELL_SECONDS = 2.0  # for the report that it has ended
 DEFECT_TRIES = 5  # of spans at which the server fails, before they count as refused
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.1, 5.0  # pauses while the store is away
 
@@ -124,6 +125,9 @@ class Runner:
                         attempts.create_task(self._attempt(flight))
         finally:
             self._stopping.clear()
+            with suppress(AgentLightningError, TimeoutError):
+                async with asyncio.timeout(FAREWELL_SECONDS):
+                    await self._report(ended=True)
 
     def stop(self) -> None:
         """Lease nothing more; `run` returns when the running attempts have ended. Call it in the event loop."""
@@ -407,8 +411,9 @@ class Runner:
         is_open = rollout is not None and rollout.status not in TERMINAL
         return is_open and await self._latest(flight) is not None
 
-    async def _report(self) -> None:
+    async def _report(self, *, ended: bool = False) -> None:
         stats = {"running": len(self._flights), "finished": self._finished, "concurrency": self.concurrency}
+        stats["ended"] = ended
         try:
             await self.store.update_worker(self.worker_id, stats)
         except (ForbiddenError, ConfigError):

@@ -104,7 +104,10 @@ async def _leave() -> None:
 
 
 def exit_with(code: int) -> NoReturn:
-    """End the process, even if a thread of `asyncio.to_thread` goes on; after an interrupt, any thread."""
+    """End the process, even if a thread of `asyncio.to_thread` goes on; after an interrupt, any thread. Another Ctrl-C
+    then ends it at once: unloading libraries takes seconds."""
+    if code == INTERRUPTED:
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
     left = [thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
     if code != INTERRUPTED:
         left = [thread for thread in left if thread.name.startswith(_THREADS)]

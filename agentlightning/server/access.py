@@ -64,7 +64,11 @@ class Principal:
             if kind.method != "store_spans":
                 raise ForbiddenError("an attempt's key can only add spans to its own attempt; this needs another key")
         elif kind.scope not in self.opens:
-            raise ForbiddenError(f"{kind.method} needs a key with the scope {kind.scope!r}; {self.name} has not")
+            own = next((scope for scope in reversed(_SCOPES) if scope in self.opens), "no scope")
+            article = "an" if kind.scope == "admin" else "a"
+            raise ForbiddenError(
+                f"this key ({self.name}, {own}) may not {kind.words()}; use {article} {kind.scope} key"
+            )
 
     def body_limit(self, limit: int, least_trusted: int = ATTEMPT_BYTES) -> int:
         """Of the `limit` on a request's bytes, how much this caller may send: less from an agent, who is not trusted,

@@ -17,6 +17,7 @@ from agentlightning.errors import AgentLightningError, ConfigError
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.models import ModelTable
 from agentlightning.server.access import Access, Sessions
+from agentlightning.server.backup import backup_routes
 from agentlightning.server.dashboard import page_routes, page_views
 from agentlightning.server.events import EventRoutes
 from agentlightning.server.health import Reading, ServerMetrics, gateway_readings, health_routes, store_readings
@@ -107,8 +108,9 @@ def create_app(
             routes.append(events.route())
             shown.append(Reading("agl_event_streams", "Callers that listen to events.", lambda: events.open))
             stops.append(events.stop)
-        routes += page_routes(access, protected=protected, reading=isinstance(store, ManyStores))
-        routes += [*otlp_routes(store, access, body_limit), reward_route(store)]
+        reading, called = isinstance(store, ManyStores), gateway is not None
+        routes += page_routes(access, protected=protected, reading=reading, gateway=called)
+        routes += [*otlp_routes(store, access, body_limit), reward_route(store), *backup_routes(store, access)]
     if gateway is not None:
         stops.append(gateway.turn_away)
         shown += gateway_readings(gateway)

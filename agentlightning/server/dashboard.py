@@ -48,13 +48,14 @@ _LONGEST_KEY: Final = 10_000  # bytes, with what is around it
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
     """Who looks, and what they may do. `admin`: everything, unless the page is `reading` alone. `protected`: a key is
-    needed here."""
+    needed here. `gateway`: it has models to call."""
 
     name: str
     admin: bool
     scopes: list[KeyScope]
     protected: bool
     reading: bool
+    gateway: bool
     version: str
 
 
@@ -80,7 +81,7 @@ def page_views(store: LightningStore, models: ModelTable) -> tuple[Sequence[type
     return VIEWS, perform
 
 
-def page_routes(access: Access, *, protected: bool, reading: bool) -> list[BaseRoute]:
+def page_routes(access: Access, *, protected: bool, reading: bool, gateway: bool) -> list[BaseRoute]:
     """The page and its files, which hold nothing of the store and need no key; the way to it with a key, for a link to
     be clicked; and sessions."""
     version = importlib.metadata.version("agent-lightning-next")
@@ -125,6 +126,7 @@ def page_routes(access: Access, *, protected: bool, reading: bool) -> list[BaseR
             scopes=sorted(scope.opens),
             protected=protected,
             reading=reading,
+            gateway=gateway,
             version=version,
         )
         return in_json(shown, headers=headers)

@@ -33,6 +33,7 @@ class Availability:
         self._refused_before = 0
         self._written = time.monotonic()
         self._trying: asyncio.Task[None] | None = None
+        self._trial: asyncio.Future[object] | None = None
 
     @property
     def away(self) -> bool:
@@ -56,11 +57,15 @@ class Availability:
             self._error = error
 
     async def check(self) -> None:
-        """UnavailableError unless the store can be written now."""
+        """UnavailableError unless the store can be written now. All who ask at once share a trial write, which goes on
+        when they stop waiting for it."""
         if self._error is not None:
-            raise self._error
+            raise UnavailableError(str(self._error))  # an error that is raised again and again keeps every traceback
         if time.monotonic() - self._written > _TRY_SECONDS:
-            await self._try_to_write()
+            if self._trial is None or self._trial.done():
+                self._trial = asyncio.ensure_future(self._try_to_write())
+                self._trial.add_done_callback(lambda trial: trial.cancelled() or trial.exception())
+            await asyncio.shield(self._trial)
 
     def close(self) -> None:
         self._error = UnavailableError("the store is closed")

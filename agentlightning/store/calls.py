@@ -21,6 +21,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 IN_QUERY: Final = ("GET", "DELETE")  # the methods whose fields travel in the query, as they have no body
 
 
+_VERBS: Final = {"query": "list", "page": "list", "get": "read", "enqueue": "queue", "dequeue": "lease"}
+
+
 class Call(Noun, frozen=True, kw_only=True):
     """One call. The `scope` "trainer" is that of keys that may do everything but administer the store. An `audited`
     call is logged. `ids` are fields that a client fills with new ids of a kind, so that a repeated call is recognised.
@@ -35,6 +38,12 @@ class Call(Noun, frozen=True, kw_only=True):
 
     def __init_subclass__(cls) -> None:
         cls.method = vars(cls).get("method", cls.__name__)
+
+    @classmethod
+    def words(cls) -> str:
+        """The call in the words of messages: `query_keys` → `list keys`."""
+        verb, _, what = cls.method.partition("_")
+        return f"{_VERBS.get(verb, verb)} {what.replace('_', ' ')}".strip()
 
     def repeatable(self) -> bool:
         """Whether doing it twice is the same as doing it once, so that it may be repeated if no answer came."""

@@ -18,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http.client import responses
 from types import NoneType
-from typing import Any, Final, get_args
+from typing import Any, BinaryIO, Final, get_args
 from urllib.parse import quote
 
 import aiohttp
@@ -277,7 +277,7 @@ class LightningStoreClient(LightningStore):
 
     async def _ask(self, call: Call) -> Any:
         form = form_of(type(call))
-        return form.result(await self._send_until_answered(form.request(call), call.method, call.repeatable()))
+        return form.result(await self._send_until_answered(form.request(call), call.words(), call.repeatable()))
 
     async def _send_until_answered(self, request: Wire, name: str, may_repeat: bool) -> Answer:
         """The answer that ends the call. UnavailableError if none came in time, or repeating the call could do it
@@ -307,7 +307,9 @@ class LightningStoreClient(LightningStore):
                 pause += fault.seconds
             elapsed = time.monotonic() - begin
             if not harmless:
-                raise UnavailableError(f"{fault} {name} may have been carried out: look before you repeat it")
+                raise UnavailableError(
+                    f"{fault} The server may have carried it out ({name}): look before you repeat it"
+                )
             if elapsed + pause > patience:
                 raise UnavailableError(f"{fault} (tried for {elapsed:.1f} s of {patience:g} s)")
             if elapsed > _SILENT_SECONDS and not self._away:
@@ -334,6 +336,19 @@ class LightningStoreClient(LightningStore):
                     async for _ in events.content.iter_any():
                         pass
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise self._unreachable(error) from None
+
+    async def copy_into(self, file: BinaryIO) -> None:
+        """Write a copy of the server's SQLite store, as it is at one moment, into a file. ConflictError if the server's
+        store is another."""
+        session = self._session or self._open_session()
+        try:
+            async with session.get(f"{self._calls}/backup", timeout=_BACKUP, allow_redirects=False) as answer:
+                if answer.status != 200:
+                    raise error_of(await self._answer(answer))
+                async for chunk in answer.content.iter_chunked(1 << 20):
+                    file.write(chunk)
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise self._unreachable(error) from None
 
     async def _send(self, request: Wire) -> Answer:
@@ -368,6 +383,7 @@ def _timeout(wait: float) -> aiohttp.ClientTimeout:
 
 
 _TIMEOUT: Final = _timeout(0.0)
+_BACKUP: Final = aiohttp.ClientTimeout(total=None, sock_connect=_ANSWER_SECONDS)  # a large store takes its time to copy
 
 
 def _checked(url: str) -> str:

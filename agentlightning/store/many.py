@@ -97,7 +97,9 @@ class ManyStores(LightningStore):
             runs: list[Run] = await store.perform(call)
             for run in runs:
                 name = _name(key) if len(runs) == 1 else f"{_name(key)} {run.kind} {run.run_id[-6:]}"
-                known = {"name": name} | ({"directory": str(Path(key).parent)} if key.endswith("store.sqlite") else {})
+                known = {"name": run.manifest.get("name") or name}
+                if key.endswith("store.sqlite"):
+                    known["directory"] = str(Path(key).parent)
                 found.setdefault(run.run_id, msgspec.structs.replace(run, manifest=run.manifest | known))
                 self._remember("run_id", run.run_id, store)
         return list(found.values())

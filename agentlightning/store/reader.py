@@ -48,7 +48,7 @@ class StoreReader(LightningStore):
     async def perform(self, call: Call) -> Any:
         read = {**READS, "finished_after": rollouts.finished_after}.get(call.method)
         if read is None:
-            raise ConflictError(f"the store is open for reading, and {call.method} may change it")
+            raise ConflictError(f"the store is open for reading only; this may change it: {call.words()}")
         asked = msgspec.structs.asdict(call)
         if call.method == "query_runs":
             return await self._thread.submit(self._runs)

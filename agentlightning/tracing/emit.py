@@ -75,7 +75,7 @@ def exception_attributes(exception: BaseException) -> Attributes:
     """Type, message and traceback, by OpenTelemetry's names."""
     return {
         semconv.EXCEPTION_TYPE: _type_name(exception),
-        semconv.EXCEPTION_MESSAGE: shown(exception),
+        semconv.EXCEPTION_MESSAGE: shown_error(exception),
         semconv.EXCEPTION_STACKTRACE: shown(exception, _stacktrace)[-MAX_STACKTRACE:],
     }
 
@@ -90,6 +90,12 @@ def shown(value: Any, write: Callable[[Any], str] = str) -> str:
         return text.encode(errors="replace").decode()
     except Exception as error:  # noqa: BLE001 - it is a stranger's; its text must not take the runner down
         return f"(it cannot be shown: {type(error).__name__})"
+
+
+def shown_error(error: BaseException) -> str:
+    """The text of an exception with its notes, each shortened."""
+    notes = getattr(error, "__notes__", ())
+    return "; ".join([shown(error), *(shown(note) for note in notes)])
 
 
 def _stacktrace(exception: BaseException) -> str:

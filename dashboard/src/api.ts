@@ -41,6 +41,11 @@ export interface Cause {
   rollout_ids: string[];
 }
 
+export interface Contents {
+  resources: boolean;
+  workers: boolean;
+}
+
 export interface ConversationView {
   agent: string | null;
   calls: CallView[];
@@ -135,7 +140,7 @@ export interface Progress {
   steps: number[];
   rewards: Row[];
   behaviour: Row[];
-  tasks: TaskPair[];
+  tasks: TaskRow[];
 }
 
 export interface PromptScore {
@@ -277,6 +282,13 @@ export interface Run {
 export interface RunRow {
   run_id: string;
   name: string | null;
+  tags: string[];
+  agent: string | null;
+  reason: string | null;
+  conclusion: string | null;
+  excluded: string[];
+  time_left: number | null;
+  stopping: boolean;
   failed: number;
   settings: Record<string, string>;
   kind: string;
@@ -332,6 +344,7 @@ export interface Session {
   scopes: ("admin" | "grader" | "read" | "trainer" | "worker")[];
   protected: boolean;
   reading: boolean;
+  gateway: boolean;
   version: string;
 }
 
@@ -356,12 +369,10 @@ export interface StepView {
   call_index: number | null;
 }
 
-export interface TaskPair {
+export interface TaskRow {
   task: string;
-  before: number;
-  after: number;
-  first_id: string;
-  last_id: string;
+  rewards: (number | null)[];
+  rollout_ids: (string | null)[];
 }
 
 export interface Timeline {

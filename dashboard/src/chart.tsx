@@ -3,8 +3,10 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
+import { saveCsv, savePng } from "./download";
 import { number } from "./format";
 import { color, theme } from "./theme";
+import { short, shownRange, tickLabels } from "./ticks";
 
 export interface Line {
   name: string;
@@ -29,6 +31,9 @@ interface Properties {
   height?: number;
   /** Called with the point of a run that was clicked. */
   open: (run_id: string, step: number) => void;
+  /** Whether it is among the charts that stand first; without `pin` it cannot be. */
+  pinned?: boolean;
+  pin?: () => void;
 }
 
 interface Pointed {
@@ -39,13 +44,17 @@ interface Pointed {
 /** Steps of a time axis that people count in. */
 const SECONDS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400, 172800, 604800];
 
+/** Steps of an axis that counts. */
+const WHOLE = [1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9].flatMap((unit) => [unit, 2 * unit, 5 * unit]);
+
 /** Charts on one page share the pointer's place. */
 const pointer = uPlot.sync("runs");
 
-export function Chart({ title, lines, smoothing, log, x, height = 150, open }: Properties) {
+export function Chart({ title, lines, smoothing, log, x, height = 150, open, pinned, pin }: Properties) {
   const holder = useRef<HTMLDivElement>(null);
   const [pointed, setPointed] = useState<Pointed>();
   const drawn = useRef<uPlot | undefined>(undefined);
+  const zoomed = useRef(false);
   const look = theme.value;
   const { data, about } = prepared(lines, smoothing, log);
   const shape = JSON.stringify([about.map(({ kind, name, color }) => [kind, name, color]), log, x, look]);
@@ -57,6 +66,14 @@ export function Chart({ title, lines, smoothing, log, x, height = 150, open }: P
     const told = (plot: uPlot) => setPointed(under(plot, latest.current.about));
     const plot = new uPlot(options(place.clientWidth, height, latest.current.about, log, x, told), data, place);
     drawn.current = plot;
+    zoomed.current = false;
+    // A zoom of y leaves the other charts as they are: there all is selected.
+    const isPart = ({ select, over }: uPlot) => select.width < over.clientWidth || select.height < over.clientHeight;
+    plot.hooks.setSelect = [(selected) => (zoomed.current ||= isPart(selected))];
+    const zoomedOut = (event: MouseEvent) => {
+      if ((event.target as Element).classList.contains("u-over")) zoomed.current = false;
+    };
+    document.addEventListener("dblclick", zoomedOut, true);
     plot.over.addEventListener("click", () => {
       const { line, at } = nearest(plot, latest.current.lines) ?? {};
       if (line?.run_id && at !== undefined) latest.current.open(line.run_id, line.step?.[at] ?? 0);
@@ -65,6 +82,7 @@ export function Chart({ title, lines, smoothing, log, x, height = 150, open }: P
     const resized = new ResizeObserver(() => plot.setSize({ width: place.clientWidth, height }));
     resized.observe(place);
     return () => {
+      document.removeEventListener("dblclick", zoomedOut, true);
       resized.disconnect();
       pointer.unsub(plot);
       plot.destroy();
@@ -72,13 +90,18 @@ export function Chart({ title, lines, smoothing, log, x, height = 150, open }: P
     };
   }, [shape, height]);
   useEffect(() => {
-    if (drawn.current?.data !== data) drawn.current?.setData(data);
+    const plot = drawn.current;
+    if (plot === undefined || plot.data === data) return;
+    plot.setData(data, !zoomed.current); // what was zoomed into stays while values come in
+    if (zoomed.current) plot.redraw();
   }, [JSON.stringify(data)]);
   const newest = about.filter((one) => one.kind === "line").map((one) => one.last);
   return (
     <figure class="chart">
       <figcaption>
-        <span class="name">{title}</span>
+        <span class="name" title={`${title}. Drag to zoom in, double-click to zoom out.`}>
+          {title}
+        </span>
         <span class="values">
           {pointed?.values.length
             ? pointed.values.slice(0, 4).map((one) => (
@@ -88,6 +111,29 @@ export function Chart({ title, lines, smoothing, log, x, height = 150, open }: P
                 </span>
               ))
             : newest.length === 1 && <span class="value">{number(newest[0])}</span>}
+        </span>
+        <span class="tools">
+          <button type="button" onClick={() => saveCsv(title, x, lines)} aria-label={`Download ${title} as CSV`}>
+            csv
+          </button>
+          <button
+            type="button"
+            onClick={() => drawn.current && savePng(title, drawn.current.ctx.canvas, lines)}
+            aria-label={`Download ${title} as PNG`}
+          >
+            png
+          </button>
+          {pin && (
+            <button
+              type="button"
+              onClick={pin}
+              aria-pressed={pinned}
+              aria-label={`Pin ${title}`}
+              title={pinned ? "No longer among the first charts" : "Show among the first charts"}
+            >
+              {pinned ? "★" : "☆"}
+            </button>
+          )}
         </span>
       </figcaption>
       <div ref={holder} class="plot" role="img" aria-label={spoken(title, about)} />
@@ -163,7 +209,7 @@ function options(
     height,
     legend: { show: false },
     padding: [8, 8, 0, 0],
-    cursor: { sync: { key: pointer.key }, points: { size: 5 }, drag: { x: true, y: false } },
+    cursor: { sync: { key: pointer.key, scales: ["x", null] }, points: { size: 5 }, drag: { x: true, y: true, uni: 25 } },
     scales: {
       x: { time: false },
       y: { distr: log ? 3 : 1, range: log ? (_, low, high) => uPlot.rangeLog(low, high, 10, false) : padded },
@@ -173,10 +219,15 @@ function options(
       {
         ...axis,
         size: 24,
-        ...(x === "time" ? { incrs: SECONDS } : {}),
-        values: (_, ticks) => ticks.map((tick) => (x === "time" ? clock(tick) : short(tick))),
+        ...(x === "cost" ? {} : { incrs: x === "time" ? SECONDS : WHOLE }),
+        values: (_, ticks, __, ___, step) => (x === "time" ? ticks.map(clock) : tickLabels(ticks, step)),
       },
-      { ...axis, size: 46, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : short(tick))) },
+      {
+        ...axis,
+        size: (_, labels) => 18 + DIGIT * Math.max(3, ...(labels ?? []).map((label) => label?.length ?? 0)),
+        values: (_, ticks, __, ___, step) =>
+          log ? ticks.map((tick) => (tick === null ? "" : short(tick))) : tickLabels(ticks, step),
+      },
     ],
     bands: about.flatMap((one, place) =>
       one.kind === "high" ? [{ series: [place + 1, place + 2] as [number, number], fill: `${faded(one.color)}` }] : [],
@@ -193,11 +244,10 @@ function options(
   };
 }
 
-/** Where a value never changed there is room around it all the same. */
+const DIGIT = 6.2; // pixels
+
 function padded(_: uPlot, low: number | null, high: number | null): uPlot.Range.MinMax {
-  if (low === null || high === null) return [0, 1];
-  if (low !== high) return uPlot.rangeNum(low, high, 0.1, true);
-  return low === 0 ? [0, 1] : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
+  return low === null || high === null ? [0, 1] : shownRange(low, high);
 }
 
 function few(plot: uPlot, place: number): boolean {
@@ -233,14 +283,6 @@ function nearest(plot: uPlot, lines: Line[]): { line: Line; at: number } | undef
     }),
   );
   return points.reduce<(typeof points)[0] | undefined>((best, one) => (best && best.far <= one.far ? best : one), undefined);
-}
-
-/** 12345 → `12.3k`, 1234567 → `1.23M`. */
-function short(value: number): string {
-  const size = Math.abs(value);
-  if (size >= 1e6) return `${Number((value / 1e6).toPrecision(3))}M`;
-  if (size >= 1e4) return `${Number((value / 1e3).toPrecision(3))}k`;
-  return size !== 0 && size < 1e-3 ? value.toExponential(0) : String(Number(value.toPrecision(4)));
 }
 
 /** Seconds from the run's start. */

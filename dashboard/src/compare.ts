@@ -27,6 +27,22 @@ export function label(run: RunRow): string {
   return run.name ?? `${run.kind} ${run.seed === null ? run.run_id : `seed ${run.seed}`}`;
 }
 
+/** What a search in the list of runs looks through. */
+export function searched(run: RunRow): string {
+  const settings = Object.entries(run.settings).map(([name, value]) => `${name}=${value}`);
+  const texts = [label(run), run.run_id, run.kind, run.agent, run.reason, ...run.tags, ...settings];
+  return texts.join("\n").toLowerCase();
+}
+
+/** The settings that differ between some runs, by name. That runs of one kind lack those of another does not count. */
+export function differing(rows: RunRow[]): string[] {
+  const names = [...new Set(rows.flatMap((row) => Object.keys(row.settings)))].sort();
+  return names.filter((name) => {
+    const kinds = new Set(rows.filter((row) => name in row.settings).map((row) => row.kind));
+    return new Set(rows.filter((row) => kinds.has(row.kind)).map((row) => row.settings[name])).size > 1;
+  });
+}
+
 /** Seconds from its start to its end, or to now. */
 export function took(row: RunRow): number {
   return (row.end_time ?? Date.now() / 1000) - row.start_time;
@@ -80,10 +96,18 @@ export function lines(name: string, rows: RunRow[], all: RunSeries[], axis: Axis
   if (!spread) return drawn.map((one) => one.line);
   const families = new Map<string, typeof drawn>();
   for (const one of drawn) families.set(one.row.family, [...(families.get(one.row.family) ?? []), one]);
-  return [...families.values()].flatMap((several) => together(several));
+  const shared = [...families.values()];
+  const named = shared.map(([first, ...others]) => `${first?.row.kind}, ${others.length + 1} seeds`);
+  return shared.flatMap((several, place) => {
+    const name = named[place] ?? "";
+    const alone = named.indexOf(name) === named.lastIndexOf(name);
+    return together(several, alone ? name : `${name} (${several[0] && label(several[0].row)} …)`);
+  });
 }
 
-function together(several: { row: RunRow; series: RunSeries; line: Line }[]): Line[] {
+/** The mean of several seeds, and one standard deviation to either side, at each step that at least two and half of
+ * them measured. */
+function together(several: { row: RunRow; series: RunSeries; line: Line }[], name: string): Line[] {
   const [first] = several;
   if (!first) return [];
   if (several.length === 1) return [first.line];
@@ -99,16 +123,22 @@ function together(several: { row: RunRow; series: RunSeries; line: Line }[]): Li
       at.set(step, here);
     });
   }
-  const points = [...at.entries()].sort(([one], [other]) => one - other).map(([, point]) => point);
+  const enough = Math.max(2, several.length / 2); // lest the line jump where seeds end
+  const points = [...at.entries()]
+    .filter(([, point]) => point.y.length >= enough)
+    .sort(([one], [other]) => one - other)
+    .map(([, point]) => point);
+  if (points.length === 0) return several.map((one) => one.line);
   const mean = (values: number[]) => values.reduce((sum, one) => sum + one, 0) / values.length;
+  const spread = (values: number[]) => Math.sqrt(mean(values.map((one) => (one - mean(values)) ** 2)));
   return [
     {
-      name: `${first.row.kind}, ${several.length} seeds`,
+      name,
       color: first.line.color,
       x: points.map((point) => mean(point.x)),
       y: points.map((point) => mean(point.y)),
-      low: points.map((point) => Math.min(...point.y)),
-      high: points.map((point) => Math.max(...point.y)),
+      low: points.map(({ y }) => mean(y) - spread(y)),
+      high: points.map(({ y }) => mean(y) + spread(y)),
     },
   ];
 }

@@ -3,6 +3,7 @@ import type { ComponentChildren } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { visible } from "./format";
 import type { Loaded } from "./request";
+import { href, place } from "./route";
 
 /** What is `doubtful` is shown as neither a success nor as going on. */
 export function Status({ value, doubtful }: { value: string; doubtful?: boolean }) {
@@ -27,22 +28,47 @@ function legible(given: ComponentChildren): ComponentChildren {
   return typeof given === "string" ? visible(given) : given;
 }
 
+interface HeadProperties {
+  title: string;
+  note?: string;
+  /** What the copied link also says, such as the runs that are shown now. */
+  link?: Record<string, string | undefined>;
+  children?: ComponentChildren;
+}
+
 /** A view's title line: its name, what is counted, and its controls. */
-export function Head({ title, note, children }: { title: string; note?: string; children?: ComponentChildren }) {
+export function Head({ title, note, link = {}, children }: HeadProperties) {
+  const { path, query } = place.value;
+  const address = () => new URL(href(path, { ...link, ...Object.fromEntries(query) }), location.href).href;
   return (
     <header class="view-head">
       <h1>{legible(title)}</h1>
       {note && <span class="note">{note}</span>}
-      <div class="controls">{children}</div>
+      <div class="controls">
+        {children}
+        <Copy text={address} label="link to this view" name="copy link" />
+      </div>
     </header>
   );
 }
 
+interface WaitingProperties<T> {
+  loaded: Loaded<T>;
+  /** What is being done, where it may take seconds. */
+  doing?: string;
+  children: (data: T) => ComponentChildren;
+}
+
 /** What `loaded` brought, or why there is nothing yet. */
-export function Waiting<T>({ loaded, children }: { loaded: Loaded<T>; children: (data: T) => ComponentChildren }) {
+export function Waiting<T>({ loaded, doing, children }: WaitingProperties<T>) {
   if (loaded.data !== undefined) return <>{children(loaded.data)}</>;
   if (loaded.error) return <Failed message={loaded.error.message} again={loaded.reload} />;
-  return <p class="waiting" aria-busy="true" />;
+  return (
+    <>
+      {doing && <p class="note">{doing}</p>}
+      <p class="waiting" aria-busy="true" />
+    </>
+  );
 }
 
 export function Failed({ message, again }: { message: string; again?: () => void }) {
@@ -91,13 +117,21 @@ export function Choice<T extends string>(properties: {
   label: string;
   options: readonly T[];
   value: T;
+  /** What each option means. */
+  titles?: Partial<Record<T, string>>;
   choose: (value: T) => void;
 }) {
-  const { label, options, value, choose } = properties;
+  const { label, options, value, titles = {} as Partial<Record<T, string>>, choose } = properties;
   return (
     <div class="choice" role="group" aria-label={label}>
       {options.map((option) => (
-        <button type="button" key={option} aria-pressed={option === value} onClick={() => choose(option)}>
+        <button
+          type="button"
+          key={option}
+          title={titles[option]}
+          aria-pressed={option === value}
+          onClick={() => choose(option)}
+        >
           {option}
         </button>
       ))}
@@ -148,11 +182,11 @@ async function put(text: string): Promise<void> {
   field.remove();
 }
 
-function Copy({ text, label }: { text: string; label: string }) {
+function Copy({ text, label, name = "copy" }: { text: string | (() => string); label: string; name?: string }) {
   const [said, setSaid] = useState("");
   const copy = async () => {
     try {
-      await put(text);
+      await put(typeof text === "string" ? text : text());
       setSaid("copied");
     } catch {
       setSaid("not copied"); // the browser refused
@@ -161,7 +195,7 @@ function Copy({ text, label }: { text: string; label: string }) {
   };
   return (
     <button type="button" class="quiet" onClick={() => void copy()} aria-label={`Copy ${label}`}>
-      {said || "copy"}
+      {said || name}
     </button>
   );
 }
@@ -178,6 +212,22 @@ export function Bar({ share, children }: { share: number; children?: ComponentCh
       <b>{children}</b>
     </span>
   );
+}
+
+const SHADES = 7;
+
+/** The lowest and the highest of some values; undefined where there are no two. */
+export function rangeOf(values: (number | null | undefined)[]): [number, number] | undefined {
+  const known = values.filter((value) => value !== null && value !== undefined);
+  const [low, high] = [Math.min(...known), Math.max(...known)];
+  return low < high ? [low, high] : undefined;
+}
+
+/** The class of a value's shade within the range that was seen: the higher, the stronger. */
+export function shade(value: number | null | undefined, range: [number, number] | undefined): string {
+  if (value === null || value === undefined || range === undefined) return "";
+  const share = (value - range[0]) / (range[1] - range[0]);
+  return `shade-${Math.round(Math.max(0, Math.min(1, share)) * (SHADES - 1))}`;
 }
 
 /** A number on a line through zero: what is above goes right, what is below goes left. */

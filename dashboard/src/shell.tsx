@@ -1,10 +1,11 @@
 // What stands around every view: the ways to the others, the state of the connection, the keyboard's help, the door.
 import type { ComponentType } from "preact";
 import { useEffect, useErrorBoundary, useRef, useState } from "preact/hooks";
+import type { Contents } from "./api";
 import { useKeys } from "./keys";
 import { connected, gone } from "./live";
 import { Failed, useCurrentInSight } from "./parts";
-import { locked, Refused } from "./request";
+import { locked, Refused, useGet } from "./request";
 import { go, href, place } from "./route";
 import { begin, logIn, logOut, session, trouble } from "./session";
 import { switchTheme, theme } from "./theme";
@@ -24,18 +25,24 @@ interface View {
   path: string;
   key: string;
   view: ComponentType;
+  /** Whether there may be something to see; without it there always is. */
+  filled?: (contents: Contents | undefined) => boolean;
 }
+
+const called = () => session.value?.gateway === true;
 
 const VIEWS: View[] = [
   { name: "Runs", path: "runs", key: "r", view: Runs },
   { name: "Rollouts", path: "rollouts", key: "o", view: Rollouts },
   { name: "Prompts", path: "prompts", key: "p", view: Prompts },
   { name: "Data quality", path: "quality", key: "q", view: Quality },
-  { name: "Resources", path: "resources", key: "e", view: Resources },
-  { name: "Workers", path: "workers", key: "w", view: Workers },
-  { name: "Backends", path: "backends", key: "b", view: Backends },
-  { name: "Chat", path: "chat", key: "c", view: Chat },
+  { name: "Resources", path: "resources", key: "e", view: Resources, filled: (contents) => contents?.resources !== false },
+  { name: "Workers", path: "workers", key: "w", view: Workers, filled: (contents) => contents?.workers !== false },
+  { name: "Backends", path: "backends", key: "b", view: Backends, filled: called },
+  { name: "Chat", path: "chat", key: "c", view: Chat, filled: called },
 ];
+
+const CHANGES = ["reset", "metrics", "queued"];
 
 const HELP: [keys: string, meaning: string][] = [
   ...VIEWS.map((one): [string, string] => [`g ${one.key}`, one.name]),
@@ -69,7 +76,7 @@ export function Shell() {
       <Side />
       <main id="content" tabIndex={-1}>
         {gone.value && (
-          <p class="gone" role="alert">
+          <p class="server-gone" role="alert">
             The server of this page has stopped, as it does when its run ends. What was loaded stays here; agl ui shows the
             run again at any time.
           </p>
@@ -108,6 +115,9 @@ function Content() {
 function Side() {
   const now = session.value;
   const bar = useCurrentInSight(current());
+  // Views that are empty are not offered; a link to one shows it all the same.
+  const contents = useGet<Contents>("dashboard/contents", (happened) => CHANGES.includes(happened.kind)).data;
+  const offered = VIEWS.filter((one) => one.path === current() || one.filled?.(contents) !== false);
   return (
     <nav class="side" aria-label="Views" ref={bar}>
       <a class="brand" href={href(["runs"])}>
@@ -115,7 +125,7 @@ function Side() {
         Agent Lightning
       </a>
       <ul>
-        {VIEWS.map((one) => (
+        {offered.map((one) => (
           <li key={one.path}>
             <a href={href([one.path])} aria-current={one.path === current() ? "page" : undefined}>
               {one.name}

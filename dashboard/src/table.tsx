@@ -13,6 +13,8 @@ import { useKeys } from "./keys";
 
 export interface Column<Row> {
   name: string;
+  /** Where two columns have one name, what tells them apart. */
+  id?: string;
   /** A track of a CSS grid: `120px`, `minmax(120px, 2fr)`. */
   width: string;
   cell: (row: Row) => ComponentChildren;
@@ -96,7 +98,7 @@ export function Table<Row>(properties: Properties<Row>) {
               role="columnheader"
               class={column.align}
               title={column.title}
-              key={column.name}
+              key={column.id ?? column.name}
               aria-sort={sorting(column.sort, sorted)}
             >
               {column.sort && sortBy ? (
@@ -126,7 +128,7 @@ export function Table<Row>(properties: Properties<Row>) {
               onClick={(event) => href && follow(event, href(row))}
             >
               {columns.map((column, place) => (
-                <span role="cell" class={column.align} key={column.name}>
+                <span role="cell" class={column.align} key={column.id ?? column.name}>
                   {place === 0 && href ? <a href={href(row)}>{column.cell(row)}</a> : column.cell(row)}
                 </span>
               ))}

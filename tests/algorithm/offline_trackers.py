@@ -29,7 +29,7 @@ PARTS = [  # what each process measures; the second goes on after step 1
 
 async def train(store: SqlStore, run: Run, first: bool, notes: list[str]) -> None:
     trackers = [TensorBoard(), WandB(project="flights"), MLflow(experiment="flights", uri=DATABASE)]
-    tracking = Tracking(store, run, DIRECTORY, trackers, notes.append)
+    tracking = Tracking(store, run, DIRECTORY, trackers, notes.append, asyncio.Event())
     if not first:
         await tracking.resume_after(1)
     for step, values in PARTS[0 if first else 1]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -119,7 +120,7 @@ async def test_a_late_measurement_and_a_resumed_run_keep_one_line_a_step(tmp_pat
     (tmp_path / "run").mkdir()
     store = await SqlStore.open(":memory:")
     run = await store.start_run("grpo", {}, run_id="run-1")
-    tracking = Tracking(store, run, tmp_path / "run", (), print)
+    tracking = Tracking(store, run, tmp_path / "run", (), print, asyncio.Event())
     for step in (1, 2, 3):
         await tracking.record(step, {"loss": float(step)})
     await tracking.record(1, {"val_reward": 0.5})
@@ -128,7 +129,7 @@ async def test_a_late_measurement_and_a_resumed_run_keep_one_line_a_step(tmp_pat
         {"step": 2, "loss": 2},
         {"step": 3, "loss": 3},
     ]
-    resumed = Tracking(store, run, tmp_path / "run", (), print)
+    resumed = Tracking(store, run, tmp_path / "run", (), print, asyncio.Event())
     await resumed.resume_after(1)
     await resumed.record(2, {"loss": 20.0})
     assert [line["loss"] for line in lines(tmp_path)] == [1, 20]

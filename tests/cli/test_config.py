@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
-from agentlightning.cli.config import CommandConfig, build, load_config
+from agentlightning.cli.config import CommandConfig, build, check_files, load_config
 from agentlightning.cli.fit import make_algorithm
+from agentlightning.cli.main import run
 from agentlightning.errors import ConfigError
 from agentlightning.learner.base import AdamW
 
@@ -48,6 +52,7 @@ def test_assignments_change_the_file_and_flags_change_both(run_file: Path) -> No
         ("group_size: 4", "unknown key 'group_size'; write algorithm.group_size"),
         ("learning_rate: 1e-4", "write optimizer.learning_rate"),
         ("rank: 8", "write lora.rank"),
+        ("store: nowhere/all.sqlite", "there is no folder nowhere for the store all.sqlite|no folder .*/nowhere for"),
         ("seed: many", r"run\.yaml: seed: expected `int`, got `str`"),
         ("seed: 1\nseed: 2", r"the key 'seed' is given twice \(line 8\)"),
         ("seed: [", r"run\.yaml is not YAML"),
@@ -125,6 +130,65 @@ def test_an_agent_may_be_a_command_which_runs_beside_its_run_file(run_file: Path
         assert (agent.command, agent.cwd, agent.env) == ("python agent.py", str(run_file.parent), {"SIZE": "large"})
         agent.load().check()
     assert load_config(run_file, ["agent=other.py:agent"]).agent == "other.py:agent"
+
+
+def test_an_agent_on_the_command_line_takes_the_place_of_the_files(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("agent.py", "other.py", "data/train.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    run_file.write_text(COMPLETE.replace("learning_rate: 5e-4", "group_size: 4"))
+    monkeypatch.chdir(tmp_path)
+    for words in ((), ("run.yaml",)):  # where the folder has one, it need not be named
+        assert run(["train", *words, "--agent", "other.py:mine", "--print-config", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["agent"] == f"{tmp_path}/other.py:mine" and found["algorithm"]["group_size"] == 4
+    run_file.write_text("environment: {name: verifiers:x}\ntrain_dataset: data/train.jsonl\n")
+    assert load_config(run_file, (), {"agent": "other.py:mine"}).environment is None
+    assert load_config(None, (), {"agent": "a.py:f", "train_dataset": "t.csv"}).algorithm == {"name": "grpo"}
+
+
+def test_printed_settings_are_a_run_file_with_all_defaults_and_no_secrets(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("agent.py", "data/train.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    run_file.write_text(COMPLETE.replace("learning_rate: 5e-4", "group_size: 4") + "api_key: a-secret-of-mine\n")
+    flags = ["--steps", "3", "--set", "lora.rank=4", "--run-dir", "elsewhere", "--print-config"]
+    assert run(["train", *flags]) == 0
+    printed = capsys.readouterr().out
+    assert not {"secret", "elsewhere"} & set(re.findall(r"\w+", printed)) and not Path("runs").exists()
+    values = yaml.safe_load(printed)
+    assert values["algorithm"] | {"steps": 3, "group_size": 4, "epochs": 1} == values["algorithm"]
+    assert values["lora"]["rank"] == 4 and values["optimizer"]["schedule"] == "constant"
+    Path("printed.yaml").write_text(printed)
+    assert run(["train", "printed.yaml", "--print-config"]) == 0
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"model": "./nowhere"}, "model path ./nowhere does not exist"),
+        ({"model": "nowhere.py:make"}, "model: no file nowhere.py"),
+        ({"agent": "nowhere.py:agent"}, "agent: no file nowhere.py"),
+        ({"train_dataset": "nowhere.jsonl"}, "train_dataset: no dataset file nowhere.jsonl"),
+        ({"val_dataset": "nowhere.jsonl"}, "val_dataset: no dataset file nowhere.jsonl"),
+    ],
+)
+def test_missing_files_are_named_before_libraries_load(flags: dict[str, str], message: str) -> None:
+    complete = {"agent": "package:agent", "model": "Qwen/Qwen3-0.6B", "train_dataset": "hf:me/tasks/all.jsonl"}
+    check_files(load_config(None, (), complete))
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_files(load_config(None, (), complete | flags))
+
+
+def test_initials_find_the_setting_they_stand_for() -> None:
+    with pytest.raises(ConfigError, match="unknown key 'lr'; did you mean 'learning_rate'"):
+        build(AdamW, {"lr": 1e-4}, "optimizer")
 
 
 def test_a_sampler_by_url_takes_the_place_of_a_named_one(run_file: Path) -> None:

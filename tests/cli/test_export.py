@@ -90,7 +90,7 @@ def test_rows_of_every_rollout_that_has_ended() -> None:
     table = parquet.read_table("out.parquet").to_pydict()
     assert sorted(table["mode"]) == ["train", "train", "train", "train", "val"]
     assert sorted(table["status"]) == ["failed", *["succeeded"] * 4]
-    assert run(["export", "few.parquet", "--format", "parquet", "--min-reward", "1"]) == 0
+    assert run(["export", "few.parquet", "--min-reward", "1"]) == 0  # its name says the format
     assert parquet.read_table("few.parquet").num_rows == 3  # one that failed has no reward
 
 
@@ -101,6 +101,7 @@ def test_rows_of_every_rollout_that_has_ended() -> None:
         (["--format", "sft", "--run", "nobody's"], "there is no run"),
         (["--format", "sft", "--agents", "("], "agents is '('"),
         (["--store", "agentlightning.sqlite", "--format", "sft", "--server", "http://127.0.0.1:1"], "choose the store"),
+        ([], "choose with --format"),
         (["--format", "dpo", "--best-of-group"], "--best-of-group goes with --format sft"),
     ],
 )

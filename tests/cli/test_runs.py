@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from agentlightning.algorithm.directory import run_directory
 from agentlightning.cli.main import run
+from agentlightning.server.app import create_app
+from agentlightning.server.local_keys import offered_key
+from agentlightning.server.serve import HttpServer
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import Metrics
 from tests.cli.world import HOSTILE, add_rollout, add_run, make_runs
@@ -103,3 +107,95 @@ def test_what_others_wrote_does_nothing_to_the_terminal(capsys: pytest.CaptureFi
     assert run(["runs", "show", "\x1b[31mred", "--store", "agentlightning.sqlite"]) == 1
     assert run(["store", "check", "--store", "\x1b]0;owned\x07"]) == 1
     assert not {"\x1b", "\x07"} & set(capsys.readouterr().err)
+
+
+async def end(run_id: str, reason: str, **manifest: object) -> None:
+    """The run ends as failed."""
+    store = await SqlStore.open(f"runs/{run_id}-dir/store.sqlite")
+    await store.update_run(run_id, "failed", merge={"reason": reason, **manifest})
+    await store.close()
+
+
+def test_a_failed_run_says_why_in_the_list_and_when_it_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    make_runs("one", "two")
+    asyncio.run(
+        end("one", f"none of 8 rollouts was rewarded. {'The first to fail said more. ' * 9}", conclusion="Try x.")
+    )
+    listed = told(capsys, "runs")
+    assert "why it ended" in listed and "none of 8 rollouts was rewarded. The first" in listed and "name" not in listed
+    shown = told(capsys, "runs", "show", "one", "--no-color")
+    assert "failed: none of 8 rollouts was rewarded. The first to fail said more. The first" in shown
+    assert "\nTry x.\n" in shown
+
+
+def test_a_run_gets_a_name_and_tags_and_is_found_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    make_runs("one", "two")
+    assert "one is called baseline" in told(capsys, "runs", "rename", "one", "baseline")
+    assert "one has the tags slow, small" in told(capsys, "runs", "tag", "baseline", "slow", "small")
+    assert "one has the tags slow\n" in told(capsys, "runs", "tag", "baseline", "small", "--remove")
+    assert "baseline #slow" in told(capsys, "runs")
+    assert json.loads(told(capsys, "runs", "show", "baseline", "--json"))["run"]["run_id"] == "one"
+    assert "one has no name" in told(capsys, "runs", "rename", "baseline", "")
+    assert "no run called 'baseline'" in told(capsys, "runs", "tag", "baseline", "x", code=1)
+
+
+def test_two_runs_are_shown_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    make_runs("one", "two")
+    for run_id, rate in (("one", 0.001), ("two", 0.01)):
+        asyncio.run(
+            end(run_id, "x", config={"optimizer": {"learning_rate": rate, "betas": [0.9, 0.99]}, "dtype": None})
+        )
+    found = json.loads(told(capsys, "runs", "diff", "one", "two", "--json"))
+    assert found["settings"] == {"optimizer.learning_rate": [0.001, 0.01]}
+    assert found["results"]["val_reward"] == pytest.approx([0.7, 1.2])
+    assert found["results"]["val_reward before"] == [0.2, 0.2] and found["results"]["steps"] == [10, 10]
+    shown = told(capsys, "runs", "diff", "one", "two")
+    assert "optimizer.learning_rate" in shown and "val_reward before" in shown and "sampled_tokens" not in shown
+
+
+@pytest.mark.anyio
+async def test_a_running_run_is_changed_by_its_own_process(capsys: pytest.CaptureFixture[str]) -> None:
+    with run_directory("runs/one-dir", "grpo", named=True, resume=False) as directory:
+        run_id, store = directory.mark.run_id, await SqlStore.open("runs/one-dir/store.sqlite")
+        await store.start_run("grpo", {}, run_id=run_id)
+        key = "a key of this process"
+        async with HttpServer(create_app(store, admin_key=key)) as http:
+            with offered_key(http.url, key), directory.served_at(http.url):
+                said = await asyncio.to_thread(told, capsys, "runs", "stop", "runs/one-dir")
+                assert "will end after its present step" in said
+                await asyncio.to_thread(told, capsys, "runs", "tag", "runs/one-dir", "live")
+                said = await asyncio.to_thread(told, capsys, "runs", "delete", run_id, "--yes", code=1)
+                assert f"stop it first: agl runs stop {run_id}" in said
+        [stopping] = await store.query_runs()
+        assert stopping.manifest == {"stop": True, "tags": ["live"]}
+        await store.close()
+    said = await asyncio.to_thread(told, capsys, "runs", "stop", "runs/one-dir", code=1)
+    assert "does not run: it is stopped" in said
+
+
+def test_deleting_a_run_asks_and_takes_its_folder_and_nothing_else(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_runs("one", "two", "three")
+    for run_id in ("one", "two", "three"):
+        folder = Path(f"runs/{run_id}-dir")
+        (folder / "run.json").write_text(f'{{"run_id": "{run_id}", "kind": "grpo"}}')
+        (folder / "checkpoints").mkdir()
+    Path("runs/two-dir/notes.txt").touch()
+
+    async def beside() -> None:
+        store = await SqlStore.open("runs/three-dir/store.sqlite")
+        await add_run(store, "an-evaluation-of-it")
+        await store.close()
+
+    asyncio.run(beside())
+    monkeypatch.setattr("click.confirm", lambda text, err: "the run one with 0 rollouts and its folder" not in text)
+    assert run(["runs", "delete", "one"]) == 1 and Path("runs/one-dir/checkpoints").is_dir()
+    assert "and its folder runs/one-dir" in told(capsys, "runs", "delete", "one", "--yes")
+    assert not Path("runs/one-dir").exists()
+    for run_id, stranger in (("two", "notes.txt"), ("three", "an-evaluation-of-it")):
+        assert run(["runs", "delete", run_id]) == 0
+        assert f"left runs/{run_id}-dir, which holds other things too: {stranger}" in capsys.readouterr().err
+        assert Path(f"runs/{run_id}-dir/checkpoints").is_dir()
+        assert f"no run called '{run_id}'" in told(capsys, "runs", "show", run_id, code=1) or run_id == "two"
+    assert "an-evaluation-of-it" in told(capsys, "runs")

@@ -81,6 +81,7 @@ def test_a_store_or_a_server_must_be_named_and_exist(agl, tmp_path: Path) -> Non
         ([], 2, "choose the store"),
         (["--store", "x.db", "--server", "http://127.0.0.1:1"], 2, "choose the store"),
         (["--store", tmp_path / "typo.db"], 1, "there is no store at"),
+        (["--store", tmp_path], 1, f"there is no store at {tmp_path}/store.sqlite"),
     ):
         code, _, err = agl("store", "check", *options)
         assert code == expected and said in err
@@ -88,6 +89,25 @@ def test_a_store_or_a_server_must_be_named_and_exist(agl, tmp_path: Path) -> Non
 
 
 # --- deleting ----------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_names_the_store_in_it_and_a_missing_one_is_not_made(agl, path: Path, tmp_path: Path) -> None:
+    for name in ("store.sqlite", "agentlightning.sqlite"):
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        fill(folder / name, "x")
+        for words in (["store", "check"], ["rollouts", "ls"], ["runs", "ls"], ["keys", "list"]):
+            assert agl(*words, "--store", folder)[0] == 0
+        assert agl("export", tmp_path / f"{name}.jsonl", "--format", "rollouts", "--store", folder)[0] == 0
+        assert agl("store", "backup", folder / "copy.db", "--store", folder)[0] == 0
+    exported = tmp_path / "store.sqlite.jsonl"
+    assert agl("import", exported, "--store", tmp_path / "agentlightning")[0] == 0
+    assert len(stored(tmp_path / "agentlightning" / "agentlightning.sqlite")) == 2
+    typo = tmp_path / "typo" / "all.sqlite"
+    for words in (["import", exported], ["server", "--port", "0"]):
+        code, _, err = agl(*words, "--store", typo)
+        assert code == 1 and f"there is no folder {typo.parent} for the store all.sqlite" in err
+    assert not typo.parent.exists()
 
 
 def test_what_ended_long_ago_is_deleted_by_its_age(agl, path: Path) -> None:
@@ -176,13 +196,24 @@ def test_a_running_server_is_asked_to_do_it(agl, path: Path) -> None:
         assert agl("store", "check", *at) == (0, "nothing is wrong\n", "")
         assert agl("export", moved, "--format", "rollouts", *at)[1].startswith("wrote 2 rollouts")
         assert agl("store", "backup", copy, "--store", path)[0] == 0
+        far = path.parent / "far.db"
+        assert agl("store", "backup", far, *at)[0] == 0
+        assert "exists already" in agl("store", "backup", far, *at)[2]
+        assert len(inputs(far)) == 3 and not list(path.parent.glob(".backup-*"))
+        far.unlink()
+        _, worker, _ = agl("keys", "issue", "ci", "--scope", "workers", *at)
+        for words, refused in ((("backup", far), "back up the store"), (("check",), "check store")):
+            code, _, err = agl("store", *words, "--server", url, "--key", worker.strip())
+            assert code == 1 and f"may not {refused}; use an admin key" in err and not far.exists()
         assert agl("store", "delete", *at, "--task", "ZEBRA", "--yes")[1] == "removed 2 rollouts, 2 attempts, 0 spans\n"
         traces = [file.name for file in path.parent.iterdir() if b"ZEBRA" in file.read_bytes()]
         assert sorted(traces) == ["copy.db", "rollouts.jsonl"]
         assert agl("import", moved, *at)[1] == "stored 1 rollouts; 1 were stored already\n"
         assert agl("store", "delete", *at, "--older-than", "30d")[1].startswith("0 rollouts match")
-        code, _, err = agl("store", "check", "--server", url, "--key", "another key")
-        assert code == 1 and "key" in err
+        (path.parent / "mine.py").write_text("def agent(task, llm): return 1.0\n")
+        for words in (["store", "check"], ["runner", path.parent / "mine.py:agent"]):
+            code, _, err = agl(*words, "--server", url, "--key", "another key")
+            assert code == 1 and "key" in err and " runs " not in err
     assert len(inputs(copy)) == 3
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from agentlightning.cli.main import run
 from agentlightning.cli.sweep import _directory
@@ -21,7 +22,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 def test_each_combination_and_seed_is_run_once_and_compared(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     command = ["sweep", "run.yaml", "--over", "optimizer.learning_rate=1e-4,2e-4", "--seeds", "2", "--json"]
-    command += ["--set", "algorithm.steps=1", "--out", "runs/sweep"]
+    command += ["--steps", "1", "--algorithm", "rloo", "--time-limit", "1h", "--run-dir", "runs/sweep"]
     capfd.readouterr()
     assert run(command) == 0
     out, err = capfd.readouterr()
@@ -31,6 +32,7 @@ def test_each_combination_and_seed_is_run_once_and_compared(project: Path, capfd
     assert "run 4/4" in err and "optimizer.learning_rate" in err
     name = "optimizer.learning_rate=0.0002,seed=1"
     assert json.loads((project / "runs" / "sweep" / name / "result.json").read_text())["seed"] == 1
+    assert yaml.safe_load((project / "runs" / "sweep" / name / "run.yaml").read_text())["algorithm"]["name"] == "rloo"
     (project / "runs" / "sweep" / name / "result.json").unlink()  # as if it had been killed just before its end
     assert run(command) == 0
     assert capfd.readouterr().out.splitlines()[0] == out.splitlines()[0]
@@ -47,6 +49,7 @@ def test_each_combination_and_seed_is_run_once_and_compared(project: Path, capfd
         ("sede=1,2", "did you mean 'seed'"),
         ("algorithm.group_sise=4,8", "did you mean 'group_size'"),
         ("seed=1,x", "expected `int`"),
+        ("model=./nowhere,tiny", "model path ./nowhere does not exist"),
     ],
 )
 def test_a_wrong_setting_is_refused_before_the_first_run(

@@ -65,14 +65,15 @@ def test_runs_are_compared_failures_explained_and_a_new_run_appears(
     ):
         page = browser.new_page(viewport={"width": 1280, "height": 1000})
         page.goto(url)
-        expect(page.get_by_role("link", name="small")).to_be_visible()
+        runs = page.get_by_role("table", name="Runs")
+        expect(runs.get_by_role("link", name="small")).to_be_visible()
         row = page.get_by_role("row").filter(has_text="algorithm.group_size")
         assert sorted(row.get_by_role("cell").all_inner_texts()) == ["4", "8"]
         with ThreadPoolExecutor() as other:  # Playwright runs a loop in this one
             other.submit(asyncio.run, made(tmp_path / "runs" / "later" / "store.sqlite", 2, 1)).result()
-        expect(page.get_by_role("link", name="later")).to_be_visible(timeout=15_000)
-        page.get_by_role("link", name="large").click()
-        expect(page.get_by_text("3 of 4 groups had no two different rewards")).to_be_visible()
+        expect(runs.get_by_role("link", name="later")).to_be_visible(timeout=15_000)
+        runs.get_by_role("link", name="large").click()
+        expect(page.get_by_text("In 3 of 4 groups of the newest step all rollouts earned the same")).to_be_visible()
         expect(page.get_by_text("3 failed rollouts, by cause")).to_be_visible()
         expect(page.locator(".causes li")).to_have_count(1)
         page.goto(f"{page.url.partition('#')[0]}#/runs")

@@ -1,4 +1,4 @@
-"""`agl runs --watch` and `agl rollouts --watch`: what happens at the moment, also while a server is away."""
+"""`agl runs --watch`, `agl rollouts --watch` and `agl rollouts tail`: what happens now, also while a server is away."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ async def watched(folder: Path, arguments: list[str], first: str, happens: Calla
         await process.wait()
 
 
-@pytest.mark.parametrize("words", [["runs", "--watch", "0.1"], ["rollouts", "ls", "--watch", "0.1"]])
+@pytest.mark.parametrize(
+    "words", [["runs", "--watch", "0.1"], ["rollouts", "ls", "--watch", "0.1"], ["rollouts", "tail"]]
+)
 async def test_what_is_new_is_shown(tmp_path: Path, words: list[str]) -> None:
     store = await SqlStore.open(tmp_path / "agentlightning.sqlite")
 

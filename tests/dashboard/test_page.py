@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import re
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -18,10 +19,13 @@ from agentlightning import semconv
 from agentlightning.cli.serving import served_model
 from agentlightning.learner.policy import Policy
 from agentlightning.learner.tiny import chat_text, make_model, make_tokenizer
+from agentlightning.server.app import create_app
+from agentlightning.server.serve import HttpServer
+from agentlightning.store.many import ManyStores
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import EnqueueRolloutRequest, Metrics
 from tests.dashboard.test_routes import record
-from tests.dashboard.world import GROUP, HOSTILE, KEY, ROLLOUT, RUN, World, browser, fill, served, stuck
+from tests.dashboard.world import GROUP, HOSTILE, KEY, ROLLOUT, RUN, World, browser, evaluated, fill, served, stuck
 from tests.node import installed
 
 pytestmark = pytest.mark.anyio
@@ -67,18 +71,42 @@ async def test_runs_are_compared_over_what_one_asks_and_seeds_become_one_line_wi
     async with world.page() as page:
         await see(page, "grpo seed 2", "grpo seed 3", "apo")
         chart = page.get_by_role("img", name=re.compile(r"^reward\. "))
-        await expect(chart).to_have_accessible_name(re.compile("grpo seed 3: last .*; grpo seed 2: last "))
-        await page.get_by_role("button", name="together").click()
         await expect(chart).to_have_accessible_name(re.compile("grpo, 2 seeds: last "))
+        await expect(page.get_by_role("list", name="Legend")).to_contain_text("grpo seed 3 and 1 other seed")
+        await page.get_by_role("button", name="each seed").click()
+        await expect(chart).to_have_accessible_name(re.compile("grpo seed 3: last .*; grpo seed 2: last "))
+        await expect(page.get_by_role("list", name="Legend").get_by_role("listitem")).to_have_count(3)
         for axis in ("time", "rollouts", "tokens", "cost"):
             await page.get_by_role("button", name=axis, exact=True).click()
         await page.get_by_role("button", name="log", exact=True).click()
         await page.get_by_label("Smoothing").fill("0.5")
         await page.get_by_label("Compare apo run-apo").uncheck()
+        await expect(page.get_by_label("Compare apo run-apo")).to_be_focused()
+        await expect(page.get_by_role("row").last).to_contain_text("apo")  # the chosen ones come first
         assert "x=cost" in page.url and "scale=log" in page.url and "smooth=0.5" in page.url
+        await page.get_by_label("Search runs").fill("returns=identical seed")
+        await see(page, "2 runs found")
+        await page.get_by_role("button", name="Clear").click()
         await page.get_by_label("Search metrics").fill("grad")
         await expect(page.get_by_role("img", name=re.compile(r"^grad_norm\. "))).to_be_visible()
-        await page.get_by_role("link", name="grpo seed 2").click()
+        for kind, begins in (("CSV", b"line,cost,grad_norm,low,high\ngrpo seed"), ("PNG", b"\x89PNG")):
+            async with page.expect_download() as download:
+                await page.get_by_role("button", name=f"Download grad_norm as {kind}").click()
+            file = await (await download.value).path()
+            assert (await asyncio.to_thread(file.read_bytes)).startswith(begins)
+        await page.get_by_role("button", name="Pin grad_norm").click()
+        await page.get_by_label("Search metrics").fill("")
+        await page.reload()
+        pinned = page.get_by_role("region", name="Pinned")
+        await expect(pinned.get_by_role("img", name=re.compile(r"^grad_norm\. "))).to_be_visible()
+        plot = pinned.locator(".u-over")
+        box = await plot.bounding_box()
+        await page.mouse.move(box["x"] + 40, box["y"] + 20)
+        await page.mouse.down()
+        await page.mouse.move(box["x"] + 42, box["y"] + 70, steps=4)
+        await page.mouse.up()
+        await expect(page.get_by_role("heading", name="Runs", exact=True)).to_be_visible()  # zoomed, not opened
+        await page.get_by_role("row", name=re.compile("grpo seed 2")).get_by_role("link").click()
         await page.get_by_text("Manifest").click()
         await see(page, '"returns": "identical"')
 
@@ -104,7 +132,7 @@ async def test_rollouts_are_sorted_by_a_column_and_the_url_keeps_it(world) -> No
     async with world.page() as page:
         await world.show(page, f"/rollouts?run={RUN}", "Rollouts")
         header = page.get_by_role("columnheader", name="Reward")
-        rewards = page.locator('[role="row"]:not(.head) > :nth-child(3)')
+        rewards = page.locator('[role="row"]:not(.head) > :nth-child(4)')
         for arrow, best_first in (("descending", True), ("ascending", False)):
             await header.get_by_role("button").click()
             await expect(header).to_have_attribute("aria-sort", arrow)
@@ -197,6 +225,8 @@ async def test_what_surrounds_rollouts_has_views_of_its_own(world) -> None:
         await world.store.update_worker("worker-1", {"running": 3, "finished": 40, "concurrency": 8})
         await world.show(page, "/workers", "Workers")
         await see(page, "worker-1", "3 of 8")
+        await world.store.update_worker("worker-1", {"running": 0, "finished": 40, "concurrency": 8, "ended": True})
+        await see(page, "0 at work", "ended")
         await world.show(page, "/backends", "Backends")
         await see(page, "policy", "http://127.0.0.1:1/v1")
         await world.show(page, f"/quality?run={RUN}", "Data quality")
@@ -236,6 +266,95 @@ async def test_what_happens_is_seen_without_a_reload(world) -> None:
         await world.store.update_rollout(waiting.rollout_id, metadata={"tags": ["from elsewhere"]})
         await see(page, "from elsewhere")
         assert await page.evaluate("window.stayed")
+
+
+@pytest.mark.slow
+async def test_a_run_says_why_it_ended_and_is_renamed_tagged_stopped_and_deleted(world) -> None:
+    manifest = {"seed": 1, "config": {"algorithm": {"steps": 40}}}
+    failed = await world.store.start_run("grpo", manifest, run_id="run-of-old")
+    await world.store.next_policy_version(failed.run_id)
+    reason = f"TrainingError: {HOSTILE}"
+    await world.store.update_run(failed.run_id, "failed", merge={"reason": reason, "conclusion": "It got worse."})
+    running = await world.store.start_run("grpo", manifest, run_id="run-going")
+    for step in (1, 2):
+        values = {"reward": 0.5, "calls": 30.0, "excluded/ended by a stop string": 10.0}
+        seconds = time.time() - 60 * (3 - step)
+        await world.store.add_metrics(Metrics(run_id=running.run_id, step=step, time=seconds, values=values))
+    async with world.page() as page:
+        await expect(page.get_by_role("row", name=re.compile("run-of-old"))).to_contain_text("TrainingError: <script>")
+        await world.show(page, "/runs/run-of-old", "run-of-old")
+        await expect(page.locator("main section > [role=alert]")).to_contain_text("TrainingError: <script>")
+        await see(page, "It got worse.")
+        await expect(page.get_by_text("Policy version")).to_have_count(0)  # it took no step
+        await page.get_by_role("button", name="Rename").click()
+        await page.get_by_label("Name").fill("the first try")
+        await page.get_by_role("button", name="Save name").click()
+        await page.get_by_role("heading", name="the first try").wait_for()
+        await page.get_by_role("button", name="Tag", exact=True).click()
+        await page.get_by_label("Tags, with commas").fill("wrong, old")
+        await page.get_by_role("button", name="Save tags").click()
+        await see(page, "wrong")
+        await world.show(page, "/runs?tag=old", "Runs")
+        await see(page, "1 run found", "the first try")
+        await world.show(page, "/runs/run-of-old", "the first try")
+        await page.get_by_role("button", name="Delete", exact=True).click()
+        await page.get_by_role("button", name="Delete run").click()
+        await page.get_by_role("heading", name="Runs", exact=True).wait_for()
+        assert "run-of-old" not in {run.run_id for run in await world.store.query_runs()}
+        await world.show(page, "/runs/run-going", "run-going")
+        await see(
+            page, "2 of 40 steps, about ", '25% of the calls are not trained (ended by a stop string): `keep: ["ended'
+        )
+        await expect(page.get_by_role("progressbar", name="Steps done")).to_have_attribute("value", "2")
+        await page.get_by_role("button", name="Stop", exact=True).click()
+        await see(page, "stops after this step")
+    (going,) = [run for run in await world.store.query_runs() if run.run_id == "run-going"]
+    assert going.manifest["stop"] is True
+
+
+@pytest.mark.slow
+async def test_tasks_stand_side_by_side_and_a_held_out_rollout_is_not_trained(world) -> None:
+    held_out = await evaluated(world.store)
+    async with world.page() as page:
+        await world.show(page, "/runs/run-evaluated", "run-evaluated")
+        await page.locator("summary:has-text('Why did the reward move')").click()
+        table = page.get_by_role("region", name="Evaluations")
+        tasks = table.locator("tbody").last.get_by_role("row")
+        await expect(tasks).to_contain_text(["Task", "London", "Bergen"])
+        await expect(tasks.nth(1)).to_contain_text("−2")
+        await table.get_by_role("button", name="Change").click()
+        await expect(tasks).to_contain_text(["Task", "Bergen", "London"])
+        await expect(tasks.nth(1)).to_contain_text("+0.5")
+        await world.show(page, "/runs?runs=run-evaluated,run-apo", "Runs")
+        await page.locator("summary:has-text('Why do they differ')").click()
+        await expect(page.get_by_role("region", name="Tasks by run")).to_contain_text("London")
+        await world.show(page, f"/rollouts/{held_out}/credit", held_out)
+        await see(page, "Held-out rollouts are not trained")
+        await world.show(page, "/rollouts?mode=val", "Rollouts")
+        row = page.get_by_role("row", name=re.compile("London")).first
+        await expect(row).to_contain_text("grpo seed 4")
+        await expect(row.locator(".reward")).to_have_class(re.compile("shade-0"))
+
+
+@pytest.mark.slow
+async def test_a_page_that_only_reads_offers_no_empty_views_and_names_the_command(chromium, tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    store = await SqlStore.open(tmp_path / "one" / "store.sqlite")
+    await store.start_run("grpo", {}, run_id="run-read")
+    await store.update_run("run-read", "succeeded", merge={"name": "my name"})
+    await store.close()
+    many = await ManyStores.open([tmp_path])
+    async with HttpServer(create_app(many)) as http:
+        page = await chromium.new_page()
+        await page.goto(f"{http.url}/#/runs/run-read")
+        await page.get_by_role("heading", name="my name").wait_for()
+        await page.get_by_text("Rename, tag, delete").click()
+        await see(page, "agl runs rename run-read NAME")
+        views = page.get_by_role("navigation", name="Views").get_by_role("link")
+        await expect(views).to_contain_text(["Agent Lightning", "Runs", "Rollouts", "Prompts", "Data quality"])
+        await expect(views).to_have_count(5)
+        await page.close()
+    await many.close()
 
 
 @pytest.mark.slow
@@ -422,6 +541,9 @@ async def test_no_view_has_a_fault_of_accessibility(world, scheme) -> None:
     places = ["/runs", "/rollouts", f"/groups/{GROUP}", f"/groups/{GROUP}/tree", "/prompts", "/quality"]
     places += ["/resources", "/workers", "/backends", "/chat", f"/runs/{RUN}"]
     attempted = await stuck(world.store)
+    await evaluated(world.store, f"run-{scheme}")
+    places += [f"/runs/run-{scheme}|summary:has-text('Why did the reward move')"]
+    places += [f"/runs/run-{scheme}|text=Rename", "/runs|summary:has-text('Columns of settings')"]
     places += [f"/rollouts/{attempted.rollout_id}/timeline", f"/rollouts?run={RUN}&step=31"]
     places += [f"/runs/{RUN}|summary:has-text('Why did the reward move')", f"/rollouts/{ROLLOUT}|text=Annotate"]
     places += [f"/rollouts/{ROLLOUT}/{tab}" for tab in ("conversation", "timeline", "tokens", "credit", "raw")]

@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 import pytest
 
+from agentlightning.dashboard.runs import time_left
 from agentlightning.datasets.export import annotation_of
 from agentlightning.gateway.app import Gateway
 from agentlightning.gateway.models import ModelEntry, ModelTable
@@ -24,6 +25,7 @@ from agentlightning.store.sql import SqlStore
 from agentlightning.types import EnqueueRolloutRequest, Metrics, Rollout
 from tests.data.recordings import SYSTEM, asks_for, call, reward, says, tool_says
 from tests.gateway.world import talking
+from tests.node import NODE
 
 pytestmark = pytest.mark.anyio
 KEY = "the admin's key"
@@ -320,10 +322,38 @@ async def test_curves_are_told_in_as_many_points_as_asked(place):
     assert series["values"]["val_reward"] == [None] * 19 + [0.5]
     (row,) = await place.get("/runs")
     assert [row[name] for name in ("seed", "steps", "total_steps", "models", "best_val")] == [3, 99, 9, ["policy"], 0.5]
+    assert [row[name] for name in ("reason", "tags", "stopping", "excluded")] == [None, [], False, []]
     again = await place.store.start_run("grpo", MANIFEST | {"seed": 4})
     other = await place.store.start_run("grpo", MANIFEST | {"config": {}})
     families = {one["run_id"]: one["family"] for one in await place.get("/runs")}
     assert families[again.run_id] == families[run.run_id] != families[other.run_id]
+
+
+def test_the_time_left_is_that_of_the_steps_to_come_at_the_pace_of_the_newest():
+    def steps(*times: float) -> list[Metrics]:
+        return [Metrics(run_id="r", step=step, time=at, values={}) for step, at in enumerate(times)]
+
+    assert time_left(steps(0.0, 100.0, 103.0, 106.0), 10, 107.0) == 20.0
+    assert time_left(steps(0.0, 100.0, 103.0, 106.0), 3, 107.0) == 0.0
+    assert time_left(steps(0.0, 100.0), 10, 107.0) is None and time_left(steps(0.0, 1.0, 2.0), None, 3.0) is None
+
+
+def test_ticks_are_told_apart_and_noise_does_not_fill_a_chart():
+    program = """
+        import {shownRange, tickLabels} from "./dashboard/src/ticks.ts";
+        console.log(JSON.stringify([
+            tickLabels([0.9996, 0.9998, 1, 1.0002], 0.0002), tickLabels([0, 0.25, 0.5], 0.25),
+            tickLabels([0, 5000, 10000], 5000), tickLabels([0, 2e-7, 4e-7], 2e-7), tickLabels([0, 20], 20),
+            shownRange(0, 0), shownRange(1e-13, 9e-13), shownRange(2, 2),
+            shownRange(1.0000001, 1.0000004).map((end) => Math.round(end * 1e4)), shownRange(-3, 5),
+        ]));
+    """
+    command = [NODE, "--no-warnings", "--experimental-strip-types", "--input-type=module", "-e", program]
+    said = subprocess.run(command, check=True, cwd=Path(__file__).parents[2], capture_output=True)
+    assert msgspec.json.decode(said.stdout) == [
+        ["0.9996", "0.9998", "1.0000", "1.0002"], ["0.00", "0.25", "0.50"], ["0", "5k", "10k"], ["0", "2e-7", "4e-7"],
+        ["0", "20"], [0, 1], [0, 1e-9], [1.8, 2.2], [9995, 10005], [-3.4, 5.4],
+    ]  # fmt: skip
 
 
 async def test_quality_is_what_steps_counted(place):
@@ -409,5 +439,15 @@ async def test_why_the_reward_moved_is_told_by_tag_and_task_by_task(place):
     assert {row["name"]: row["means"] for row in told["behaviour"]} == {
         "calls": [1, 2], "answer tokens": [2, 4], "tool search": [0, 1], "failed tools": [0, 0]
     }  # fmt: skip
-    assert [(pair["before"], pair["after"]) for pair in told["tasks"]] == [(0.0, 1.0), (1.0, 0.5)]
+    assert [row["rewards"] for row in told["tasks"]] == [[0.0, 1.0], [1.0, 0.5]]
+    one = await place.store.get_rollout_by_id(told["tasks"][0]["rollout_ids"][1])
+    assert one.metadata["step"] == 4
+    (held_out,) = (await place.get(f"/rollouts/{one.rollout_id}/credit"))["members"]
+    assert held_out["advantage"] is None and [call["return"] for call in held_out["calls"]] == [None, None]
+    # Beside a run without held-out tasks; the newest evaluation counts.
+    other = await place.store.start_run("grpo", MANIFEST)
+    rows = await place.post("/tasks", {"run_ids": [other.run_id, run.run_id]})
+    assert {row["task"]: row["rewards"] for row in rows} == {
+        '{"kind":"search"}': [None, 0.5], '{"kind":"sum"}': [None, 1.0]
+    }  # fmt: skip
     assert (await place.get("/runs/nobody/progress"))["steps"] == []

@@ -27,7 +27,16 @@ from agentlightning.store.sql import SqlStore
 from agentlightning.store.transfer import import_rollouts
 from agentlightning.tracing.context import AttemptTracer
 from agentlightning.tracing.logs import record_log
-from agentlightning.types import AttemptedRollout, Metrics, PromptTemplate, Run, Span, SpanStatus
+from agentlightning.tracing.rewards import reward_attributes
+from agentlightning.types import (
+    AttemptedRollout,
+    EnqueueRolloutRequest,
+    Metrics,
+    PromptTemplate,
+    Run,
+    Span,
+    SpanStatus,
+)
 
 FLIGHTS = Path(__file__).parent / "flights"
 KEY = "the key of an administrator"
@@ -163,6 +172,27 @@ async def hostile(store: SqlStore) -> AttemptedRollout:
     )
     await store.update_attempt(rollout_id, attempt_id, status="failed", metadata={"reason": HOSTILE})
     return attempted
+
+
+async def evaluated(store: SqlStore, run_id: str = "run-evaluated") -> str:
+    """A run of which two evaluations differ: Bergen got better, London much worse. The id of one of its rollouts."""
+    config = {"algorithm": {"steps": 4, "group_size": 4}}
+    run = await store.start_run("grpo", {"seed": 4, "agent": "agent.py:weather", "config": config}, run_id=run_id)
+    rollout_id = ""
+    for step, rewards in ((0, {"Bergen": 0.5, "London": 2.0}), (4, {"Bergen": 1.0, "London": 0.0})):
+        for town, value in rewards.items():
+            asked = EnqueueRolloutRequest(input=town, mode="val", run_id=run.run_id, metadata={"step": step})
+            (rollout,) = await store.enqueue_many_rollouts([asked])
+            attempt = (await store.start_attempt(rollout.rollout_id)).attempt
+            tracer = AttemptTracer(rollout.rollout_id, attempt.attempt_id)
+            tracer.record(semconv.REWARD, reward_attributes({"final": value}), start_time=1.0, end_time=1.0)
+            await store.add_many_spans(tracer.drain())
+            await store.update_attempt(rollout.rollout_id, attempt.attempt_id, status="succeeded")
+            rollout_id = rollout.rollout_id
+        values = {"val_reward": sum(rewards.values()) / 2}
+        await store.add_metrics(Metrics(run_id=run.run_id, step=step, time=float(step), values=values))
+    await store.update_run(run.run_id, "succeeded", merge={"tags": ["weather"]})
+    return rollout_id
 
 
 async def stuck(store: SqlStore) -> AttemptedRollout:

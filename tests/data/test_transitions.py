@@ -133,7 +133,7 @@ def test_every_reason_of_the_gateway_that_leaves_the_tokens_whole_can_be_kept() 
     ("wrong", "match"),
     [
         ({"keep": ["ended by stop string"]}, "did you mean 'ended by a stop string'"),
-        ({"keep": "has images"}, "a list of reasons"),
+        ({"keep": "has images"}, "must be a list"),
         ({"max_prompt_length": 0}, "max_prompt_length"),
         ({"max_response_length": -1}, "max_response_length"),
         ({"agents": "writer|("}, "not a pattern"),

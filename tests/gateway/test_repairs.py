@@ -99,7 +99,7 @@ class Strict(Upstream):
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("kind", ["vllm", "openai"])
-async def test_a_chat_that_a_server_refuses_is_repaired_and_the_server_remembered(name: str, kind: Kind) -> None:
+async def test_a_chat_that_a_server_refuses_is_repaired_and_the_repair_remembered(name: str, kind: Kind) -> None:
     refuses, messages, expected = REFUSED[name]
     upstream = Strict(refuses, 500 if kind == "openai" else 400)  # llama.cpp says so of its templates
     async with upstream.backend(kind=kind) as backend:
@@ -108,8 +108,11 @@ async def test_a_chat_that_a_server_refuses_is_repaired_and_the_server_remembere
             for _ in range(2):
                 answer = await front.client().chat.completions.create(model="policy", messages=messages)
                 assert answer.choices[0].message.content == "Hi!"
-    first, last, again = upstream.asked[0], *upstream.asked[-2:]
-    assert roles(last["messages"]) == roles(again["messages"]) == expected
+    first, again = upstream.asked[0], upstream.asked[-1]
+    assert roles(again["messages"]) == expected
+    assert [refuses(asked["messages"]) for asked in upstream.asked[-2:]].count(None) == 1 + (
+        kind == "vllm" and name == "developers"
+    )  # what helped is tried first
     said = json.dumps(again["messages"])
     assert all(text in said for message in messages if (text := message.get("content")))
     if kind == "openai":
@@ -221,7 +224,8 @@ async def test_a_call_of_a_custom_tool_comes_back_as_one(stream: bool) -> None:
 
 # --- servers without an endpoint -----------------------------------------------------------------------------------
 
-NO_ROUTES = {  # as llama.cpp, FastAPI, Ollama and Azure say it
+NO_ROUTES = {  # as llama.cpp, LM Studio, FastAPI, Ollama and Azure say it
+    "LM Studio": (200, {"error": "Unexpected endpoint or method. (POST /v1/responses). Returning 200 anyway"}),
     "llama.cpp": (404, {"error": {"code": 404, "message": "File Not Found", "type": "not_found_error"}}),
     "fastapi": (404, {"detail": "Not Found"}),
     "no json": (404, "404 page not found"),
@@ -266,7 +270,7 @@ async def test_a_server_that_knows_no_responses_is_asked_once_and_then_by_chat_c
             answer = await post(front, "responses", body, attempted)
             assert "response.completed" in answer if stream else answer["output"][0]["content"][0]["text"] == "Hi!"
         spans = await front.spans(attempted)
-    assert others == ["/v1/responses"]
+    assert others == ["/v1/responses"] * 2  # the agent's, and an empty one
     assert [roles(asked["messages"]) for asked in upstream.asked] == ["system user"] * 2
     assert [asked["max_tokens"] for asked in upstream.asked] == [9, 9]
     assert [span.attributes[semconv.CALL_INDEX] for span in spans] == [0, 1]
@@ -279,7 +283,7 @@ async def test_messages_and_their_count_are_translated_too() -> None:
         for _ in range(2):
             assert (await post(front, "messages", body))["content"][0]["text"] == "Hi!"
             assert (await post(front, "messages/count_tokens", body))["input_tokens"] > 0
-    assert others == ["/v1/messages", "/v1/messages/count_tokens"]
+    assert others == ["/v1/messages"] * 2 + ["/v1/messages/count_tokens"] * 2
 
 
 @pytest.mark.parametrize("server", SOMETHING)

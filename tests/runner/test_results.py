@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from decimal import Decimal
 from fractions import Fraction
@@ -82,3 +83,35 @@ async def test_a_returned_reward_is_the_last_word_and_an_intermediate_one_displa
     for returned, value in ((None, 0.5), (0.25, 0.25)):
         rollout = await Runner(store, emitting).run_one(returned)
         assert agl.find_final_reward(await store.query_spans(rollout.rollout_id)) == value
+
+
+async def reason_of(store: SqlStore, agent: Any, task: Any, **options: Any) -> str:
+    """Why the attempt of an agent on a task failed."""
+    llm = agl.LLM(endpoint="http://127.0.0.1:9/v1", model="policy")
+    await store.add_resources({"llm": llm})
+    runner = Runner(store, agent, **options)
+    with pytest.raises(Exception):  # noqa: B017 - whatever it is, the store has the reason
+        await runner.run_one(task)
+    [rollout] = await store.query_rollouts()
+    attempt = await store.get_latest_attempt(rollout.rollout_id)
+    assert attempt is not None
+    return str(attempt.metadata["reason"])
+
+
+@pytest.mark.parametrize("isolation", ["none", "process"])
+async def test_a_field_that_the_task_lacks_is_told_with_those_it_has(store: SqlStore, isolation: str) -> None:
+    task = {"question": "?", "answer": 1}
+    reason = await reason_of(store, "tests.runner.agents.mistaken:field", task, isolation=isolation)
+    assert "qestion" in reason and reason.endswith("; the task has: question, answer")
+
+
+async def test_a_key_that_something_else_lacks_is_told_alone(store: SqlStore) -> None:
+    def agent(task: Any, llm: agl.LLM) -> float:
+        return float(os.environ["NO_SUCH_VARIABLE"])
+
+    assert await reason_of(store, agent, {"question": "?"}) == "KeyError: 'NO_SUCH_VARIABLE'"
+
+
+async def test_a_call_to_another_address_than_the_runs_is_told_with_both(store: SqlStore) -> None:
+    reason = await reason_of(store, "tests.runner.agents.mistaken:address", {"question": "?"}, isolation="none")
+    assert "this call went to http://127.0.0.1:1, and the model of this run is at http://127.0.0.1:9" in reason

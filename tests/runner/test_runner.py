@@ -49,6 +49,8 @@ async def test_agents_run_side_by_side_up_to_the_concurrency(store: SqlStore) ->
 
     await run_to_end(store, counted, *range(20), concurrency=3)
     assert most == 3
+    (worker,) = await store.query_workers()
+    assert worker.heartbeat_stats == {"running": 0, "finished": 20, "concurrency": 3, "ended": True}
     for task, rollout in enumerate(await run_to_end(store, in_threads, *range(8))):
         message, _ = await store.query_spans(rollout.rollout_id)
         assert message.attributes["agentlightning.message.body"] == str(task)

@@ -41,7 +41,7 @@ TRAINER = WORKER | {
 }
 ADMIN = TRAINER | {
     *("delete_rollouts", "issue_key", "issue_attempt_key", "revoke_key", "find_key", "query_keys"),
-    *("check_store", "import_rollout"),
+    *("check_store", "import_rollout", "delete_run"),
 }
 OPENS = {"read": READ, "grader": GRADER, "worker": WORKER, "trainer": TRAINER, "admin": ADMIN}
 
@@ -71,6 +71,8 @@ def span_of(place: Place, number: int = 1, **fields: Any) -> Span:
 async def furnish(store: SqlStore, tag: str) -> Place:
     place = Place(tag)
     await store.start_run("train", {}, place.run_id)
+    await store.start_run("train", {}, place.ended_run_id)
+    await store.update_run(place.ended_run_id, "failed")
     await store.add_resources({}, resources_id=place.resources_id)
     await store.create_group(1, place.run_id, place.group_id)
     request = EnqueueRolloutRequest(
@@ -132,7 +134,7 @@ EVERY: dict[str, Callable[[Place], dict[str, Any]]] = {
     "add_resources": lambda p: {"resources": {}, "parent_id": p.resources_id},
     "get_resources_by_id": lambda p: {"resources_id": p.resources_id},
     "update_run": lambda p: {"run_id": p.run_id, "status": "failed"},
-    "delete_run": lambda p: {"run_id": p.run_id},
+    "delete_run": lambda p: {"run_id": p.ended_run_id},
     "next_policy_version": lambda p: {"run_id": p.run_id},
     "add_metrics": lambda p: {"metrics": metrics_of(p)},
     "query_metrics": lambda p: {"run_id": p.run_id},

@@ -9,17 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from agentlightning.algorithm.rl.settings import RLSettings
-from agentlightning.data.call_filter import (
-    FROZEN,
-    HOUSEKEEPING,
-    KEEPABLE,
-    LONG_PROMPT,
-    LONG_RESPONSE,
-    OTHER_AGENT,
-    OTHER_MODEL,
-    TRUNCATED,
-    UNUSED_CHOICE,
-)
+from agentlightning.data.excluded import excluded_often
 from agentlightning.data.rewards import BEFORE_ANY_CALL, UNCLEAR
 from agentlightning.errors import TrainingError
 
@@ -34,19 +24,7 @@ LOST: Final = {
     BEFORE_ANY_CALL: "emit them after the answer that they are about",
 }
 """What to do about intermediate rewards that belong to no call, by reason."""
-MANY_EXCLUDED: Final = 0.1  # of a step's calls
 ROUNDING: Final = 1e-2  # a tolerance below this is float32's
-
-# Reasons that somebody chose: another model or agent learns.
-_CHOSEN: Final = (FROZEN, OTHER_AGENT, OTHER_MODEL)
-_TO_TRAIN: Final[dict[str, str]] = {
-    **{reason: f'`keep: ["{reason}"]` trains them' for reason in KEEPABLE},
-    TRUNCATED: "`train_truncated: true` trains them, and a higher `max_tokens` cuts off fewer",
-    LONG_PROMPT: "a higher `max_prompt_length` trains them",
-    LONG_RESPONSE: "a higher `max_response_length` trains them",
-    HOUSEKEEPING: "`agents` trains them if it names the agent that makes them",
-    UNUSED_CHOICE: "ask for one choice (`n=1`)",
-}
 
 
 class GradientNorms:
@@ -82,7 +60,7 @@ class Alarms:
     def remember(self, history: Iterable[Mapping[str, float]]) -> None:
         """The metrics of the steps before a resumption."""
         for metrics in history:
-            self._said.update(_excluded_often(metrics))
+            self._said.update(excluded_often(metrics))
             for name, norms in self._norms.items():
                 norms.add(metrics.get(name, 0.0))
 
@@ -121,11 +99,10 @@ class Alarms:
 
     def check_excluded(self, step: int, metrics: Mapping[str, float]) -> None:
         """Say once of each reason that it leaves out more than a tenth of a step's calls."""
-        for reason, share in _excluded_often(metrics).items():
+        for reason, sentence in excluded_often(metrics).items():
             if reason not in self._said:
                 self._said.add(reason)
-                remedy = _TO_TRAIN.get(reason, "no setting does, for they are not what was sampled")
-                self._note(f"step {step}: {share:.0%} of the calls are not trained ({reason}): {remedy}")
+                self._note(f"step {step}: {sentence}")
 
     def check_mismatch(self, step: int, metrics: Mapping[str, float], tolerance: float) -> None:
         """On tokens sampled with the same weights, learner and sampler differ only by rounding."""
@@ -139,11 +116,3 @@ class Alarms:
         if mismatch > tolerance:
             cause = "Has the sampler another dtype, or has it kept some old weights?"
             self._note(f"{problem}. {cause if tolerance < ROUNDING else 'Try float32'}")
-
-
-def _excluded_often(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Reasons, with the share of the policy's calls that each leaves out, where it is above `MANY_EXCLUDED`."""
-    left_out = {name.removeprefix("excluded/"): n for name, n in metrics.items() if name.startswith("excluded/")}
-    counted = {reason: count for reason, count in left_out.items() if reason not in _CHOSEN}
-    calls = metrics.get("calls", 0.0) + sum(counted.values())
-    return {reason: count / calls for reason, count in counted.items() if count > MANY_EXCLUDED * calls}

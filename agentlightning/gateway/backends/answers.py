@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Final, Generic, TypeVar
+from typing import Annotated, Any, Final, Generic, TypeAlias, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from agentlightning.errors import BackendError
 from agentlightning.gateway.admission import leaves_sampling_free
@@ -49,6 +50,11 @@ _FINISH_REASONS: Final[dict[str, FinishReason]] = {word: reason for reason, word
 _SAMPLED: Final = ("completion_tokens", "output_tokens")
 
 
+# What the store and the policy can take. Others are left out, and an answer without them is not trained.
+_Id: TypeAlias = Annotated[int, Meta(ge=0, lt=2**31)]  # of a token, or a version
+_Count: TypeAlias = Annotated[int, Meta(ge=1, lt=2**31)]
+
+
 class _TokenLogprob(msgspec.Struct, gc=False):
     logprob: float | None = None
 
@@ -80,17 +86,17 @@ class _ChoicePart(msgspec.Struct, Generic[T]):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: _Logprobs[T] | None = None
-    token_ids: tuple[int, ...] | None = None
-    prompt_token_ids: tuple[int, ...] | None = None
-    policy_versions: list[tuple[int, int]] | None = None
+    token_ids: tuple[_Id, ...] | None = None
+    prompt_token_ids: tuple[_Id, ...] | None = None
+    policy_versions: list[tuple[_Id, _Count]] | None = None
     weight_versions: list[WeightsSpan] | None = None
 
 
 class _Chunk(msgspec.Struct, Generic[T]):
     choices: list[_ChoicePart[T]] = []
     usage: Any = None
-    prompt_token_ids: tuple[int, ...] | None = None
-    policy_version: int | None = None
+    prompt_token_ids: tuple[_Id, ...] | None = None
+    policy_version: _Id | None = None
     system_fingerprint: str | None = None
     service_tier: str | None = None
     error: Any = None

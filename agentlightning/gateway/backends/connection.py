@@ -29,6 +29,8 @@ _CONNECT_SECONDS: Final = 10.0
 _END_SECONDS: Final = 0.05
 _UNREAD: Final = 1 << 20  # bytes; a server that sends more than is read has to wait
 _LONGEST_HEAD: Final = 1 << 19  # bytes; as much is read at once, body and all
+_LONGEST_ANSWER: Final = 1 << 29  # bytes of one that is read as a whole
+_LONGEST_REFUSAL: Final = 1 << 20  # bytes
 _LONGEST_LINE: Final = 1 << 25  # bytes of an event stream; a million token ids fit
 _FORBIDDEN: Final = frozenset("\r\n\0")
 
@@ -74,6 +76,7 @@ class Connection:
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._tls else 80)
         self._fixed = f"host: {parts.netloc}\r\naccept: */*\r\naccept-encoding: identity\r\n"
+        self._key = api_key
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers[key_header] = f"Bearer {api_key}" if key_header == "authorization" else api_key
@@ -125,6 +128,10 @@ class Connection:
             if accepted and response.status != 200:
                 raise await refusal(response, self.base_url)
             yield response
+        except BackendError as error:
+            if self._key and self._key in str(error):  # servers repeat what they do not like, and agents read it
+                error.args = (str(error).replace(self._key, "[key]"),)
+            raise
         finally:
             if response is not None:
                 response.close()
@@ -241,10 +248,15 @@ class Response(asyncio.Protocol):
             raise
         return self
 
-    async def read(self) -> bytes:
-        if self._complete:
-            return self._take()
-        return b"".join([part async for part in self.parts()])
+    async def read(self, limit: int = _LONGEST_ANSWER) -> bytes:
+        """The whole body. BackendError for one of more than `limit` bytes."""
+        parts, size = list[bytes](), 0
+        async for part in self.parts():
+            parts.append(part)
+            size += len(part)
+            if size > limit:
+                raise BackendError(f"the backend at {self._connection.origin} sends more than {limit:,} bytes")
+        return b"".join(parts)
 
     async def parts(self) -> AsyncGenerator[bytes, None]:
         while True:
@@ -375,13 +387,14 @@ async def refusal(response: Response, base_url: str) -> BackendError:
         _log.warning("the backend at %s refused the gateway's key (%d)", base_url, response.status)
         message = f"the backend at {base_url} refused the gateway's key"  # its own words may repeat the key
         return BackendError(message, status=502, code="backend_key_refused")
-    words = words_of(await response.read())
+    words = words_of(await response.read(_LONGEST_REFUSAL))
     refused = CallRefused(
         words.message or f"the backend answered {response.status} and said nothing",
         status=response.status if 400 <= response.status < 500 else 502,
         code=words.code or "backend_error",
         param=words.param,
     )
+    refused.answered = response.status
     refused.retry_after = response.headers.get("retry-after")
     return refused
 
@@ -390,14 +403,16 @@ async def event_data(response: Response, ended: Callable[[], None] = lambda: Non
     """The data of each server-sent event up to `[DONE]`, at which `ended` is called. BackendError for a line that does
     not end, and for an event that is an error."""
     begun: list[bytes] = []  # of a line that has not ended
+    size = 0
     failed = False
     async for part in response.parts():
         *lines, rest = part.split(b"\n")
         if lines:
             lines[0] = b"".join((*begun, lines[0]))
-            begun = []
+            begun, size = [], 0
         begun.append(rest)
-        if sum(map(len, begun)) > _LONGEST_LINE:
+        size += len(rest)
+        if size > _LONGEST_LINE:
             raise BackendError(f"the backend sent a line of more than {_LONGEST_LINE} bytes")
         for line in lines:
             if line.startswith(b"event:"):

@@ -56,6 +56,7 @@ KINDS: Final[dict[str, _Kind]] = {
 # What can be asked by chat completions where a server does not answer it itself.
 _TRANSLATED: Final = frozenset({"responses", "messages", "messages/count_tokens"})
 _NO_ROUTE: Final = (404, 405, 501)
+_OF_CHATS: Final = (400, 422, 500)  # with which servers refuse what a chat holds
 # What comes back with an answer that was passed through.
 _RELAYED_HEADERS: Final = ("content-type", "request-id", "x-request-id", "retry-after", "openai-processing-ms")
 
@@ -85,7 +86,9 @@ class HttpBackend:
         self.keeps_weights = False  # a call ends with the weights that it began with
         self.relays = KINDS[kind].relays
         # Of chats that the server renders. Templates that do not know developers leave out what they say.
-        self._repairs: tuple[Repair, ...] = (as_system, with_json_arguments) if kind == "vllm" else ()
+        self._always: tuple[Repair, ...] = (as_system, with_json_arguments) if kind == "vllm" else ()
+        self._repairs: tuple[Repair, ...] = ()  # that have helped
+        self._knows = set[str]()  # endpoints
         self._chat_only = False
         self.model = model
         self.connection = Connection(
@@ -141,10 +144,12 @@ class HttpBackend:
     async def _accepted(
         self, url: str, call: ModelCall, body: Callable[[ModelCall], dict[str, Any]]
     ) -> AsyncGenerator[Response]:
-        """The server's answer, with the repairs that its chats turn out to need; those are made at once from then on.
-        BackendError is the first refusal where none helps."""
-        headers, refused = self._headers(call), None
-        for messages, repair in tries(call.messages, self._repairs):
+        """The server's answer, with the repairs that a refused chat turns out to need; those that have helped are
+        tried first. BackendError is the first refusal where none helps."""
+        headers, refused, written = self._headers(call), None, call.messages
+        for repair in self._always:
+            written = repair(written)
+        for messages, repair in tries(written, self._repairs):
             tried = msgspec.structs.replace(call, messages=messages)
             begun = False
             try:
@@ -158,7 +163,7 @@ class HttpBackend:
                     return
             except CallRefused as error:
                 refused = refused or error
-                if begun or not may_be_repaired(str(refused)):
+                if begun or error.answered not in _OF_CHATS or not may_be_repaired(str(refused)):
                     raise
         if refused is not None:
             raise refused
@@ -172,13 +177,27 @@ class HttpBackend:
                 raise await refusal(response, self.name)
             kept = {name: response.headers[name] for name in _RELAYED_HEADERS if name in response.headers}
             parts = response.parts()
-            if response.status in _NO_ROUTE and call.path in _TRANSLATED:
+            in_json = kept.get("content-type", "").startswith("application/json")
+            if call.path in _TRANSLATED and (response.status in _NO_ROUTE or (response.status == 200 and in_json)):
                 said = await response.read()
-                if not _names_something(said):
+                if _has_no_route(response.status, said) and not await self._has(call.path):
                     self._lacks(call.path)
-                    raise NotRelayedError(f"{self.name} has no {call.path}", status=response.status, code="not_found")
+                    raise NotRelayedError(f"{self.name} has no {call.path}", status=404, code="not_found")
                 parts = _once(said)
+            if response.status not in _NO_ROUTE:
+                self._knows.add(call.path)
             yield RelayedAnswer(response.status, kept, parts)
+
+    async def _has(self, path: str) -> bool:
+        """Whether the server knows this endpoint. What an agent is refused may be about something that it named, and
+        is no proof: an empty request is refused otherwise than one that leads nowhere."""
+        if path not in self._knows:
+            async with self.connection.posted(self.connection.url(path), b"{}") as response:
+                said = await response.read()
+                if response.status in _NO_ROUTE or (response.status == 200 and _has_no_route(200, said)):
+                    return False
+            self._knows.add(path)
+        return True
 
     def _lacks(self, path: str) -> None:
         """The server does not know this endpoint. One that does not know responses is not OpenAI's own, and knows
@@ -186,7 +205,7 @@ class HttpBackend:
         self.relays -= {path}
         if self.kind == "openai" and path == "responses":
             self._chat_only = True
-            self._repairs = (as_system, with_json_arguments, *self._repairs)
+            self._always = (as_system, with_json_arguments)
 
     def _headers(self, call: ModelCall) -> dict[str, str]:
         return self._chat_headers if call.session is None else self._chat_headers | {SESSION_HEADER: call.session}
@@ -225,6 +244,13 @@ def _streamed(response: Response, *, asked: bool) -> bool:
     """Whether the answer is an event stream: some servers always send one, others never."""
     kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
     return kind == "text/event-stream" or (asked and kind != "application/json")
+
+
+def _has_no_route(status: int, said: bytes) -> bool:
+    """Whether an answer means that there is no such endpoint. LM Studio says so with 200."""
+    if status == 200:
+        return b'"Unexpected endpoint or method' in said[:100]
+    return not _names_something(said)
 
 
 def _names_something(refusal: bytes) -> bool:

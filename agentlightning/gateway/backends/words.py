@@ -44,8 +44,12 @@ def words_of(body: bytes | str | Any) -> Words:
         inner = _first_object(inner.get("error")) or inner
     fields = outer | inner
     statuses = [_status(fields.get(name)) for name in ("code", "status", "status_code", "statusCode")]
+    try:
+        message = _message(decoded, _DEPTH)[:_LONGEST]
+    except RecursionError:  # what it says is nested too deeply to be written
+        message = ""
     return Words(
-        _message(decoded, _DEPTH)[:_LONGEST].encode(errors="replace").decode(),
+        message.encode(errors="replace").decode(),
         _text(fields.get("code")),
         _text(fields.get("param")),
         next((status for status in statuses if status is not None), None),

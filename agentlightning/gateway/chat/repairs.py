@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, groupby
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -67,12 +69,16 @@ def canonical(request: CallRequest) -> tuple[CallRequest, list[str]]:
 
 def _format(format: Any) -> dict[str, Any] | None:
     """The grammar of a custom tool, which chat completions wrap once more than responses do."""
-    return format.get("grammar", format) if isinstance(format, dict) else None
+    grammar = format.get("grammar", format) if isinstance(format, dict) else None
+    return grammar if isinstance(grammar, dict) else None
 
 
-def _tool_name(tool: Any) -> Any:
-    inner = tool.get(tool.get("type")) if isinstance(tool, dict) else None
-    return inner.get("name") if isinstance(inner, dict) else None
+def _tool_name(tool: Any) -> str | None:
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "custom", "custom": {"name": str(name)}}:
+            return name
+        case _:
+            return None
 
 
 def _message(position: int, message: dict[str, Any], dropped: set[str]) -> dict[str, Any]:
@@ -120,7 +126,7 @@ def _call(name: str, call: dict[str, Any]) -> dict[str, Any]:
 def _newer(messages: Messages) -> Messages:
     """Calls of the older form, `function_call` and role `function`, as tool calls; and results that name no call get
     the first that waits for one."""
-    waiting: list[str] = []
+    waiting = OrderedDict[str, None]()  # of which the first is found at once, whatever was taken out before
     newer: Messages = []
     for position, message in enumerate(messages):
         older = message.get("function_call")
@@ -128,11 +134,11 @@ def _newer(messages: Messages) -> Messages:
             message = {name: value for name, value in message.items() if name != "function_call"}
             message |= {"tool_calls": [_call(str(position), {"function": older})]}
         if message["role"] == "function" or (message["role"] == "tool" and "tool_call_id" not in message):
-            message = message | {"role": "tool", "tool_call_id": waiting[0] if waiting else f"call_{position}"}
+            message = message | {"role": "tool", "tool_call_id": next(iter(waiting), f"call_{position}")}
         if message["role"] == "tool":
-            waiting = [call_id for call_id in waiting if call_id != message["tool_call_id"]]
+            waiting.pop(str(message["tool_call_id"]), None)
         elif "tool_calls" in message:
-            waiting = [str(call["id"]) for call in _calls(message)]
+            waiting = OrderedDict.fromkeys([str(call["id"]) for call in _calls(message)])
         newer.append(message)
     return newer
 
@@ -151,12 +157,12 @@ def without_later_system(messages: Messages) -> Messages:
 
 def merged(messages: Messages) -> Messages:
     """Messages of users that follow each other are one."""
-    joined: Messages = messages[:1]
-    for message in messages[1:]:
-        if message["role"] == "user" == joined[-1]["role"]:
-            joined[-1] = joined[-1] | {"content": _both(joined[-1].get("content"), message.get("content"))}
-        else:
-            joined.append(message)
+    joined: Messages = []
+    for role, several in groupby(messages, key=lambda message: message["role"]):
+        said = [*several]
+        if role == "user" and len(said) > 1:
+            said = [said[0] | {"content": _together([message.get("content") for message in said])}]
+        joined += said
     return joined
 
 
@@ -179,14 +185,23 @@ def with_short_ids(messages: Messages) -> Messages:
 
 def with_results_behind_calls(messages: Messages) -> Messages:
     """The results of calls come before what else was said meanwhile."""
-    called = {str(call.get("id")) for message in messages for call in _calls(message)}
-    results = {str(message.get("tool_call_id")): message for message in messages if message["role"] == "tool"}
+    to_come = Counter(str(call.get("id")) for message in messages for call in _calls(message))
+    results: dict[str, deque[dict[str, Any]]] = {}
     repaired: Messages = []
     for message in messages:
-        if message["role"] != "tool" or str(message.get("tool_call_id")) not in called:
+        if message["role"] == "tool" and (call_id := str(message.get("tool_call_id"))) in to_come:
+            results.setdefault(call_id, deque()).append(message)
+    for message in messages:
+        if message["role"] != "tool" or str(message.get("tool_call_id")) not in results:
             repaired.append(message)
-        ids = [str(call.get("id")) for call in _calls(message)]
-        repaired += [results[call_id] for call_id in ids if call_id in results]
+        for call in _calls(message):
+            call_id = str(call.get("id"))
+            to_come[call_id] -= 1
+            several = results.get(call_id, deque())
+            while several:
+                repaired.append(several.popleft())
+                if to_come[call_id]:  # some agents give an id again, to another call
+                    break
     return repaired
 
 
@@ -222,11 +237,17 @@ REPAIRS: Final[tuple[Repair, ...]] = (
 
 
 def tries(messages: Messages, known: Sequence[Repair] = ()) -> Iterator[tuple[Messages, Repair | None]]:
-    """The chats to try, one after another, until one is not refused: with the repairs that are `known` to be needed,
-    then each with one more, which is named."""
-    for repair in known:
-        messages = repair(messages)
+    """The chats to try, one after another, until one is not refused: as it is, with the repairs that helped others
+    (`known`), then each with one more, which is named.
+
+    No chat is changed because another was refused: those who make that one may be somebody else."""
     yield messages, None
+    repaired = messages
+    for repair in known:
+        repaired = repair(repaired)
+    if repaired != messages:
+        messages = repaired
+        yield messages, None
     for repair in REPAIRS:
         repaired = repair(messages)
         if repaired != messages:
@@ -234,7 +255,9 @@ def tries(messages: Messages, known: Sequence[Repair] = ()) -> Iterator[tuple[Me
             yield messages, repair
 
 
-_SAYS_WHY: Final = re.compile(r"system|developer|\brole|alternat|tool.?call|template|jinja", re.IGNORECASE)
+_SAYS_WHY: Final = re.compile(
+    r"\bsystem\W+(?:message|prompt|instruction|turn)|developer|\brole|alternat|tool.?call|template|jinja", re.IGNORECASE
+)
 
 
 def may_be_repaired(refusal: str) -> bool:
@@ -250,13 +273,12 @@ def _as_user(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"role": "user"} if message["role"] in _SYSTEM else message
 
 
-def _both(first: Any, second: Any) -> Any:
-    if isinstance(first, str) and isinstance(second, str):
-        return f"{first}\n\n{second}"
+def _together(contents: list[Any]) -> Any:
     parts: list[Any] = []
-    for content in (first, second):
-        parts += [text_part(content)] if isinstance(content, str) else content or []
-    return parts
+    for texts, several in groupby(contents, key=lambda content: isinstance(content, str)):
+        said = [content for content in several if content is not None]
+        parts += [text_part("\n\n".join(said))] if texts else chain.from_iterable(said)
+    return parts[0]["text"] if all(isinstance(content, str) for content in contents) else parts
 
 
 def _short(call_id: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from itertools import groupby
 from typing import Annotated, Any, Final, Literal, TypeAlias
@@ -278,9 +279,9 @@ def _tools(tools: list[dict[str, Any]], dropped: set[str]) -> list[dict[str, Any
 
 def _chosen(tools: list[dict[str, Any]], calling: _Calling) -> tuple[list[dict[str, Any]], Any]:
     """The tools that may be called, and the choice among them."""
-    allowed = calling.allowed_function_names or []
+    allowed = {*(calling.allowed_function_names or ())}
     if calling.mode == "ANY" and len(allowed) == 1:
-        return tools, {"type": "function", "function": {"name": allowed[0]}}
+        return tools, {"type": "function", "function": {"name": allowed.pop()}}
     return [tool for tool in tools if not allowed or tool["function"]["name"] in allowed], _CHOICES[calling.mode]
 
 
@@ -290,7 +291,8 @@ class _Reader:
     the names of what is left out."""
 
     def __init__(self, dropped: set[str]) -> None:
-        self.open: dict[str, str] = {}  # id → name of the calls that have no result yet
+        self._open = OrderedDict[str, str]()  # id → name of the calls that have no result yet
+        self._named: dict[str, OrderedDict[str, None]] = {}  # their ids by name
         self._calls = 0
         self._dropped = dropped
 
@@ -308,7 +310,8 @@ class _Reader:
         numbered = enumerate(read)
         for role, turn in groupby(numbered, key=lambda one: _ROLES.get(one[1].role, "user")):
             if role == "assistant":
-                self.open.clear()
+                self._open.clear()
+                self._named.clear()
             said: list[dict[str, Any]] = []
             for position, content in turn:
                 said += self._parts(f"contents[{position}].parts", content)
@@ -330,7 +333,9 @@ class _Reader:
             case _Part(function_call=_FunctionCall() as call):
                 self._calls += 1
                 call_id = call.id or f"{self._calls:09}"  # Mistral's templates take nine letters or digits
-                self.open[call_id] = call.name
+                self._close(call_id)
+                self._open[call_id] = call.name
+                self._named.setdefault(call.name, OrderedDict())[call_id] = None
                 return function_call(call_id, call.name, json.dumps(call.args or {}, ensure_ascii=False))
             case _Part(function_response=_FunctionResponse() as result):
                 return self._result(result)
@@ -344,12 +349,15 @@ class _Reader:
                 raise CallRefused(f"{where}: {FILES_NOT_KEPT}", code="unsupported_content", param=where)
 
     def _result(self, result: _FunctionResponse) -> dict[str, Any]:
-        call_id = result.id if result.id in self.open else None
+        call_id = result.id if result.id in self._open else None
         if call_id is None:
-            named = [call_id for call_id, name in self.open.items() if name == result.name]
-            call_id = next(iter(named or self.open), result.id or result.name)
-        self.open.pop(call_id, None)
+            call_id = next(iter(self._named.get(result.name) or self._open), result.id or result.name)
+        self._close(call_id)
         return {"role": "tool", "tool_call_id": call_id, "content": _text(result.response)}
+
+    def _close(self, call_id: str) -> None:
+        if (name := self._open.pop(call_id, None)) is not None:
+            del self._named[name][call_id]
 
 
 def _text(response: dict[str, Any]) -> str:

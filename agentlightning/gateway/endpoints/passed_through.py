@@ -121,12 +121,13 @@ class _Events:
     def __init__(self) -> None:
         self._whole: dict[str, Any] = {}
         self._parts: dict[int, dict[str, Any]] = {}
+        self._texts: dict[int, dict[str, list[str]]] = {}  # that came after their part was begun, by its field
 
     def read(self, body: bytes) -> dict[str, Any]:
         for line in body.split(b"\n"):
             if line.startswith(b"data:"):
                 self._add(mapping(_decoded(line[5:])))
-        parts = [self._parts[number] for number in sorted(self._parts)]
+        parts = [self._part(number) for number in sorted(self._parts)]
         for part in parts:
             if isinstance(arguments := part.pop("partial_json", None), str):
                 part["input"] = mapping(json_of(arguments))
@@ -149,21 +150,31 @@ class _Events:
                 "item": dict(part),
             }:
                 self._parts[number] = dict(mapping(part))
+                self._texts.pop(number, None)
             case {"index": int(number), "delta": dict(delta)}:
-                part = self._parts.setdefault(number, {"type": "text"})
+                self._parts.setdefault(number, {"type": "text"})
                 for name, text in mapping(delta).items():
                     if name != "type" and isinstance(text, str):
-                        part[name] = f"{part.get(name) or ''}{text}"
+                        self._say(number, name, text)
             case {"output_index": int(number), "delta": str(text), "type": "response.output_text.delta"}:
-                self._say(number, text)
+                self._parts.setdefault(number, {"type": "message", "role": "assistant"})
+                self._say(number, "content", text)
             case _:
                 pass
 
-    def _say(self, number: int, text: str) -> None:
-        """More of a message of a response, until its item is done."""
-        item = self._parts.setdefault(number, {"type": "message", "role": "assistant"})
-        said = joined(item.get("content")) + text
-        item["content"] = [{"type": "output_text", "text": said}]
+    def _say(self, number: int, name: str, text: str) -> None:
+        self._texts.setdefault(number, {}).setdefault(name, []).append(text)
+
+    def _part(self, number: int) -> dict[str, Any]:
+        """A part with what was said since it was begun."""
+        part = self._parts[number]
+        for name, texts in self._texts.get(number, {}).items():
+            said = "".join(texts)
+            if name == "content":  # of a message of a response
+                part[name] = [{"type": "output_text", "text": joined(part.get(name)) + said}]
+            else:
+                part[name] = f"{part.get(name) or ''}{said}"
+        return part
 
 
 def _message(whole: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Knows that part of the wire format. No backends, no rollouts, no HTTP server.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -19,6 +20,7 @@ from agentlightning.gateway.request import (
     SOME,
     CallRefused,
     attached,
+    check_parts,
     converted,
     custom_call,
     custom_function,
@@ -33,6 +35,7 @@ _ITEMS: Final = KINDS["responses"]["items"]
 _PARTS: Final = KINDS["responses"]["parts"]
 _TOOLS: Final = KINDS["responses"]["tools"]
 _OBJECTS: Final = msgspec.json.Decoder(list[dict[str, Any]])
+_MOST_REFERENCED: Final = 32 << 20  # bytes of the items that one request refers to
 _NO_FORM: Final = "give 'auto', 'none', 'required' or a function's name"
 
 
@@ -159,25 +162,27 @@ class ItemReader:
     def chosen(self, choice: Any) -> tuple[list[dict[str, Any]], Any]:
         """(the functions that may be called, the choice among them). CallRefused (400) for another choice."""
         functions = [*self._functions.values()]
+        flat: dict[tuple[str, str | None], str] = {}  # of a name without its namespace, the first
+        for name, tool in self.tools.items():
+            flat.setdefault((tool.name, None), name)
+            flat.setdefault((tool.name, tool.namespace), name)
+
+        def named(choice: Mapping[str, Any], name: str) -> str:
+            namespace = choice.get("namespace")
+            return flat.get((name, namespace if isinstance(namespace, str) else None), name)
+
         match choice:
             case None | "none" | "auto" | "required":
                 return functions, choice
             case {"type": "function" | "custom", "name": str(name)}:
-                return functions, {"type": "function", "function": {"name": self._chosen_name(choice, name)}}
+                return functions, {"type": "function", "function": {"name": named(choice, name)}}
             case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(allowed)}:
-                named = [tool for tool in allowed if isinstance(tool, dict) and isinstance(tool.get("name"), str)]
-                names = {self._chosen_name(tool, tool["name"]) for tool in named}
+                tools = [tool for tool in allowed if isinstance(tool, dict) and isinstance(tool.get("name"), str)]
+                names = {named(tool, tool["name"]) for tool in tools}
                 return [one for one in functions if one["function"]["name"] in names], mode
             case _:
                 kind = choice.get("type") if isinstance(choice, dict) else choice
                 raise CallRefused(f"tool_choice {kind!r} cannot be used; {_NO_FORM}", param="tool_choice")
-
-    def _chosen_name(self, choice: Mapping[str, Any], name: str) -> str:
-        namespace = choice.get("namespace")
-        for flat, tool in self.tools.items():
-            if tool.name == name and (namespace is None or tool.namespace == namespace):
-                return flat
-        return name
 
     def chat(self, items: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages that `input` stands for; texts and calls of one turn of the assistant are one message.
@@ -303,17 +308,25 @@ def _part(where: str, kind: str, part: _Part) -> dict[str, Any]:
 
 def with_references(body: bytes, answer: Callable[[str], dict[str, Any] | None]) -> bytes:
     """The body of a request with items of earlier responses in the place of references to them. `answer` gives the
-    message of a response by its id; a reference to one that is not known stays."""
+    message of a response by its id; a reference to one that is not known stays.
+
+    CallRefused (413) as `check_parts`, and for references to too much."""
     if b'"item_reference"' not in body:
         return body
+    check_parts(body)
     try:
         fields = OBJECT.decode(body)
         items = _OBJECTS.decode(fields.get("input", b""))
     except NOT_JSON:
         return body  # whoever reads it says what is wrong
+    known, size = functools.cache(answer), 0  # many references may be to one response
     for position, item in enumerate(items):
         if item.get("type") == "item_reference":
-            items[position] = _referenced(str(item.get("id")), answer) or item
+            items[position] = _referenced(str(item.get("id")), known) or item
+            size += len(msgspec.json.encode(items[position]))
+            if size > _MOST_REFERENCED:
+                message = f"the items that input refers to have more than {_MOST_REFERENCED:,} bytes"
+                raise CallRefused(message, status=413, code="body_too_large", param="input")
     return msgspec.json.encode(fields | {"input": items})
 
 
@@ -329,7 +342,7 @@ def _referenced(item_id: str, answer: Callable[[str], dict[str, Any] | None]) ->
         return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": thoughts}]}
     if prefix == "msg":
         return {"type": "message", "role": "assistant", "content": content or ""}
-    number = int(position) - bool(thoughts) - bool(content) if position.isdecimal() else -1
+    number = int(position) - bool(thoughts) - bool(content) if position.isdecimal() and len(position) < 10 else -1
     if not 0 <= number < len(calls):
         return None
     return {"type": "function_call", "call_id": calls[number]["id"], **calls[number]["function"]}

@@ -1,6 +1,6 @@
 // How a reward came to the calls that earned it. The server computes it with what training uses.
 import type { CreditedCall, CreditMember, CreditView } from "../api";
-import { number, oneLine, signed } from "../format";
+import { number, oneLine, signed, visible } from "../format";
 import { Balance, Facts, Waiting } from "../parts";
 import { useGet } from "../request";
 import { href } from "../route";
@@ -16,7 +16,7 @@ function Shown({ view, rolloutId }: { view: CreditView; rolloutId: string }) {
   const most = Math.max(1e-9, ...values.map((value) => Math.abs(value ?? 0)));
   return (
     <div class="credit">
-      {view.problem && <p class="problem">{view.problem}</p>}
+      {view.problem && <p class={own && own.row.rollout.mode !== "train" ? "note" : "problem"}>{visible(view.problem)}</p>}
       <Facts
         facts={[
           ["Returns", view.credit.returns],

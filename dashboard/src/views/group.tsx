@@ -1,8 +1,8 @@
 // The rollouts of one task side by side, and the tree of what they share.
 import type { CreditView, PrefixTree } from "../api";
-import { count, number, oneLine, percent, plural, signed } from "../format";
+import { count, number, oneLine, percent, plural, signed, visible } from "../format";
 import { useKeys } from "../keys";
-import { Balance, Empty, Facts, Head, Status, Tabs, Waiting } from "../parts";
+import { Balance, Empty, Facts, Head, rangeOf, Status, Tabs, Waiting } from "../parts";
 import { useGet } from "../request";
 import { go, href, place } from "../route";
 import { type Column, Table } from "../table";
@@ -63,7 +63,7 @@ function Members({ view }: { view: CreditView }) {
   return (
     <>
       <p class="input">{oneLine(view.members[0]?.row.rollout.input, 400)}</p>
-      {view.problem && <p class="problem">{view.problem}</p>}
+      {view.problem && <p class="problem">{visible(view.problem)}</p>}
       <Facts
         facts={[
           ["Mean reward", rewards.length ? number(mean) : "–"],
@@ -85,11 +85,12 @@ function Members({ view }: { view: CreditView }) {
 }
 
 function columns(view: CreditView): Column<Member>[] {
+  const rewards = rangeOf(view.members.map((member) => member.row.reward));
   const most = Math.max(1e-9, ...view.members.map((member) => Math.abs(member.advantage ?? 0)));
   return [
     { name: "#", width: "44px", cell: ({ row }) => String(row.rollout.group_index ?? "") || "·" },
     { name: "Status", width: "104px", cell: ({ row }) => <Status value={row.rollout.status} /> },
-    { name: "Reward", width: "70px", align: "end", cell: ({ row }) => <Reward value={row.reward} /> },
+    { name: "Reward", width: "70px", align: "end", cell: ({ row }) => <Reward value={row.reward} range={rewards} /> },
     { name: "Advantage", width: "80px", align: "end", cell: ({ advantage }) => signed(advantage) },
     { name: "Bar", width: "120px", cell: ({ advantage }) => <Balance value={advantage} most={most} /> },
     { name: "Calls", width: "52px", align: "end", cell: ({ calls }) => count(calls.length) },

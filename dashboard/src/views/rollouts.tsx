@@ -1,24 +1,40 @@
 // All rollouts, newest first, however many: found by what they are, page by page as they come into sight.
 import { useCallback, useEffect, useRef, useState } from "preact/hooks";
-import type { RolloutList, RolloutRow } from "../api";
+import type { RolloutList, RolloutRow, RunRow } from "../api";
+import { label } from "../compare";
 import { filterOf, MODES, STATUSES } from "../filters";
-import { ago, count, duration, number, oneLine, plural, taskLine } from "../format";
+import { ago, count, duration, number, oneLine, plural, taskLine, visible } from "../format";
 import { useLive } from "../live";
-import { Empty, Failed, Head, Status, Tag } from "../parts";
-import { Refused, request } from "../request";
+import { Empty, Failed, Head, rangeOf, shade, Status, Tag } from "../parts";
+import { Refused, request, useGet } from "../request";
 import { ask, href, place } from "../route";
 import { type Column, Table } from "../table";
 
 const PAGE = 100;
 
-const COLUMNS: Column<RolloutRow>[] = [
+const columnsOf = (runs: Map<string, string>, range: [number, number] | undefined): Column<RolloutRow>[] => [
   {
     name: "Task",
-    width: "minmax(150px, 3fr)",
+    width: "minmax(150px, 4fr)",
     cell: ({ rollout }) => <span title={rollout.rollout_id}>{taskLine(rollout.input)}</span>,
   },
+  {
+    name: "Run",
+    width: "minmax(80px, 1fr)",
+    cell: ({ rollout: { run_id } }) =>
+      run_id && (
+        <a href={href(["runs", run_id])} title={run_id}>
+          {visible(runs.get(run_id) ?? run_id)}
+        </a>
+      ),
+  },
+  {
+    name: "Agent",
+    width: "minmax(60px, 1fr)",
+    cell: ({ agents }) => <span class="muted">{agents.map((agent) => oneLine(agent, 30)).join(", ")}</span>,
+  },
   { name: "Step", width: "48px", align: "end", sort: "number", cell: ({ rollout }) => stepOf(rollout) },
-  { name: "Reward", width: "60px", align: "end", sort: "reward", cell: (row) => <Reward value={row.reward} /> },
+  { name: "Reward", width: "60px", align: "end", sort: "reward", cell: (row) => <Reward value={row.reward} range={range} /> },
   { name: "Status", width: "96px", sort: "status", cell: ({ rollout }) => <Status value={rollout.status} /> },
   { name: "Mode", width: "48px", sort: "mode", cell: ({ rollout }) => rollout.mode },
   { name: "Calls", width: "48px", align: "end", cell: (row) => count(row.calls) },
@@ -44,11 +60,6 @@ const COLUMNS: Column<RolloutRow>[] = [
         .map((tag: string) => <Tag key={tag}>{tag}</Tag>),
   },
   {
-    name: "Agents",
-    width: "minmax(60px, 1fr)",
-    cell: ({ agents }) => <span class="muted">{agents.map((agent) => oneLine(agent, 30)).join(", ")}</span>,
-  },
-  {
     name: "Group",
     width: "48px",
     cell: ({ rollout }) =>
@@ -67,14 +78,19 @@ function took({ start_time, end_time }: RolloutRow["rollout"]): number {
   return (end_time ?? Date.now() / 1000) - start_time;
 }
 
-export function Reward({ value }: { value: number | null }) {
+/** A reward, shaded by where it lies within the range of those beside it. */
+export function Reward({ value, range }: { value: number | null; range: [number, number] | undefined }) {
   if (value === null) return <span class="muted">–</span>;
-  return <span class={value > 0 ? "good" : value < 0 ? "bad" : ""}>{number(value)}</span>;
+  return <span class={`reward ${shade(value, range)}`}>{number(value)}</span>;
 }
 
 export function Rollouts() {
   const { query } = place.value;
   const pages = usePages(query);
+  const runs = useGet<RunRow[]>("dashboard/runs", (happened) => happened.kind === "reset");
+  const names = new Map((runs.data ?? []).map((run) => [run.run_id, label(run)]));
+  const range = rangeOf(pages.rows.map((row) => row.reward));
+  const columns = columnsOf(names, range).filter((one) => one.name !== "Run" || !query.get("run"));
   return (
     <section class="view rollouts">
       <Head title="Rollouts" note={pages.total === null ? "" : plural(pages.total, "rollout")}>
@@ -93,7 +109,7 @@ export function Rollouts() {
         <Table
           label="Rollouts"
           rows={pages.rows}
-          columns={COLUMNS}
+          columns={columns}
           id={(row) => row.rollout.rollout_id}
           href={(row) => href(["rollouts", row.rollout.rollout_id])}
           more={pages.done ? undefined : pages.more}
@@ -155,7 +171,7 @@ function Filters() {
         (name) =>
           query.get(name) && (
             <button type="button" class="tag" key={name} onClick={() => ask({ [name]: undefined })}>
-              {name} {query.get(name)} ✕
+              {name} {visible(query.get(name) ?? "")} ✕
             </button>
           ),
       )}

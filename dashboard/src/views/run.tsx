@@ -1,14 +1,16 @@
-// One run: how it is going, what it was started with, and a hand on its calls.
+// One run: how it is going, why it ended, what it was started with, and a hand on its calls.
 import { useState } from "preact/hooks";
-import type { Cause, ModelDescription, Progress, Row, Run, RunRow, TaskPair } from "../api";
-import { count, duration, number, plural, taskLine, time, visible } from "../format";
-import { Facts, Head, Json, Status, Waiting } from "../parts";
+import type { Cause, ModelDescription, Run, RunRow } from "../api";
+import { took } from "../compare";
+import { count, duration, number, plural, time, visible } from "../format";
+import { useKeys } from "../keys";
+import { Facts, Foreign, Head, Json, Status, Tag, Waiting } from "../parts";
 import { Refused, request, useGet } from "../request";
 import { href } from "../route";
-import { useKeys } from "../keys";
 import { may } from "../session";
-import { took } from "../compare";
 import { Charts } from "./charts";
+import { RunActions } from "./run_actions";
+import { WhyMoved } from "./why";
 
 export function RunDetails({ run }: { run: RunRow }) {
   useKeys({ u: () => (location.hash = href(["runs"])) });
@@ -17,6 +19,7 @@ export function RunDetails({ run }: { run: RunRow }) {
       <Head title={run.name ?? run.run_id} note={run.kind}>
         <Status value={run.status} doubtful={run.failed > 0} />
         <Hold run={run} />
+        <RunActions run={run} />
         <a class="button" href={href(["rollouts"], { run: run.run_id })}>
           Rollouts
         </a>
@@ -24,135 +27,98 @@ export function RunDetails({ run }: { run: RunRow }) {
           Data quality
         </a>
       </Head>
+      <Ended run={run} />
+      {run.status === "running" && <UnderWay run={run} />}
       <Facts
         facts={[
           ["Step", run.total_steps ? `${count(run.steps)} of ${count(run.total_steps)}` : count(run.steps)],
           ["Reward", number(run.last["reward"])],
           ["Best validation", number(run.best_val)],
           ["Seed", run.seed === null ? null : String(run.seed)],
-          ["Policy version", count(run.policy_version)],
+          // The first version is published before the first step: of a run without a step it says nothing.
+          ["Policy version", run.steps > 0 ? count(run.policy_version) : null],
+          ["Agent", run.agent],
           ["Failed rollouts", run.failed ? count(run.failed) : null],
           ["Started", time(run.start_time)],
           ["Took", duration(took(run))],
+          ["Ended because", run.status === "succeeded" ? run.reason : null],
+          ["Tags", run.tags.length > 0 && run.tags.map((tag) => <Tag key={tag}>{tag}</Tag>)],
         ]}
       />
       <Advice run={run} />
       {run.failed > 0 && <Failures run={run} />}
-      <Progressed run={run} />
+      <WhyMoved run={run} />
       <Charts rows={[run]} />
       <Manifest runId={run.run_id} />
     </section>
   );
 }
 
+/** Why it ended, where it did not end well, and what to say of a training without success. */
+function Ended({ run }: { run: RunRow }) {
+  const why = [run.status !== "succeeded" && run.status !== "running" && run.reason, run.lost];
+  return (
+    <>
+      {why.map(
+        (text) =>
+          text && (
+            <p class="problem reason" role="alert" key={text}>
+              <Foreign text={text} />
+            </p>
+          ),
+      )}
+      {run.conclusion && (
+        <p class="conclusion" role="note">
+          <Foreign text={run.conclusion} />
+        </p>
+      )}
+    </>
+  );
+}
+
+/** How far a running run is, and for how long it will go on. */
+function UnderWay({ run }: { run: RunRow }) {
+  if (!run.total_steps) return null;
+  return (
+    <p class="under-way">
+      <progress max={run.total_steps} value={run.steps} aria-label="Steps done" />
+      <span>
+        {count(run.steps)} of {plural(run.total_steps, "step")}
+        {run.time_left !== null && `, about ${duration(Math.round(run.time_left))} left`}
+        {run.stopping && ", stops after this step"}
+      </span>
+    </p>
+  );
+}
+
 /** What is off with this run, and what to do about it. */
 function Advice({ run }: { run: RunRow }) {
   const last = run.last;
-  const advice: string[] = run.lost ? [run.lost] : [];
+  const advice: string[] = run.excluded.map((sentence) => `In the newest step ${sentence}.`);
   const groups = Math.round((last["rollouts"] ?? 0) / Number(run.settings["algorithm.group_size"] || Infinity));
   const alike = last["groups_without_variance"] ?? 0;
   if (groups > 0 && alike > groups / 2) {
     const level = (last["reward"] ?? 0) > 0.5 ? "harder tasks" : "easier tasks, a finer reward";
     advice.push(
-      `${count(alike)} of ${count(groups)} groups had no two different rewards at the last step: use ${level}, larger groups or dynamic sampling.`,
+      `In ${count(alike)} of ${count(groups)} groups of the newest step all rollouts earned the same reward, so they trained nothing. Try ${level}, larger groups or dynamic sampling.`,
     );
   }
   if ((last["unrewarded"] ?? 0) > 0)
-    advice.push(`${count(last["unrewarded"] ?? 0)} rollouts of the last step have no reward: see why under Failures, or return a reward always.`);
-  if ((last["calls_excluded"] ?? 0) > 0)
-    advice.push(`${count(last["calls_excluded"] ?? 0)} calls of the last step are not trained: see Data quality.`);
+    advice.push(
+      `${plural(last["unrewarded"] ?? 0, "rollout")} of the newest step returned no reward. Return one from every rollout; failed rollouts are listed by cause below.`,
+    );
+  if ((last["calls_excluded"] ?? 0) > 0 && run.excluded.length === 0)
+    advice.push(
+      `${plural(last["calls_excluded"] ?? 0, "call")} of the newest step did not train. Data quality lists the reasons.`,
+    );
   if (run.status === "running" && run.failed > 0) advice.push(`${plural(run.failed, "rollout")} failed so far.`);
   if (advice.length === 0) return null;
   return (
     <ul class="advice" aria-label="Advice">
       {advice.map((one) => (
-        <li key={one}>{one}</li>
+        <li key={one}>{visible(one)}</li>
       ))}
     </ul>
-  );
-}
-
-/** Why the held-out reward moved: by tag, with tools and lengths, and what the first and the newest weights did. */
-function Progressed({ run }: { run: RunRow }) {
-  const [open, setOpen] = useState(false);
-  const path = open ? `dashboard/runs/${encodeURIComponent(run.run_id)}/progress` : undefined;
-  const found = useGet<Progress>(path);
-  if (run.best_val === null) return null;
-  return (
-    <details class="block" onToggle={(event) => setOpen(event.currentTarget.open)}>
-      <summary>Why did the reward move? Held-out tasks by tag, tools and length; first and newest weights</summary>
-      {open && (
-        <Waiting loaded={found}>
-          {(told) => (
-            <>
-              <Means title="Reward after step" steps={told.steps} rows={told.rewards} />
-              <Means title="Per rollout" steps={told.steps} rows={told.behaviour} />
-              <SideBySide tasks={told.tasks} />
-            </>
-          )}
-        </Waiting>
-      )}
-    </details>
-  );
-}
-
-function Means({ title, steps, rows }: { title: string; steps: number[]; rows: Row[] }) {
-  return (
-    <div class="scroll" tabIndex={0} role="region" aria-label={title}>
-      <table class="settings">
-        <thead>
-          <tr>
-            <th scope="col">{title}</th>
-            {steps.map((step) => (
-              <th scope="col" key={step}>
-                {step}
-              </th>
-            ))}
-          </tr>
-        </thead>
-        <tbody>
-          {rows.map((row) => (
-            <tr key={row.name}>
-              <th scope="row">{row.name}</th>
-              {row.means.map((mean, index) => (
-                <td key={steps[index]}>{number(mean)}</td>
-              ))}
-            </tr>
-          ))}
-        </tbody>
-      </table>
-    </div>
-  );
-}
-
-/** The same tasks with the first weights and the newest, the largest change first. */
-function SideBySide({ tasks }: { tasks: TaskPair[] }) {
-  if (tasks.length === 0) return null;
-  return (
-    <div class="scroll" tabIndex={0} role="region" aria-label="First and newest weights">
-      <table class="settings">
-        <thead>
-          <tr>
-            <th scope="col">Task</th>
-            <th scope="col">First weights</th>
-            <th scope="col">Newest weights</th>
-          </tr>
-        </thead>
-        <tbody>
-          {tasks.map((pair) => (
-            <tr key={pair.first_id}>
-              <th scope="row">{taskLine(JSON.parse(pair.task), 90)}</th>
-              <td>
-                <a href={href(["rollouts", pair.first_id])}>{number(pair.before)}</a>
-              </td>
-              <td>
-                <a href={href(["rollouts", pair.last_id])}>{number(pair.after)}</a>
-              </td>
-            </tr>
-          ))}
-        </tbody>
-      </table>
-    </div>
   );
 }
 

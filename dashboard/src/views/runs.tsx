@@ -1,17 +1,19 @@
 // Runs, compared: which there are, and what each measured.
 import type { RunRow } from "../api";
-import { colors, label, took } from "../compare";
-import { ago, count, duration, number, plural } from "../format";
-import { Empty, Head, Status, Waiting } from "../parts";
+import { colors, differing, label, searched, took } from "../compare";
+import { ago, count, duration, number, oneLine, plural, visible } from "../format";
+import { Empty, Head, Status, Tag, Waiting } from "../parts";
 import { useGet } from "../request";
 import { ask, href, place } from "../route";
 import { type Column, Table } from "../table";
 import { Charts } from "./charts";
 import { RunDetails } from "./run";
+import { TasksOfRuns } from "./why";
 import { useEvery } from "./workers";
 
 const INTERVAL = 10000; // milliseconds
 const COMPARED = 6; // runs that are drawn unless others are chosen
+const SETTINGS = 3; // columns of settings unless others are chosen
 
 export function Runs() {
   const [, one] = place.value.path;
@@ -44,42 +46,136 @@ function NoRuns() {
 }
 
 function Comparison({ rows }: { rows: RunRow[] }) {
-  const asked = place.value.query.get("runs");
-  const chosenIds = asked === null ? rows.slice(0, COMPARED).map((row) => row.run_id) : asked.split(",");
+  const { query } = place.value;
+  const found = rows.filter((row) => matches(row, query));
+  const asked = query.get("runs");
+  const chosenIds = asked === null ? found.slice(0, COMPARED).map((row) => row.run_id) : asked.split(",");
   const chosen = rows.filter((row) => chosenIds.includes(row.run_id));
-  const spread = place.value.query.get("seeds") === "together";
-  const shades = colors(chosen, !spread);
+  const shades = colors(chosen, query.get("seeds") === "each");
   const toggle = (id: string) => {
     const next = chosenIds.includes(id) ? chosenIds.filter((one) => one !== id) : [...chosenIds, id];
     ask({ runs: next.filter((one) => rows.some((row) => row.run_id === one)).join(",") || "none" });
+    // The row moves to or from the chosen ones; whoever uses the keyboard goes on from it.
+    requestAnimationFrame(() => document.getElementById(`compare-${id}`)?.focus({ preventScroll: true }));
   };
+  const listed = [...chosen, ...found.filter((row) => !chosen.includes(row))];
+  const settings = differing(listed);
+  const shownSettings = query.get("cols")?.split(",") ?? settings.slice(0, SETTINGS);
   return (
     <section class="view runs">
-      <Head title="Runs" note={plural(rows.length, "run")} />
+      <Head title="Runs" note={plural(rows.length, "run")} link={{ runs: chosenIds.join(",") || "none" }} />
+      <Filters rows={rows} found={found.length} settings={settings} shown={shownSettings} />
       <div class="run-table">
         <Table
           label="Runs"
-          rows={rows}
-          columns={columnsOf(chosenIds, shades, toggle)}
+          rows={listed}
+          columns={columnsOf(listed, chosenIds, shades, shownSettings, toggle)}
           id={(row) => row.run_id}
           href={(row) => href(["runs", row.run_id])}
         />
       </div>
       <Charts rows={chosen} />
+      {chosen.length > 1 && <TasksOfRuns rows={chosen} />}
       {chosen.length > 1 && <Differences rows={chosen} />}
     </section>
   );
 }
 
+/** Whether a run is what the filters ask for. */
+function matches(row: RunRow, query: URLSearchParams): boolean {
+  const asked = (name: string, of: (string | null)[]) => !query.get(name) || of.includes(query.get(name));
+  const words = (query.get("find") ?? "").toLowerCase().split(/\s+/).filter(Boolean);
+  return (
+    asked("status", [row.status]) &&
+    asked("tag", row.tags) &&
+    asked("agent", [row.agent]) &&
+    words.every((word) => searched(row).includes(word))
+  );
+}
+
+interface FilterProperties {
+  rows: RunRow[];
+  found: number;
+  settings: string[];
+  shown: string[];
+}
+
+function Filters({ rows, found, settings, shown }: FilterProperties) {
+  const { query } = place.value;
+  const pick = (name: string, hint: string, options: (string | null)[]) => {
+    const known = [...new Set(options.filter((option) => option !== null))].sort();
+    if (known.length < 2 && !query.get(name)) return null;
+    return (
+      <select
+        aria-label={hint}
+        value={query.get(name) ?? ""}
+        onChange={(event) => ask({ [name]: event.currentTarget.value })}
+      >
+        <option value="">{hint}</option>
+        {known.map((option) => (
+          <option key={option} value={option}>
+            {visible(option)}
+          </option>
+        ))}
+      </select>
+    );
+  };
+  const turn = (name: string) => {
+    const next = shown.includes(name) ? shown.filter((one) => one !== name) : [...shown, name];
+    ask({ cols: next.join(",") || "none" });
+  };
+  const filtered = ["find", "status", "tag", "agent"].some((name) => query.get(name));
+  return (
+    <div class="toolbar" role="search">
+      <input
+        type="search"
+        placeholder="Name, tag, setting=value"
+        aria-label="Search runs"
+        value={query.get("find") ?? ""}
+        onInput={(event) => ask({ find: event.currentTarget.value })}
+      />
+      {pick("status", "Any status", rows.map((row) => row.status))}
+      {pick("tag", "Any tag", rows.flatMap((row) => row.tags))}
+      {pick("agent", "Any agent", rows.map((row) => row.agent))}
+      {settings.length > 0 && (
+        <details class="how">
+          <summary>Columns of settings</summary>
+          <div class="popover" role="group" aria-label="Settings that differ between these runs">
+            {settings.map((name) => (
+              <label class="check" key={name}>
+                <input type="checkbox" checked={shown.includes(name)} onChange={() => turn(name)} />
+                {visible(name)}
+              </label>
+            ))}
+          </div>
+        </details>
+      )}
+      {filtered && (
+        <>
+          <span class="note">{plural(found, "run")} found</span>
+          <button
+            type="button"
+            class="quiet"
+            onClick={() => ask({ find: undefined, status: undefined, tag: undefined, agent: undefined })}
+          >
+            Clear
+          </button>
+        </>
+      )}
+    </div>
+  );
+}
+
 /** The settings that differ between the chosen runs, side by side. */
 function Differences({ rows }: { rows: RunRow[] }) {
-  const names = [...new Set(rows.flatMap((row) => Object.keys(row.settings)))].sort();
-  const differing = names.filter((name) => new Set(rows.map((row) => row.settings[name])).size > 1);
+  const names = differing(rows);
   return (
     <details class="block" open>
       <summary>Settings that differ</summary>
-      {differing.length === 0 ? (
-        <p class="muted">These runs have the same settings{rows.some((row) => row.seed !== rows[0]?.seed) && ", with other seeds"}.</p>
+      {names.length === 0 ? (
+        <p class="muted">
+          These runs have the same settings{rows.some((row) => row.seed !== rows[0]?.seed) && " and different seeds"}.
+        </p>
       ) : (
         <div class="scroll" tabIndex={0} role="region" aria-label="Settings that differ">
           <table class="settings">
@@ -88,17 +184,17 @@ function Differences({ rows }: { rows: RunRow[] }) {
                 <th scope="col">Setting</th>
                 {rows.map((row) => (
                   <th scope="col" key={row.run_id}>
-                    {label(row)}
+                    {visible(label(row))}
                   </th>
                 ))}
               </tr>
             </thead>
             <tbody>
-              {differing.map((name) => (
+              {names.map((name) => (
                 <tr key={name}>
-                  <th scope="row">{name}</th>
+                  <th scope="row">{visible(name)}</th>
                   {rows.map((row) => (
-                    <td key={row.run_id}>{row.settings[name] ?? "—"}</td>
+                    <td key={row.run_id}>{visible(row.settings[name] ?? "—")}</td>
                   ))}
                 </tr>
               ))}
@@ -110,9 +206,21 @@ function Differences({ rows }: { rows: RunRow[] }) {
   );
 }
 
-function columnsOf(chosen: string[], shades: Map<string, string>, toggle: (id: string) => void): Column<RunRow>[] {
+function columnsOf(
+  rows: RunRow[],
+  chosen: string[],
+  shades: Map<string, string>,
+  settings: string[],
+  toggle: (id: string) => void,
+): Column<RunRow>[] {
+  const why: Column<RunRow> = { name: "Why", width: "minmax(110px, 1.4fr)", cell: (row) => <Why row={row} /> };
+  const tags: Column<RunRow> = {
+    name: "Tags",
+    width: "minmax(70px, 0.8fr)",
+    cell: (row) => row.tags.map((tag) => <Tag key={tag}>{tag}</Tag>),
+  };
   return [
-    { name: "Run", width: "minmax(120px, 1.4fr)", cell: (row) => <RunName row={row} /> },
+    { name: "Run", width: "minmax(136px, 1.4fr)", cell: (row) => <RunName row={row} /> },
     {
       name: "Shown",
       width: "56px",
@@ -120,6 +228,7 @@ function columnsOf(chosen: string[], shades: Map<string, string>, toggle: (id: s
         <label class="pick">
           <input
             type="checkbox"
+            id={`compare-${row.run_id}`}
             checked={chosen.includes(row.run_id)}
             onChange={() => toggle(row.run_id)}
             aria-label={`Compare ${label(row)}`}
@@ -128,16 +237,42 @@ function columnsOf(chosen: string[], shades: Map<string, string>, toggle: (id: s
         </label>
       ),
     },
-    { name: "Status", width: "104px", cell: (row) => <RunStatus row={row} /> },
-    { name: "Failed", width: "64px", align: "end", cell: (row) => (row.failed ? <Failed row={row} /> : "") },
-    { name: "Step", width: "80px", align: "end", cell: (row) => progress(row) },
-    { name: "Reward", width: "70px", align: "end", cell: (row) => number(row.last["reward"]) },
-    { name: "Curve", width: "96px", cell: (row) => <Sparkline values={row.sparkline} /> },
-    { name: "Best val", width: "76px", align: "end", cell: (row) => number(row.best_val) },
-    { name: "Tokens/s", width: "80px", align: "end", cell: (row) => number(row.last["tokens_per_second"]) },
-    { name: "Took", width: "72px", align: "end", cell: (row) => duration(took(row)) },
-    { name: "Started", width: "92px", align: "end", cell: (row) => ago(row.start_time) },
+    { name: "Status", width: "88px", cell: (row) => <RunStatus row={row} /> },
+    ...(rows.some((row) => whyOf(row)) ? [why] : []),
+    ...(rows.some((row) => row.tags.length) ? [tags] : []),
+    { name: "Step", width: "64px", align: "end", cell: (row) => progress(row) },
+    { name: "Reward", width: "52px", align: "end", cell: (row) => number(row.last["reward"]) },
+    { name: "Curve", width: "92px", cell: (row) => <Sparkline values={row.sparkline} /> },
+    { name: "Best val", width: "54px", align: "end", cell: (row) => number(row.best_val) },
+    ...settings.flatMap((name) => settingColumn(name)),
+    { name: "Failed", width: "40px", align: "end", cell: (row) => (row.failed ? <Failed row={row} /> : "") },
+    { name: "Tokens/s", width: "56px", align: "end", cell: (row) => number(row.last["tokens_per_second"]) },
+    { name: "Took", width: "56px", align: "end", cell: (row) => duration(took(row)) },
+    { name: "Started", width: "70px", align: "end", cell: (row) => ago(row.start_time) },
   ];
+}
+
+/** `algorithm.group_size` is headed `group_size`. */
+function settingColumn(name: string): Column<RunRow>[] {
+  if (name === "none") return [];
+  const cell = (row: RunRow) => <span title={visible(row.settings[name] ?? "")}>{oneLine(row.settings[name] ?? "—", 60)}</span>;
+  return [{ name: visible(name.split(".").at(-1) ?? name), id: name, title: visible(name), width: "80px", cell }];
+}
+
+/** Why a run ended, where it did not end well, or what to say of its result. */
+function whyOf(row: RunRow): string | null {
+  if (row.status === "succeeded" || row.status === "running") return row.conclusion;
+  return row.reason ?? row.lost;
+}
+
+function Why({ row }: { row: RunRow }) {
+  const text = whyOf(row);
+  if (text === null) return null;
+  return (
+    <span class={row.status === "succeeded" ? "amber" : "error"} title={visible(text)}>
+      {oneLine(text, 90)}
+    </span>
+  );
 }
 
 function RunStatus({ row }: { row: RunRow }) {
@@ -160,7 +295,7 @@ function Failed({ row }: { row: RunRow }) {
 function RunName({ row }: { row: RunRow }) {
   return (
     <>
-      {label(row)} {row.seed !== null && <span class="muted">{row.run_id}</span>}
+      {visible(label(row))} {row.seed !== null && <span class="muted">{row.run_id}</span>}
     </>
   );
 }

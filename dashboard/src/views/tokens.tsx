@@ -190,7 +190,7 @@ function Legend({ shade, most, view: { sampled } }: { shade: Shade; most: number
     logprob: "The stronger the colour, the less likely the token was where it was sampled (full at a logprob of −6).",
     advantage: sampled.advantages
       ? `Green was praised, red was blamed; ${most > LEAST ? `full at ${number(most)}` : "here all are 0"}. Advantages are computed as the run trains with.`
-      : "There are no advantages: the group is not complete, or nothing compares it.",
+      : "There are no advantages: the rollout is held out, its group is not complete, or nothing compares it.",
     version: "The stronger the colour, the older the weights that sampled the token.",
     none: "",
   }[shade];

@@ -1,14 +1,14 @@
 // The prompts and answers of a group over their tokens: what several share is there once, where they part it branches.
 import type { CreditView, PrefixTree, TreeNode } from "../api";
 import { count, number, oneLine, percent, plural } from "../format";
-import { Empty, Facts } from "../parts";
+import { Empty, Facts, rangeOf } from "../parts";
 import { href } from "../route";
 
 export function Tree({ tree, members }: { tree: PrefixTree; members: CreditView["members"] }) {
   if (tree.nodes.length === 0) return <Empty>No call of this group has token ids.</Empty>;
   const places = new Map(members.map(({ row }) => [row.rollout.rollout_id, row.rollout.group_index]));
   const values = tree.nodes.flatMap((node) => (node.value === null ? [] : [node.value]));
-  const range: [number, number] = [Math.min(0, ...values), Math.max(1e-9, ...values)];
+  const range = rangeOf(values) ?? [0, Math.max(1e-9, ...values)];
   return (
     <div class="tree">
       <Facts
@@ -69,7 +69,7 @@ interface Properties {
 
 function Node({ node, level, only, range: [low, high], places }: Properties) {
   const share = node.value === null ? 0 : (node.value - low) / (high - low);
-  const color = `color-mix(in oklab, var(--good) ${Math.round(share * 100)}%, var(--bad))`;
+  const color = `color-mix(in oklab, var(--accent) ${Math.round(15 + share * 85)}%, var(--raised))`;
   return (
     <li
       class={`node ${node.sampled ? "sampled" : "given"} ${only ? "only" : ""}`}

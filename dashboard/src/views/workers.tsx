@@ -20,7 +20,7 @@ export function Workers() {
           <>
             <Head
               title="Workers"
-              note={`${plural(workers.length, "worker")}, ${workers.filter((one) => one.status !== "gone").length} heard lately`}
+              note={`${plural(workers.length, "worker")}, ${workers.filter((one) => LIVING.includes(statusOf(one))).length} at work`}
             />
             {workers.length === 0 ? (
               <Empty>
@@ -47,16 +47,25 @@ export function Workers() {
   );
 }
 
+const LIVING = ["busy", "idle"];
+
+/** Of a silent worker, whether it ended by itself or vanished with agents that it was running. */
+function statusOf({ status, heartbeat_stats: { running, ended } }: Worker): string {
+  if (status === "busy" || (status === "idle" && !ended)) return status;
+  return ended || !running ? "ended" : "gone";
+}
+
 function columns(pace: Map<string, number>): Column<Worker>[] {
   return [
     { name: "Worker", width: "minmax(140px, 1.5fr)", cell: (one) => one.worker_id },
-    { name: "Status", width: "90px", cell: (one) => <Status value={one.status} /> },
+    { name: "Status", width: "90px", cell: (one) => <Status value={statusOf(one)} /> },
     { name: "Heard", width: "90px", align: "end", cell: (one) => ago(one.last_heartbeat_time) },
     {
       name: "At work",
       width: "130px",
-      cell: ({ status, heartbeat_stats: { running, concurrency } }) =>
+      cell: ({ status, heartbeat_stats: { running, concurrency, ended } }) =>
         status !== "gone" &&
+        !ended &&
         running !== undefined &&
         concurrency !== undefined && (
           <Bar share={running / concurrency}>
