@@ -156,8 +156,11 @@ def test_a_run_file_names_an_environment_instead_of_agent_and_dataset(tmp_path: 
     run_file.write_text("environment: inspect:shop.py@shop\nmodel: some/model\n")
     config = load_config(run_file, ["environment.limit=5"])
     assert config.environment == {"name": f"inspect:{tmp_path}/shop.py@shop", "limit": 5}
-    with pytest.raises(ConfigError, match="not both"):
+    with pytest.raises(ConfigError, match="lacks: train_dataset"):  # a flag takes the environment's place
         load_config(run_file, (), {"agent": "agent.py:agent"})
+    run_file.write_text(run_file.read_text() + "agent: agent.py:agent\n")
+    with pytest.raises(ConfigError, match="not both"):
+        load_config(run_file)
 
 
 @pytest.mark.slow
