@@ -108,9 +108,18 @@ BEFORE = {
 def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of `agl` and `python` of an environment with the wheel and LangChain: a fresh one for whole pages."""
     packages = [*(bin_of("frameworks").parent / "lib").glob("python*/site-packages")]
-    return (wheels.install_fresh if WHOLE else wheels.install)(
-        wheel, tmp_path_factory.mktemp("installed") / "env", packages
-    )
+    place = tmp_path_factory.mktemp("installed") / "env"
+    found = (wheels.install_fresh if WHOLE else wheels.install)(wheel, place, packages)
+    if not WHOLE:
+        shorten_makers(next(place.glob("lib/python*/site-packages/agentlightning/templates")))
+    return found
+
+
+def shorten_makers(folder: Path) -> None:
+    """Let the tiny models below a folder be half-trained: the pages show the commands, not what is learned."""
+    for maker in folder.rglob("tiny_model.py"):
+        text = maker.read_text(encoding="utf-8")
+        maker.write_text(text.replace(", seed=seed)", ", seed=seed, steps=60)"), encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +130,8 @@ def laptop(programs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     for name in ("examples", "scripts", "agent-lightning/examples"):
         ignored = shutil.ignore_patterns("__pycache__", "runs", "node_modules")
         shutil.copytree(ROOT / name.removeprefix("agent-lightning/"), folder / name, ignore=ignored)
+    if not WHOLE:
+        shorten_makers(folder)
     page = Page(folder, agl_environment(programs), {}, {})
     home = page.output("python -c 'import agentlightning as agl; print(agl.__file__)'")
     assert home.startswith(str(programs.parent)), f"the pages run {home}, not the wheel"
@@ -179,6 +190,7 @@ def stand_ins(page: Page, text: str, api: int) -> dict[str, str | Callable[[], s
         r"https://api.openai.com/v1": f"http://127.0.0.1:{api}/v1",
         r"127.0.0.1:(8000|8011)\b": f"127.0.0.1:{model}",
         r"\bagl serve (\S+)": rf"agl serve \1 --port {model}",
+        r"^pytest$": "python -m pytest",  # of the packages beside the wheel
         r"\bagl server\b": f"agl server --port {server.rpartition(':')[2]}",
         r"(?:localhost|127.0.0.1|trainer-host|agl):8123": server,
         r"(?<=--server )URL": f"http://{server}",
