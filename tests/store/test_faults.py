@@ -55,7 +55,7 @@ async def connected(server: ServerProcess, *, patience: float = 60.0) -> AsyncIt
     ("kind", "rounds", "writes"),
     [
         ("sqlite", 2, 150),
-        *(pytest.param(kind, 12, 400, marks=pytest.mark.slow) for kind in ("sqlite", "postgres")),
+        *(pytest.param(kind, 5, 400, marks=pytest.mark.slow) for kind in ("sqlite", "postgres")),
         *(pytest.param(kind, 60, 1000, marks=pytest.mark.soak) for kind in ("sqlite", "postgres")),
     ],
 )
