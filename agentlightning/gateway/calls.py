@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Mapping
@@ -35,6 +36,7 @@ from agentlightning.tracing.context import AttemptTracer
 from agentlightning.types import Attributes, Credential, SpanStatus
 
 _MOST_REFUSALS: Final = 100  # of one attempt that are recorded
+_NOTING_SECONDS: Final = 5.0  # for a refusal to be recorded
 _LONGEST: Final = 1000  # characters of a reason, which may quote what an agent sent
 
 
@@ -198,13 +200,20 @@ class Calls:
     ) -> None:
         """Record in the attempt of a request why it was refused: of each attempt the first 100, so that no agent fills
         the store. Those that no attempt made leave nothing."""
-        with suppress(AgentLightningError):  # whose key is wrong, or a store that does not answer
-            caller, _ = await self.attributor.attribute(path_ids, headers)
-            if self._committed and caller.attempt and caller.refused < _MOST_REFUSALS:
-                caller.refused += 1
-                reason: Attributes = {CALL_REFUSED: path[:_LONGEST], ERROR_TYPE: error.code, HTTP_STATUS: error.status}
-                status = SpanStatus(status_code="ERROR", description=str(error)[:_LONGEST])
-                await self._committed.record(AttemptTracer(*caller.attempt).record(CALL_REFUSED, reason, status=status))
+        # A key may be wrong, and a store may not answer: the refusal does not wait for it.
+        with suppress(AgentLightningError, TimeoutError):
+            async with asyncio.timeout(_NOTING_SECONDS):
+                await self._note_refusal(path, headers, path_ids, error)
+
+    async def _note_refusal(
+        self, path: str, headers: Mapping[str, str], path_ids: tuple[str, str] | None, error: BackendError
+    ) -> None:
+        caller, _ = await self.attributor.attribute(path_ids, headers)
+        if self._committed and caller.attempt and caller.refused < _MOST_REFUSALS:
+            caller.refused += 1
+            reason: Attributes = {CALL_REFUSED: path[:_LONGEST], ERROR_TYPE: error.code, HTTP_STATUS: error.status}
+            status = SpanStatus(status_code="ERROR", description=str(error)[:_LONGEST])
+            await self._committed.record(AttemptTracer(*caller.attempt).record(CALL_REFUSED, reason, status=status))
 
     async def _incoming(
         self, endpoint: Endpoint, body: bytes, headers: Mapping[str, str], caller: Caller, key: Credential | None

@@ -15,6 +15,7 @@ from typing import Final, TypeAlias
 from agentlightning import semconv
 from agentlightning.errors import UnavailableError
 from agentlightning.store.base import LightningStore
+from agentlightning.store.client import PATIENCE_SECONDS
 from agentlightning.types import Span
 
 _log = logging.getLogger(__name__)
@@ -57,7 +58,14 @@ class Recorder:
     Without, `record` returns at once, and a store that cannot be reached is waited for. Spans beyond `limit` waiting
     ones, or refused by the store, are dropped and counted in `shed`."""
 
-    def __init__(self, store: LightningStore, *, commit: bool, patience: float = 5.0, limit: int = 10_000) -> None:
+    def __init__(
+        self,
+        store: LightningStore,
+        *,
+        commit: bool,
+        patience: float = PATIENCE_SECONDS,
+        limit: int = 10_000,
+    ) -> None:
         self.shed = 0
         self._store = store
         self._commit = commit

@@ -353,6 +353,12 @@ def expire(tx: Transaction, limit: int = 500) -> int:
     return ended
 
 
+def expire_after(tx: Transaction, began: float) -> int:
+    """`expire`, when the store could not be reached since `began`."""
+    go_on_after(tx, began)
+    return expire(tx)
+
+
 def go_on_after(tx: Transaction, began: float) -> None:
     """Since `began` the store could not be reached: the clocks of active attempts stood still, and leases start
     anew."""

@@ -119,6 +119,7 @@ class SqlStore(LightningStore):
         self._deadline = math.inf  # of the earliest clock that was set
         self._earlier = asyncio.Event()  # set when another clock runs out before that
         self._clocks = asyncio.Lock()  # held while nobody can be heard
+        self._unheard_since: float | None = None  # as nothing could be written
         self._subscribers: Subscribers[Changes] = Subscribers()
         self._keys: dict[str, ApiKey] = {}  # issued keys that were shown to be valid, by secret
         self._latest: dict[str, Attempt] = {}  # by rollout
@@ -148,7 +149,7 @@ class SqlStore(LightningStore):
             begin=opened.begin,
             before_commit=rollouts.number_finished,
             committed=self._announce,
-            report=self.availability.report,
+            report=self._report,
         )
         kinds = {"reader": opened.reading, "search": opened.searching}
         self._readers = {kind: Readers(several, kind, self._view) for kind, several in kinds.items() if several}
@@ -287,10 +288,23 @@ class SqlStore(LightningStore):
         self._look_again_at(changes.deadline)
         self._subscribers.publish(changes)
 
+    def _report(self, error: Exception | None, seconds: float) -> None:
+        self.availability.report(error, seconds)
+        if error is None and self._unheard_since is not None:
+            self._look_again_at(self._clock())
+        elif isinstance(error, UnavailableError) and self._unheard_since is None:
+            self._unheard_since = self._clock() - seconds
+
     async def expire_overdue(self) -> int:
-        """End the attempts whose time has run out, and return how many. The store does this itself, on time."""
+        """End the attempts whose time has run out, and return how many. The store does this itself, on time; after a
+        time in which it could not be written, active attempts first get that time back, and a lease."""
         async with self._clocks:
-            return await self._writer.submit(attempts.expire)
+            since = self._unheard_since
+            if since is None:
+                return await self._writer.submit(attempts.expire)
+            ended = await self._writer.submit(lambda tx: attempts.expire_after(tx, since))
+            self._unheard_since = None
+            return ended
 
     async def _watch(self) -> None:
         while True:

@@ -10,7 +10,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import psycopg
@@ -19,10 +19,11 @@ from anyio import to_thread
 
 from agentlightning.errors import UnavailableError
 from agentlightning.store import postgres
+from agentlightning.store.base import LightningStore
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.postgres import PostgresConnection
 from agentlightning.store.reader import StoreReader
-from agentlightning.types import EnqueueRolloutRequest, RolloutConfig
+from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, RolloutConfig
 from tests.postgres import PostgresServer
 from tests.store.away import cutting
 from tests.store.conftest import opened, span_of
@@ -286,3 +287,59 @@ async def test_a_full_disk_is_said_and_survived(tmp_path):
         assert re.search(r"can be written again after [\d.]+ s; \d+ calls failed$", lines[1])
         await to_thread.run_sync(server.restart)
         assert acknowledged < {rollout.rollout_id for rollout in await client.query_rollouts()}
+
+
+SHORT_LEASE = """
+from agentlightning.store.sql import SqlStore
+SqlStore.open.__func__.__kwdefaults__["lease_seconds"] = 1.0
+"""
+
+
+@pytest.mark.slow
+async def test_a_disk_that_is_full_for_longer_than_a_lease_fails_no_attempt_whose_worker_sends_heartbeats(tmp_path):
+    async with (
+        served(tmp_path / "store.db", tmp_path, before=SHORT_LEASE) as server,
+        connected(server, patience=0.1) as client,
+    ):
+        timed = RolloutConfig(timeout_seconds=3, unresponsive_seconds=2)
+        running = [await client.start_rollout(number, config=timed) for number in range(5)]
+        server.limit_files(1)
+        refused = 0
+        for _ in range(20):
+            beats = (client.heartbeat(one.rollout_id, one.attempt.attempt_id, one.lease.token) for one in running)
+            answers = await asyncio.gather(*beats, return_exceptions=True)
+            refused += sum(isinstance(answer, UnavailableError) for answer in answers)
+            await asyncio.sleep(0.25)
+        assert refused == 100
+        server.limit_files(LONGEST_FILE)
+        await check_grace(client, running)
+
+
+@pytest.mark.slow
+async def test_postgresql_away_for_longer_than_a_lease_fails_no_attempt(
+    postgres_server: PostgresServer, postgres_database, monkeypatch
+):
+    monkeypatch.setattr(postgres, "_PATIENCE_SECONDS", 0.2)
+    async with opened(postgres_database, lease_seconds=1.0) as store:
+        running = [await store.start_rollout(number) for number in range(5)]
+        await to_thread.run_sync(postgres_server.stop, "immediate")
+        await asyncio.sleep(3)
+        await to_thread.run_sync(postgres_server.start)
+        await check_grace(store, running)
+
+
+async def check_grace(store: LightningStore, running: Sequence[AttemptedRollout]) -> None:
+    """The store is back: attempts have a lease from now on, and end as ever if nobody keeps them."""
+    async with asyncio.timeout(30):
+        while True:
+            with contextlib.suppress(UnavailableError):
+                await store.add_resources({})
+                break
+    await asyncio.sleep(0.5)
+    kept, *left = running
+    for _ in range(4):
+        beat = await store.heartbeat(kept.rollout_id, kept.attempt.attempt_id, kept.lease.token)
+        assert beat.status == "preparing"
+        await asyncio.sleep(0.25)
+    ended = await store.wait_for_rollouts([one.rollout_id for one in left], timeout=30)
+    assert [rollout.status for rollout in ended] == ["failed"] * len(left)
