@@ -216,7 +216,7 @@ class PostgresConnection:
                     self._take_again()
                 self._lost_since = None
                 return
-            except (psycopg.OperationalError, InUseError) as error:
+            except (psycopg.Error, InUseError) as error:  # the database may be there, and empty
                 self._raw.close()
                 if time.monotonic() - lost_since > _PATIENCE_SECONDS:
                     raise UnavailableError(f"PostgreSQL cannot be used; nothing was stored: {error}") from None

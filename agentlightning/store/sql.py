@@ -188,7 +188,7 @@ class SqlStore(LightningStore):
             await store._writer.submit(attempts.grant_grace)
             await store.expire_overdue()
         except BaseException:
-            await (asyncio.to_thread(opened.close) if store is None else store.close())
+            await (asyncio.to_thread(opened.release) if store is None else store.close())
             raise
         store._watchdog = asyncio.create_task(store._watch(), name="agl-store-watchdog")
         store._watchdog.add_done_callback(_report_defect)

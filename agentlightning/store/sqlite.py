@@ -27,12 +27,69 @@ _PATIENCE: Final = 600_000  # milliseconds; only a file that is written anew kee
 _CLAIM_SECONDS: Final = 0.25
 _READERS_PATIENCE: Final = 15.0  # seconds, for queries that run; more than the limit of one
 _STEPS: Final = 1000  # of SQLite's machine between two looks at the clock: some 20 µs
+_ENDINGS: Final = ("", "-wal", "-shm", "-owner")
+_owned: Final = set[Path]()
+"""The stores that this process owns. To open and close their files here, other than by SQLite, would let go of the locks
+that SQLite has on them: POSIX counts locks by process."""
+
+
+class StoreFiles:
+    """The files of an open store, which stay where they are and do not shrink, except when a VACUUM of the store itself
+    is `rewriting` them."""
+
+    def __init__(self, path: Path) -> None:
+        self._opened = {f"{path}{end}": os.stat(f"{path}{end}") for end in _ENDINGS}
+        self._sizes = {str(path): 0, f"{path}-wal": 0}
+        self._rewriting = False
+
+    def check(self) -> None:
+        """UnavailableError if what is written now would not be found at the store's path."""
+        for name, opened in self._opened.items():
+            try:
+                found = os.stat(name)
+            except OSError as error:
+                raise _moved(name, f"is not there ({error.strerror})") from None
+            if (found.st_dev, found.st_ino) != (opened.st_dev, opened.st_ino):
+                raise _moved(name, "is another file than the one that was opened")
+            if not self._rewriting and found.st_size < self._sizes.get(name, 0):
+                raise _moved(name, f"was cut from {self._sizes[name]} to {found.st_size} bytes")
+
+    def note_sizes(self) -> None:
+        with contextlib.suppress(OSError):  # which the next check reports
+            for name in self._sizes:
+                self._sizes[name] = os.stat(name).st_size
+
+    @contextlib.contextmanager
+    def rewriting(self) -> Generator[None]:
+        self._rewriting = True
+        try:
+            yield
+        finally:
+            self.note_sizes()
+            self._rewriting = False
+
+
+def _moved(name: str, how: str) -> UnavailableError:
+    return UnavailableError(
+        f"{name} {how}, so that nothing more is written; put the file back, or export what can still "
+        "be read, stop the server, restore a backup and start it"
+    )
 
 
 class SqliteConnection(sqlite3.Connection):
     """One connection, for one thread at a time."""
 
     dialect: Dialect = "sqlite"
+    files: StoreFiles | None = None
+
+    def commit(self) -> None:
+        """UnavailableError, and nothing is written, if the files are no longer where they were opened."""
+        if self.files is None:
+            super().commit()
+            return
+        self.files.check()
+        super().commit()
+        self.files.note_sizes()
 
     def trouble(self, error: Exception) -> Trouble | None:
         if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_INTERRUPT:
@@ -66,8 +123,16 @@ def check_file(path: Path, *, reading: bool = False) -> Path:
     """The real path of the file, after links; nothing is changed. ConfigError if it is not a store of this version,
     cannot be written (unless for `reading`), or has several names."""
     path = Path(os.path.realpath(path))  # what lies beside a store is beside the file itself
+    if path in _owned:
+        return path
+    log = path.with_name(f"{path.name}-wal")
     try:
         if not path.exists() or path.stat().st_size == 0:
+            if log.exists() and log.stat().st_size > 0:
+                raise ConfigError(
+                    f"the store {path} is missing, but its log {log.name} is there; put the store back, or move "
+                    "the log away if the store is lost"
+                )
             return path
         # Read as bytes: opening a foreign database with SQLite could already change files beside it.
         with path.open("rb") as file:
@@ -85,7 +150,6 @@ def check_file(path: Path, *, reading: bool = False) -> Path:
         )
     if not reading and not os.access(path, os.W_OK):
         raise _unusable(path, PermissionError("no permission to write it"))
-    log = path.with_name(f"{path.name}-wal")
     if not log.exists() or log.stat().st_size == 0:  # pages that a crash left in its log may be missing
         page_size, pages = int.from_bytes(header[16:18], "big"), int.from_bytes(header[28:32], "big")
         expected, size = pages * (65536 if page_size == 1 else page_size), path.stat().st_size
@@ -100,6 +164,8 @@ def own(path: Path) -> sqlite3.Connection:
     Waiting callers are woken within one process, so other processes must use its server: ConfigError says so if the
     file is locked, or that the directory cannot be written."""
     claim = path.with_name(f"{path.name}-owner")
+    if path in _owned:
+        raise _in_use(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         claim.touch()
@@ -112,11 +178,15 @@ def own(path: Path) -> sqlite3.Connection:
     except sqlite3.Error as error:
         connection.close()
         if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
-            raise InUseError(
-                f"the store {path} is in use by another process; use that process's server, or choose another path"
-            ) from None
+            raise _in_use(path) from None
         raise _unusable(path, error) from None
     return connection
+
+
+def _in_use(path: Path) -> InUseError:
+    return InUseError(
+        f"the store {path} is in use by another process; use that process's server, or choose another path"
+    )
 
 
 def is_owned(address: str, connection: SqliteConnection) -> bool:
@@ -212,17 +282,24 @@ def open_store(address: str, synchronous: Synchronous, read_seconds: float) -> O
         reading = [connect(path, synchronous, read_only=True) for _ in range(2 * READERS)]
         # Closed last, and not read-only: the last connection to close moves the log into the file.
         at_hand = connect(path, synchronous)
+        writing.files = files = StoreFiles(path)
     except BaseException:
         owner.close()
         raise
+    _owned.add(path)
+
+    def clean_up() -> None:
+        with files.rewriting():
+            _vacuum(path)
 
     def release() -> None:
         at_hand.close()
         owner.close()
+        _owned.discard(path)
 
     return Opened(
         *(writing, reading[:READERS], reading[READERS:], _BEGIN, time.time()),
-        clean_up=lambda: _vacuum(path),
+        clean_up=clean_up,
         release=release,
         at_hand=at_hand,
     )

@@ -6,7 +6,10 @@ import asyncio
 import contextlib
 import os
 import re
+import shutil
 import socket
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -17,13 +20,14 @@ import psycopg
 import pytest
 from anyio import to_thread
 
-from agentlightning.errors import UnavailableError
-from agentlightning.store import postgres
+from agentlightning.errors import ConfigError, InUseError, UnavailableError
+from agentlightning.store import postgres, sqlite
 from agentlightning.store.base import LightningStore
 from agentlightning.store.client import LightningStoreClient
 from agentlightning.store.postgres import PostgresConnection
 from agentlightning.store.reader import StoreReader
-from agentlightning.types import AttemptedRollout, EnqueueRolloutRequest, RolloutConfig
+from agentlightning.store.sql import SqlStore
+from agentlightning.types import And, AttemptedRollout, EnqueueRolloutRequest, RolloutConfig
 from tests.postgres import PostgresServer
 from tests.store.away import cutting
 from tests.store.conftest import opened, span_of
@@ -343,3 +347,117 @@ async def check_grace(store: LightningStore, running: Sequence[AttemptedRollout]
         await asyncio.sleep(0.25)
     ended = await store.wait_for_rollouts([one.rollout_id for one in left], timeout=30)
     assert [rollout.status for rollout in ended] == ["failed"] * len(left)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def replace(path: Path) -> None:
+    copy = path.with_name("copy")
+    shutil.copy(path, copy)
+    copy.replace(path)
+
+
+@pytest.mark.parametrize("ending", ["", "-wal", "-shm", "-owner"])
+@pytest.mark.parametrize("spoil", [Path.unlink, replace, cut])
+async def test_nothing_is_acknowledged_once_a_file_of_the_store_is_gone_replaced_or_cut(spoil, ending, tmp_path):
+    path = tmp_path / "store.db"
+    async with opened(path) as store:
+        kept = await store.enqueue_rollout(1)
+        file = path.with_name(path.name + ending)
+        if spoil is cut and ending in ("-shm", "-owner"):
+            pytest.skip("the one ends the process, the other is empty")
+        spoil(file)
+        with pytest.raises(UnavailableError, match=f"{file.name} .*; put the file back, or export"):
+            await store.enqueue_rollout(2)
+        with pytest.raises(UnavailableError):
+            await store.enqueue_rollout(2)
+        with pytest.raises(UnavailableError):
+            await store.availability.check()
+        if ending != "-shm" and spoil is not cut:
+            assert [rollout.rollout_id for rollout in await store.query_rollouts()] == [kept.rollout_id]
+
+
+async def test_a_store_that_is_moved_away_under_its_server_is_told_once_and_goes_on_when_it_is_back(tmp_path):
+    path, elsewhere = tmp_path / "store.db", tmp_path / "elsewhere.db"
+    async with served(path, tmp_path) as server, connected(server, patience=0.1) as client:
+        await client.enqueue_rollout(1)
+        path.rename(elsewhere)
+        for _ in range(3):
+            with pytest.raises(UnavailableError, match="store.db is not there"):
+                await client.enqueue_rollout(2)
+        assert await to_thread.run_sync(looked_at, server) == (503, 1.0)
+        elsewhere.rename(path)
+        async with asyncio.timeout(30):
+            while await to_thread.run_sync(looked_at, server) != (200, 0.0):
+                await asyncio.sleep(0.1)
+        await client.enqueue_rollout(3)
+        assert {rollout.input for rollout in await client.query_rollouts()} == {1, 3}
+        told = [line for line in server.log().splitlines() if "be written" in line]
+        assert len(told) == 2 and "cannot be written; calls are refused" in told[0]
+
+
+async def test_a_store_that_deletes_and_rewrites_its_own_file_goes_on(tmp_path):
+    async with opened(tmp_path / "store.db") as store:
+        for number in range(200):
+            await store.enqueue_rollout("x" * 20_000 + str(number))
+        await store.delete_rollouts(And([]), unfinished=True, scrub=True)
+        await store.enqueue_rollout(2)
+        assert [rollout.input for rollout in await store.query_rollouts()] == [2]
+
+
+async def test_a_log_without_its_store_is_not_taken_for_that_of_a_new_store(tmp_path):
+    path = tmp_path / "store.db"
+    async with served(path, tmp_path) as server, connected(server) as client:
+        await client.enqueue_rollout(1)
+        await to_thread.run_sync(server.kill)
+    path.unlink()
+    with pytest.raises(ConfigError, match="is missing, but its log store.db-wal is there"):
+        await SqlStore.open(path)
+
+
+READ_IN_ANOTHER_PROCESS = """
+import sys
+from agentlightning.store import sqlite
+connection = sqlite.open_reader(sys.argv[1])
+print(connection.execute("SELECT COUNT(*) FROM rollouts").fetchone())
+connection.close()
+"""
+
+
+async def test_a_backup_or_a_second_opening_in_a_process_leaves_its_store_locked(tmp_path):
+    path = tmp_path / "store.db"
+    log = path.with_name("store.db-wal")
+    async with opened(path) as store:
+        await store.enqueue_rollout(1)
+        before = log.stat().st_ino
+        await to_thread.run_sync(sqlite.back_up, path, tmp_path / "copy.db")
+        with pytest.raises(InUseError):
+            await SqlStore.open(path)
+        command = [sys.executable, "-c", READ_IN_ANOTHER_PROCESS, str(path)]
+        await to_thread.run_sync(lambda: subprocess.run(command, check=True))
+        assert log.stat().st_ino == before
+        await store.enqueue_rollout(2)
+
+
+@pytest.mark.slow
+async def test_a_database_that_is_dropped_and_made_anew_under_the_server_takes_no_writes(
+    postgres_server: PostgresServer, postgres_database, monkeypatch
+):
+    monkeypatch.setattr(postgres, "_PATIENCE_SECONDS", 0.2)
+    name = postgres_database.rpartition("/")[2]
+    async with opened(postgres_database) as store:
+        await store.enqueue_rollout(1)
+        for command in (f'DROP DATABASE "{name}" WITH (FORCE)', f'CREATE DATABASE "{name}"'):
+            with psycopg.connect(postgres_server.url, autocommit=True) as connection:
+                connection.execute(command.encode())
+            for _ in range(2):
+                with pytest.raises(UnavailableError, match="PostgreSQL cannot be used; nothing was stored"):
+                    await store.enqueue_rollout(2)
+            with pytest.raises(UnavailableError):
+                await store.availability.check()
+        async with opened(postgres_database):
+            pass  # another store, under the name of the first
+        with pytest.raises(UnavailableError, match="another server has used the store since"):
+            await store.enqueue_rollout(3)
