@@ -125,6 +125,9 @@ class Call:
         if self.recorder is None:
             return
         attributes = _attributes(self)
+        if not self.request.continuable:  # the span holds them now; they may be large, and the store slow
+            self.request = msgspec.structs.replace(self.request, messages=[], messages_json=None)
+            self.sent = msgspec.structs.replace(self.sent, messages=[], messages_json=None)
         flag = untrainable_reason(self.answer, self.entry.backend.captures_tokens)
         if flag:
             attributes[semconv.CALL_FLAG] = flag

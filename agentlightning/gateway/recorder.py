@@ -20,6 +20,7 @@ from agentlightning.types import Span
 
 _log = logging.getLogger(__name__)
 _BATCH: Final = 200  # spans written at once
+_BATCH_CHARACTERS: Final = 16 << 20  # of text in them: each is copied several times on its way
 _PAUSE: Final = 0.2  # seconds until a store that could not be reached is tried again
 
 _Recorded: TypeAlias = tuple[Span, asyncio.Future[None] | None]
@@ -95,9 +96,18 @@ class Recorder:
     async def _write_waiting(self) -> None:
         try:
             while self._waiting:
-                await self._write([self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))])
+                await self._write(self._next_batch())
         finally:
             self._writing = None
+
+    def _next_batch(self) -> list[_Recorded]:
+        batch: list[_Recorded] = []
+        characters = 0
+        while self._waiting and len(batch) < _BATCH and characters < _BATCH_CHARACTERS:
+            batch.append(self._waiting.popleft())
+            messages = batch[-1][0].attributes.get(semconv.GEN_AI_INPUT_MESSAGES)
+            characters += len(messages) if isinstance(messages, str) else 0
+        return batch
 
     async def _write(self, batch: list[_Recorded]) -> None:
         """Write them together or, if one is refused, one by one."""

@@ -31,6 +31,7 @@ from agentlightning.gateway.endpoints.responses import Responses
 from agentlightning.gateway.exchange import Exchange
 from agentlightning.gateway.models import ANY
 from agentlightning.gateway.request import CallRefused
+from agentlightning.shortages import lacking
 
 _PREFIX: Final = "/rollout/{rollout_id}/attempt/{attempt_id}"
 _ENDPOINTS: Final = (ChatCompletions(), Completions(), Responses(), Messages(), Embeddings())
@@ -279,5 +280,9 @@ def as_backend_error(error: Exception) -> BackendError:
     for kind, (status, code) in _STATUSES.items():
         if isinstance(error, kind):
             return BackendError(str(error), status=status, code=code)
+    resource = lacking(error)
+    if resource is not None:
+        why = f"the gateway has no more {resource} at present; try again later"
+        return BackendError(why, status=503, code="out_of_resources")
     _log.exception("a call failed unexpectedly", exc_info=error)
     return BackendError("the gateway failed to answer this call; its log has the details", status=500, code="internal")

@@ -21,7 +21,7 @@ from agentlightning.server.backup import backup_routes
 from agentlightning.server.dashboard import page_routes, page_views
 from agentlightning.server.events import EventRoutes
 from agentlightning.server.health import Reading, ServerMetrics, gateway_readings, health_routes, store_readings
-from agentlightning.server.limits import Limited, Limits
+from agentlightning.server.limits import CALLER_BUDGET, Limited, Limits
 from agentlightning.server.logs import LogFormat, Observed, log_request
 from agentlightning.server.models import MODEL_CALLS, Models, RegisterModel
 from agentlightning.server.openapi import documentation_routes
@@ -30,6 +30,7 @@ from agentlightning.server.protocol import LlmCalls
 from agentlightning.server.requests import defect, failure, refusal
 from agentlightning.server.rest import LongPolls, Perform, Rest
 from agentlightning.server.reward_url import reward_route
+from agentlightning.shortages import lacking
 from agentlightning.store.base import CALLS, LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.many import ManyStores
@@ -118,9 +119,12 @@ def create_app(
     routes.append((metrics := ServerMetrics(store, access, shown)).route())
     routes += documentation_routes(described, protected=protected)
     listeners = [metrics.count, log_request] if access_log else [metrics.count]
-    limits = Limits(access, rate_limit, body_limit if access is not None and protected else None)
+    # Without keys all callers have one address, and share one budget.
+    budget = CALLER_BUDGET if protected else None
+    limits = Limits(access, rate_limit, None if access is None else body_limit, budget)
     layers = [Middleware(Observed, routes=routes, listeners=listeners), Middleware(Limited, limits=limits), *inner]
     answers = dict.fromkeys((AgentLightningError, HTTPException, Exception), _answer_to)
+    answers |= dict.fromkeys((MemoryError, OSError, RuntimeError), _answer_to_shortage)
     app = Starlette(routes=routes, middleware=layers, exception_handlers=answers)
     app.state.calls = None if gateway is None else LlmCalls(gateway.serving, listeners, limits)
     app.state.protected = protected
@@ -139,8 +143,14 @@ def _answer_to(request: Request, error: Exception) -> Response:
     if isinstance(error, AgentLightningError):
         return failure(error)
     if not isinstance(error, HTTPException):
-        return defect()
+        return defect(error)
     message = f"{error.detail}: {request.method} {request.url.path}"
     if error.status_code == 404:
         message += "; /docs lists what there is"
     return refusal(error.status_code, "http", message, error.headers)
+
+
+def _answer_to_shortage(request: Request, error: Exception) -> Response:
+    if lacking(error) is None:
+        raise error  # a defect, whose traceback the log gets
+    return defect(error)

@@ -9,11 +9,11 @@ import ipaddress
 import math
 import secrets
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from fractions import Fraction
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 from limits import RateLimitItemPerSecond
 from limits.aio.storage import MemoryStorage
@@ -26,8 +26,11 @@ from agentlightning.gateway.attribution import api_key_of
 from agentlightning.server.access import Access
 from agentlightning.server.requests import refusal
 
+CALLER_BUDGET: Final = 128 << 20  # bytes
 _WINDOW: Final = 2  # seconds, at least: so much may come at once
 _SMALL: Final = 1 << 20  # bytes, of a body that counts for nothing
+_UNANNOUNCED: Final = 8 << 20  # bytes that a body of unknown length counts for among all: most are short
+_PAUSE: Final = 10  # seconds
 _SLOTS: Final = 256  # that addresses share: the time of counting grows with how many are counted
 _UNLIMITED: Final = frozenset({"/health", "/ready"})
 
@@ -42,52 +45,90 @@ def limit_of(rate: float) -> RateLimitItemPerSecond:
     return RateLimitItemPerSecond(several * share.numerator, several * share.denominator)
 
 
-class RateExceededError(AgentLightningError):
-    """The caller may ask again in so many `seconds`."""
+class LimitExceededError(AgentLightningError):
+    """The server refuses a request for now: the caller may ask again in so many `seconds`."""
 
-    def __init__(self, seconds: int) -> None:
-        super().__init__(f"this caller asks more often than the server allows; ask again in {seconds} s")
+    def __init__(self, message: str, seconds: int, *, status: int, code: str) -> None:
+        super().__init__(f"{message}; ask again in {seconds} s")
         self.seconds = seconds
+        self.status = status
+        self.code = code
+
+
+class _Room:
+    """Room for `size` bytes. Bodies wait for it in turn; one that is longer gets in when no other is there."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._taken = 0
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
+
+    @asynccontextmanager
+    async def taken(self, size: int) -> AsyncGenerator[None]:
+        async with self._turn:
+            while self._taken and self._taken + size > self._size:
+                await self._freed.wait()
+            self._taken += size
+        try:
+            yield
+        finally:
+            self._taken -= size
+            self._freed.set()
+            self._freed.clear()
 
 
 class Limits:
-    """What callers may ask and send: requests at the `rate`, per second, and large bodies. Those of a caller that are
-    read and not yet answered have at most `budget` bytes together; further ones wait unread. A body of unknown length
-    counts as the `longest`; without that, bodies are not limited.
+    """What callers may ask and send: requests at the `rate`, per second, and large bodies. Those that are read and not
+    yet answered have at most `budget` bytes together for each caller (None: as many as there is room for), and `total`
+    bytes for all; further ones wait unread, for so many `seconds`. A body of unknown length counts as the `longest` of
+    its caller's; without that, bodies are not limited.
 
     Addresses are those of the connection: what a header says of them is not believed."""
 
     def __init__(
-        self, access: Access | None, rate: float | None, longest: int | None = None, budget: int = 128 << 20
+        self,
+        access: Access | None,
+        rate: float | None,
+        longest: int | None = None,
+        budget: int | None = CALLER_BUDGET,
+        total: int = 512 << 20,
+        seconds: float = 60.0,
     ) -> None:
-        self._access, self._longest, self._budget = access, longest, budget
+        self._access = access
+        self._longest = longest
+        self._budget = budget
+        self._seconds = seconds
         self._rate = None if rate is None else limit_of(rate)
         self._limiter = SlidingWindowCounterRateLimiter(MemoryStorage())
         self._salt = secrets.token_bytes(16)
-        self._sizes = Counter[str]()  # of large bodies, by caller
-        self._freed = asyncio.Event()
+        self._rooms = WeakValueDictionary[str, _Room]()  # of callers that have large bodies under way
+        self._whole = _Room(total)
 
     @asynccontextmanager
     async def within(self, method: str, path: str, headers: Mapping[str, str], address: str) -> AsyncGenerator[None]:
-        """Answer a request in this block. RateExceededError if it is one too many; a large body waits for room."""
+        """Answer a request in this block, in which a large body has room. LimitExceededError (429) if the request is
+        one too many, or (503) if there was no room for long."""
         if self._rate is not None and path not in _UNLIMITED:
             await self._count(self._rate, headers, address)
-        size = self._size(method, headers)
-        if not size:
+        announced = _announced(headers)
+        if self._longest is None or method in ("GET", "HEAD") or (announced or self._longest) <= _SMALL:
             yield
             return
-        caller = api_key_of(headers) or _network(address)
-        while self._sizes[caller] and self._sizes[caller] + size > self._budget:
-            await self._freed.wait()
-        self._sizes[caller] += size
-        try:
+        async with AsyncExitStack() as held:
+            try:
+                async with asyncio.timeout(self._seconds):
+                    if self._budget is not None:
+                        caller = api_key_of(headers) or _network(address)
+                        room = self._rooms.setdefault(caller, _Room(self._budget))
+                        size = self._longest if announced is None else min(announced, self._longest)
+                        await held.enter_async_context(room.taken(size))
+                    size = _UNANNOUNCED if announced is None else announced
+                    await held.enter_async_context(self._whole.taken(min(size, self._longest)))
+            except TimeoutError:
+                message = "the requests that this server is answering leave no room for one so large"
+                raise LimitExceededError(message, _PAUSE, status=503, code="no_room") from None
             yield
-        finally:
-            self._sizes[caller] -= size
-            if not self._sizes[caller]:
-                del self._sizes[caller]
-            self._freed.set()
-            self._freed.clear()
 
     async def _count(self, limit: RateLimitItemPerSecond, headers: Mapping[str, str], address: str) -> None:
         caller = None if self._access is None else await self._access.name_of(headers)
@@ -96,19 +137,19 @@ class Limits:
             caller = f"address {int.from_bytes(digest) % _SLOTS}"
         if not await self._limiter.hit(limit, caller):
             stats = await self._limiter.get_window_stats(limit, caller)
-            raise RateExceededError(min(max(1, math.ceil(stats.reset_time - time.time())), limit.get_expiry()))
+            seconds = min(max(1, math.ceil(stats.reset_time - time.time())), limit.get_expiry())
+            message = "this caller asks more often than the server allows"
+            raise LimitExceededError(message, seconds, status=429, code="rate_limited")
 
-    def _size(self, method: str, headers: Mapping[str, str]) -> int:
-        """What the body of a request counts for: 0 if it is not large."""
-        if self._longest is None or method in ("GET", "HEAD"):
-            return 0
-        length = headers.get("content-length", "")
-        size = min(int(length), self._longest) if length.isdigit() and len(length) < 20 else self._longest
-        return size if size > _SMALL else 0
+
+def _announced(headers: Mapping[str, str]) -> int | None:
+    """The length of a body by its header."""
+    length = headers.get("content-length", "")
+    return int(length) if length.isdigit() and len(length) < 20 else None
 
 
 class Limited:
-    """ASGI: `app` within these limits. Who asks too often is answered 429 with `Retry-After`."""
+    """ASGI: `app` within these limits. Who exceeds them is answered with `Retry-After`."""
 
     def __init__(self, app: ASGIApp, limits: Limits) -> None:
         self._app, self._limits = app, limits
@@ -121,9 +162,9 @@ class Limited:
         try:
             async with self._limits.within(scope["method"], scope["path"], Headers(scope=scope), address):
                 await self._app(scope, receive, send)
-        except RateExceededError as error:
+        except LimitExceededError as error:
             after = {"retry-after": str(error.seconds)}
-            await refusal(429, "rate_limited", str(error), after)(scope, receive, send)
+            await refusal(error.status, error.code, str(error), after)(scope, receive, send)
 
 
 def _network(address: str) -> str:

@@ -19,10 +19,15 @@ from agentlightning.gateway.exchange import Exchange
 from agentlightning.gateway.request import CallRefused
 from agentlightning.gateway.serving import Found, Serving
 from agentlightning.server.handover import OWNER, Place
-from agentlightning.server.limits import Limits, RateExceededError
+from agentlightning.server.limits import LimitExceededError, Limits
 from agentlightning.server.logs import CLIENT_GONE, Finished
+from agentlightning.shortages import lacking
 
 _LONGEST_HEAD: Final = 256 * 1024  # bytes of a request's line and headers, give or take what is read at once
+_LEAST_BODY: Final = 64 * 1024  # bytes that come of a body in the time for which a connection may be idle
+_OUT_OF_RESOURCES: Final = (
+    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 10\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+)
 
 
 class LlmCalls:
@@ -45,8 +50,8 @@ class LlmCalls:
         try:
             async with self._limits.within(exchange.method, exchange.path, exchange.headers, client):
                 await self._serving.answer(found, exchange)
-        except RateExceededError as error:
-            refused = CallRefused(str(error), status=429, code="rate_limited")
+        except LimitExceededError as error:
+            refused = CallRefused(str(error), status=error.status, code=error.code)
             refused.retry_after = str(error.seconds)
             exchange.fail(refused, found.route.endpoint.error)
         finally:
@@ -63,7 +68,8 @@ class ServerProtocol(HttpToolsProtocol):
     """A connection. Its first request, and each that follows, is an LLM call or one of the application's.
 
     A request whose head does not end is refused: it would be gathered in memory, and copied again with each part. A
-    connection on which no whole head comes is closed as an idle connection is. A request that another process is to
+    connection on which no whole head comes is closed as an idle connection is, and so is one whose body stops coming
+    though it is read. A request that another process is to
     answer (`place`) takes its connection there. A request that comes before the answer to an earlier request cannot:
     the connection ends with that answer, and the client sends the request again. `received` is what another process has
     read of a connection that it passed on."""
@@ -77,7 +83,10 @@ class ServerProtocol(HttpToolsProtocol):
         super().__init__(*args, **named)
         self._head = bytearray()  # of a request that may be passed on
         self._in_request = self._in_body = self._alone = self._whole_head = self._ends = False
+        self._awaits_body = False
         self._target: int | None = None
+        self._body_timer: asyncio.TimerHandle | None = None
+        self._body_bytes = 0  # since the timer was set
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -103,6 +112,18 @@ class ServerProtocol(HttpToolsProtocol):
             return
         if self._gathered > _LONGEST_HEAD and not self.transport.is_closing():
             self.send_400_response("The head of the request is too long.")
+        elif self._awaits_body and self._body_timer is None:
+            self._await_body()
+
+    def _await_body(self) -> None:
+        self._body_bytes = 0
+        self._body_timer = self.loop.call_later(self.timeout_keep_alive, self._look_at_body)
+
+    def _look_at_body(self) -> None:
+        if self._body_bytes >= _LEAST_BODY or self.flow.read_paused:
+            self._await_body()
+        else:
+            self.transport.close()
 
     def _parse(self, data: bytes) -> None:
         """Requests to upgrade to HTTP/2 or a websocket are answered as if they had not asked."""
@@ -118,8 +139,12 @@ class ServerProtocol(HttpToolsProtocol):
                     lines = [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
                     asked = parser.get_method(), self.url, parser.get_http_version().encode()
                     parser.feed_data(b"\r\n".join([b"%b %b HTTP/%b" % asked, *lines, b"", b""]))
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade):  # the latter of a CONNECT
-            self.send_400_response("Invalid HTTP request received.")
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:  # the latter of a CONNECT
+            if lacking(error.__context__) is None:
+                self.send_400_response("Invalid HTTP request received.")
+            else:
+                self.transport.write(_OUT_OF_RESOURCES)
+                self.transport.close()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -137,6 +162,7 @@ class ServerProtocol(HttpToolsProtocol):
         found = calls and calls.find(method, path)
         if self.place is not None and self._goes_elsewhere(self.place, found):
             return
+        self._awaits_body = True
         headers, self.headers = self.headers, []  # of which trailers, that come after a body, are none
         if not (calls and found):
             super().on_headers_complete()
@@ -191,17 +217,25 @@ class ServerProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._gathered = 0
+        self._body_bytes += len(body)
         if self._target is None and not self._ends:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         if cast(httptools.HttpRequestParser, self.parser).should_upgrade():
             return
-        self._in_request = self._in_body = self._alone = False
+        self._in_request = self._in_body = self._alone = self._awaits_body = False
+        self._forget_body()
         if self._target is None and not self._ends:
             super().on_message_complete()
 
+    def _forget_body(self) -> None:
+        if self._body_timer is not None:
+            self._body_timer.cancel()
+            self._body_timer = None
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._forget_body()
         if self.answering is not None and not self.answering.response_complete:
             self.answering.leave()

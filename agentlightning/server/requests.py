@@ -23,6 +23,7 @@ from agentlightning.errors import (
 )
 from agentlightning.server.access import Access, Principal, UnauthenticatedError
 from agentlightning.server.logs import CLIENT_GONE, note_caller
+from agentlightning.shortages import lacking
 from agentlightning.store import codec
 from agentlightning.store.calls import ErrorBody, ErrorReply
 from agentlightning.tracing.otlp import UnsupportedMediaError
@@ -72,8 +73,13 @@ def failure(error: AgentLightningError) -> Response:
     return refusal(how.status, how.name, str(error))
 
 
-def defect() -> Response:
-    """The answer to a call that met a defect of the server: what it was stands in its log."""
+def defect(error: Exception) -> Response:
+    """The answer to a call that failed because the server lacks a resource, or met a defect: what it was stands in its
+    log."""
+    resource = lacking(error)
+    if resource is not None:
+        message = f"the server has no more {resource} at present; try again later"
+        return refusal(503, "unavailable", message, {"retry-after": "10"})
     return refusal(500, "internal", "the server failed at this request; its log says why")
 
 

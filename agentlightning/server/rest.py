@@ -18,6 +18,7 @@ from agentlightning.errors import AgentLightningError, InvalidError, NotFoundErr
 from agentlightning.server.access import Access, Principal
 from agentlightning.server.logs import note_caller, note_route
 from agentlightning.server.requests import ClientGoneError, defect, failure, receive_body, refusal
+from agentlightning.shortages import lacking
 from agentlightning.store import calls, codec
 from agentlightning.store.calls import IN_QUERY, Call
 
@@ -153,9 +154,10 @@ class Rest:
             body = encode(result, enc_hook=codec.plain)
         except AgentLightningError as error:
             response = failure(error)
-        except Exception:  # noqa: BLE001 - shown in the log, not to the caller
-            _log.exception("%s failed", endpoint.kind.method)
-            response = defect()
+        except Exception as error:  # noqa: BLE001 - shown in the log, not to the caller
+            if lacking(error) is None:
+                _log.exception("%s failed", endpoint.kind.method)
+            response = defect(error)
         if response is not None:
             return await response(scope, receive, send)
         about = _MSGPACK_HEADERS if in_msgpack else _JSON_HEADERS

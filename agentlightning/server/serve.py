@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar, cast
 import uvicorn
 from starlette.applications import Starlette
 
+from agentlightning import shortages
 from agentlightning.errors import ConfigError
 from agentlightning.gateway.attribution import is_loopback
 from agentlightning.runner.signals import run_beside, run_to_end
@@ -58,6 +59,7 @@ class HttpServer:
         self._reserved: socket.socket | None = None  # the owner's port, which the workers listen on
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
@@ -92,6 +94,7 @@ class HttpServer:
         ready.cancel()
         if self._serving.done():
             await self._serving
+        self._watching = asyncio.create_task(shortages.watch(), name="shortages")
         if self._inbox is not None:
             self._inbox.open()
 
@@ -105,6 +108,8 @@ class HttpServer:
             stop_waiting()
         self._server.should_exit = True
         await self._serving
+        if self._watching is not None:
+            self._watching.cancel()
         self._server, self._serving = None, None
         if self._reserved is not None:
             self._reserved.close()

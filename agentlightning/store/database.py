@@ -247,12 +247,9 @@ class DatabaseThread:
         self._loop.call_soon_threadsafe(self._deliver, outcomes, changes, time.monotonic() - began)
 
     def _roll_back(self) -> None:
-        try:
+        with contextlib.suppress(Exception):  # also MemoryError: the next BEGIN fails too, and is rolled back
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
-        except Exception as error:
-            if self._connection.trouble(error) is None:
-                raise
 
     def _run(self, job: _Job) -> _Outcome:
         tx = self._view(self._connection)

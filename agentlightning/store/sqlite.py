@@ -29,8 +29,8 @@ _READERS_PATIENCE: Final = 15.0  # seconds, for queries that run; more than the 
 _STEPS: Final = 1000  # of SQLite's machine between two looks at the clock: some 20 µs
 _ENDINGS: Final = ("", "-wal", "-shm", "-owner")
 _owned: Final = set[Path]()
-"""The stores that this process owns. To open and close their files here, other than by SQLite, would let go of the locks
-that SQLite has on them: POSIX counts locks by process."""
+"""The stores that this process owns. Closing their files here, other than by SQLite, would let go of the
+locks that SQLite has on them: POSIX counts locks by process."""
 
 
 class StoreFiles:

@@ -15,6 +15,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from agentlightning.errors import ConfigError, ForbiddenError
+from agentlightning.gateway.app import Gateway
+from agentlightning.gateway.models import ModelTable
+from agentlightning.server import serve
 from agentlightning.server.access import Access, Principal
 from agentlightning.server.app import create_app
 from agentlightning.server.limits import Limited, Limits, _network, limit_of
@@ -122,3 +125,65 @@ async def test_an_attempts_key_sends_so_many_bytes_of_spans_and_no_more(store):
     with pytest.raises(ForbiddenError, match="attempt at-3 has sent"):
         access.count_sent(Principal("agent", frozenset(), ("ro-1", "at-3")), spans=150_000)
     access.count_sent(Principal(), 1 << 40)
+
+
+async def test_large_bodies_of_all_callers_have_a_total_and_wait_in_turn_for_so_long():
+    size, reading = 3 << 19, 0
+    most = 0
+    answered = asyncio.Event()
+
+    async def read(request: Request) -> Response:
+        nonlocal reading, most
+        await request.body()
+        reading += 1
+        most = max(most, reading)
+        await answered.wait()
+        reading -= 1
+        return Response("ok")
+
+    limits = Limits(None, None, 4 * size, total=3 * size, seconds=0.5)
+    app = Starlette(routes=[Route("/", read, methods=["POST"])], middleware=[Middleware(Limited, limits=limits)])
+    async with HttpServer(app) as server, aiohttp.ClientSession(server.url) as http:
+
+        async def post(name: str, length: int = size) -> tuple[int, str | None]:
+            async with http.post("/", data=b"x" * length, headers={"x-api-key": name}) as answer:
+                return answer.status, answer.headers.get("retry-after")
+
+        first = [asyncio.create_task(post(f"caller {number}")) for number in range(3)]
+        while reading < 3:
+            await asyncio.sleep(0.01)
+        assert await post("one more") == (503, "10")
+        waiting = [asyncio.create_task(post(f"later {number}")) for number in range(3)]
+        await asyncio.sleep(0.05)
+        answered.set()
+        assert {status for status, _ in await asyncio.gather(*first, *waiting)} == {200}
+        assert most == 3
+        assert await post("long", 4 * size) == (200, None), "a body that is longer than the total is read alone"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/api/v1/rollouts/query", "/v1/traces"])
+@pytest.mark.parametrize("sent", [b"", b"{", b"x" * 10])
+async def test_a_body_that_is_announced_and_does_not_come_is_closed_like_a_head(store, monkeypatch, path, sent):
+    monkeypatch.setattr(serve, "_IDLE_SECONDS", 0.3)
+    async with HttpServer(create_app(store, gateway=Gateway(ModelTable(), store))) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 3000000"
+        writer.write(f"{head}\r\n\r\n".encode() + sent)
+        async with asyncio.timeout(30):
+            await reader.read()
+        writer.close()
+
+
+async def test_a_body_that_comes_slowly_but_comes_is_read(store, monkeypatch):
+    monkeypatch.setattr(serve, "_IDLE_SECONDS", 0.3)
+    async with HttpServer(create_app(store)) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        head = b"POST /api/v1/rollouts/query HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        writer.write(head + b"content-length: 800002\r\n\r\n{")
+        for _ in range(8):
+            writer.write(b" " * 100_000)
+            await writer.drain()
+            await asyncio.sleep(0.1)
+        writer.write(b"}")
+        assert b" 200 " in await reader.readline()
+        writer.close()

@@ -69,11 +69,21 @@ class ServerProcess:
         self.kill()
         self.start()
 
+    @property
+    def proc(self) -> Path:
+        """What Linux tells of the process."""
+        assert self._process is not None
+        return Path(f"/proc/{self._process.pid}")
+
+    def limit(self, kind: int, soft: int) -> None:
+        """From now on it has at most so much of a resource (`resource.RLIMIT_…`)."""
+        pid = int(self.proc.name)
+        _, hard = resource.prlimit(pid, kind)
+        resource.prlimit(pid, kind, (soft, hard))
+
     def limit_files(self, size: int) -> None:
         """From now on it cannot write beyond the first `size` bytes of any file, as on a disk that is full."""
-        assert self._process is not None
-        _, hard = resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE)
-        resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (size, hard))
+        self.limit(resource.RLIMIT_FSIZE, size)
 
     def log(self) -> str:
         return self._log.read_text(errors="replace")

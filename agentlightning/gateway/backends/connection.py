@@ -18,6 +18,7 @@ import httptools
 from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.backends.words import failed_in_answer, words_of
 from agentlightning.gateway.request import CallRefused
+from agentlightning.shortages import lacking
 
 UNREACHABLE: Final = "backend_unreachable"
 BROKE_OFF: Final = "backend_broke_off"
@@ -202,6 +203,10 @@ class Connection:
         except TimeoutError:
             raise UnreachableError(f"no connection within {_CONNECT_SECONDS:g} s", status=503) from None
         except OSError as error:
+            resource = lacking(error)
+            if resource is not None:  # which is no fault of the backend
+                why = f"the gateway has no more {resource} at present; try again later"
+                raise BackendError(why, status=503, code="out_of_resources") from None
             raise UnreachableError(str(error), status=503) from None
         return await response.send(message)
 
