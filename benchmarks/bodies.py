@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -74,9 +74,22 @@ async def call(session: aiohttp.ClientSession, url: str, rollout: AttemptedRollo
         async with session.post(path, data=body, headers=headers) as answered:
             await answered.read()
             told[answered.status] += 1
-            if answered.status == 200:
+            if answered.status not in (429, 503):
                 return
             await asyncio.sleep(float(answered.headers.get("retry-after", "1")))
+
+
+async def beat(store: LightningStoreClient, leased: Sequence[AttemptedRollout]) -> None:
+    """Keep the leases of what takes longer than they last."""
+    while True:
+        await asyncio.sleep(5)
+        beats = (store.heartbeat(one.rollout_id, one.attempt.attempt_id, token_of(one)) for one in leased)
+        await asyncio.gather(*beats)
+
+
+def token_of(rollout: AttemptedRollout) -> int:
+    assert rollout.lease is not None
+    return rollout.lease.token
 
 
 def most_resident_mb(pid: int) -> int:
@@ -107,9 +120,11 @@ async def measure(root: Path, attempts: int, megabytes: int, kind: str) -> dict[
             await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=number) for number in range(attempts)])
             leased = await store.dequeue_many_rollouts(attempts)
             before = most_resident_mb(pid)
+            beating = asyncio.create_task(beat(store, leased))
             began = time.monotonic()
             await asyncio.gather(*(call(session, url, one, body, told) for one in leased))
             seconds = time.monotonic() - began
+            beating.cancel()
         await store.close()
         most = most_resident_mb(pid)
     await runner.cleanup()

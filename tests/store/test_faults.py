@@ -16,10 +16,13 @@ import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
+import aiohttp
 import psycopg
 import pytest
 from anyio import to_thread
 
+import agentlightning as agl
+from agentlightning import semconv
 from agentlightning.errors import ConfigError, InUseError, UnavailableError
 from agentlightning.store import postgres, sqlite
 from agentlightning.store.base import LightningStore
@@ -28,6 +31,7 @@ from agentlightning.store.postgres import PostgresConnection
 from agentlightning.store.reader import StoreReader
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import And, AttemptedRollout, EnqueueRolloutRequest, RolloutConfig
+from tests.gateway.upstream import Server
 from tests.postgres import PostgresServer
 from tests.store.away import cutting
 from tests.store.conftest import opened, span_of
@@ -461,3 +465,83 @@ async def test_a_database_that_is_dropped_and_made_anew_under_the_server_takes_n
             pass  # another store, under the name of the first
         with pytest.raises(UnavailableError, match="another server has used the store since"):
             await store.enqueue_rollout(3)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A file system of its own, which can be filled for real."""
+    folder.mkdir()
+    mounting = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=False)
+    if mounting.returncode:
+        pytest.skip("this user may not mount a file system")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def fill_up(file: Path) -> None:
+    with contextlib.suppress(OSError), file.open("wb", buffering=0) as ballast:
+        while True:
+            ballast.write(bytes(1 << 16))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "count"),
+    [pytest.param(15, 20, marks=pytest.mark.slow), pytest.param(120, 200, marks=pytest.mark.soak)],
+)
+async def test_a_disk_that_is_full_under_running_rollouts_fails_none(seconds, count, tmp_path):
+    """Each rollout goes on calling its model, whose answers wait for the disk. Nothing that an agent was answered is
+    lost."""
+    answers: dict[str, int] = {}
+    ends = asyncio.Event()
+
+    @agl.rollout
+    async def agent(task: dict, llm: agl.LLM) -> float:
+        client = agl.openai_client(llm)
+        name = str(task["index"])
+        while not ends.is_set():
+            await client.chat.completions.create(model=llm.model, messages=[{"role": "user", "content": "go on"}])
+            answers[name] = answers.get(name, 0) + 1
+            await asyncio.sleep(2)
+        return 1.0
+
+    upstream = Server()
+    with small_disk(tmp_path / "disk", "64m") as disk:
+        async with upstream.http, served(disk / "store.db", tmp_path) as server, connected(server) as client:
+            async with aiohttp.ClientSession(server.url) as http:
+                model = {"base_url": upstream.url, "trainable": False}
+                assert (await http.put("/api/v1/models/policy", json=model)).status == 200
+            llm = agl.LLM(endpoint="/v1", model="policy", gateway=True)
+            await client.add_resources({"llm": llm})
+            await client.enqueue_many_rollouts([EnqueueRolloutRequest(input={"index": i}) for i in range(count)])
+            runner = agl.Runner(client, agent, concurrency=count)
+            running = asyncio.create_task(runner.run())
+            while len(answers) < count:
+                await asyncio.sleep(0.1)
+            await to_thread.run_sync(fill_up, disk / "ballast")
+            began = time.monotonic()
+            while time.monotonic() - began < seconds:
+                await asyncio.sleep(5)
+                assert (await to_thread.run_sync(looked_at, server))[0] == 503
+            (disk / "ballast").unlink()
+            back, gone = dict(answers), time.monotonic()
+            while any(answers[name] <= count for name, count in back.items()):
+                await asyncio.sleep(0.1)
+            print(f"every agent was answered again {time.monotonic() - gone:.1f} s after the disk had space")
+            ends.set()
+            rollouts = await client.wait_for_rollouts(
+                [rollout.rollout_id for rollout in await client.query_rollouts()], timeout=60
+            )
+            runner.stop()
+            await running
+            assert {rollout.status for rollout in rollouts} == {"succeeded"} and len(rollouts) == count
+            assert {(await client.get_latest_attempt(one.rollout_id)).sequence_id for one in rollouts} == {1}
+            for rollout in rollouts:
+                spans = await client.query_spans(rollout.rollout_id)
+                calls = [span for span in spans if semconv.CALL_INDEX in span.attributes]
+                assert len(calls) >= answers[str(rollout.input["index"])]
+            assert await client.check_store() == []
+            print(f"{sum(answers.values())} calls were answered, {sum(back.values())} before the disk had space")
+            told = server.log().splitlines()
+            assert len([line for line in told if "be written" in line]) == 2 and len(told) < 10, told[-20:]
