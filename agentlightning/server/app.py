@@ -3,8 +3,8 @@ gateway."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import msgspec
 from starlette.applications import Starlette
@@ -119,13 +119,10 @@ def create_app(
     routes.append((metrics := ServerMetrics(store, access, shown)).route())
     routes += documentation_routes(described, protected=protected)
     listeners = [metrics.count, log_request] if access_log else [metrics.count]
-    # Without keys all callers have one address, and share one budget.
-    budget = CALLER_BUDGET if protected else None
+    budget = CALLER_BUDGET if protected else None  # without keys all callers have one address
     limits = Limits(access, rate_limit, None if access is None else body_limit, budget)
     layers = [Middleware(Observed, routes=routes, listeners=listeners), Middleware(Limited, limits=limits), *inner]
-    answers = dict.fromkeys((AgentLightningError, HTTPException, Exception), _answer_to)
-    answers |= dict.fromkeys((MemoryError, OSError, RuntimeError), _answer_to_shortage)
-    app = Starlette(routes=routes, middleware=layers, exception_handlers=answers)
+    app = Starlette(routes=routes, middleware=layers, exception_handlers=_ANSWERS)
     app.state.calls = None if gateway is None else LlmCalls(gateway.serving, listeners, limits)
     app.state.protected = protected
     app.state.stop_waiting = tuple(stops)
@@ -154,3 +151,9 @@ def _answer_to_shortage(request: Request, error: Exception) -> Response:
     if lacking(error) is None:
         raise error  # a defect, whose traceback the log gets
     return defect(error)
+
+
+_ANSWERS: Final[Mapping[Any, Callable[[Request, Exception], Response]]] = {
+    **dict.fromkeys((AgentLightningError, HTTPException, Exception), _answer_to),
+    **dict.fromkeys((MemoryError, OSError, RuntimeError), _answer_to_shortage),
+}

@@ -22,6 +22,7 @@ from agentlightning.server.access import Access, Principal
 from agentlightning.server.app import create_app
 from agentlightning.server.limits import Limited, Limits, _network, limit_of
 from agentlightning.server.serve import HttpServer
+from tests.gateway.upstream import until
 from tests.server.conftest import ADMIN_KEY
 
 pytestmark = pytest.mark.anyio
@@ -150,8 +151,7 @@ async def test_large_bodies_of_all_callers_have_a_total_and_wait_in_turn_for_so_
                 return answer.status, answer.headers.get("retry-after")
 
         first = [asyncio.create_task(post(f"caller {number}")) for number in range(3)]
-        while reading < 3:
-            await asyncio.sleep(0.01)
+        await until(lambda: reading == 3)
         assert await post("one more") == (503, "10")
         waiting = [asyncio.create_task(post(f"later {number}")) for number in range(3)]
         await asyncio.sleep(0.05)

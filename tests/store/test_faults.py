@@ -31,7 +31,7 @@ from agentlightning.store.postgres import PostgresConnection
 from agentlightning.store.reader import StoreReader
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import And, AttemptedRollout, EnqueueRolloutRequest, RolloutConfig
-from tests.gateway.upstream import Server
+from tests.gateway.upstream import Server, until
 from tests.postgres import PostgresServer
 from tests.store.away import cutting
 from tests.store.conftest import opened, span_of
@@ -389,13 +389,13 @@ async def test_a_store_that_is_moved_away_under_its_server_is_told_once_and_goes
         await client.enqueue_rollout(1)
         path.rename(elsewhere)
         for _ in range(3):
-            with pytest.raises(UnavailableError, match="store.db is not there"):
+            with pytest.raises(UnavailableError, match=r"store\.db is not there"):
                 await client.enqueue_rollout(2)
         assert await to_thread.run_sync(looked_at, server) == (503, 1.0)
         elsewhere.rename(path)
         async with asyncio.timeout(30):
             while await to_thread.run_sync(looked_at, server) != (200, 0.0):
-                await asyncio.sleep(0.1)
+                pass
         await client.enqueue_rollout(3)
         assert {rollout.input for rollout in await client.query_rollouts()} == {1, 3}
         told = [line for line in server.log().splitlines() if "be written" in line]
@@ -417,7 +417,7 @@ async def test_a_log_without_its_store_is_not_taken_for_that_of_a_new_store(tmp_
         await client.enqueue_rollout(1)
         await to_thread.run_sync(server.kill)
     path.unlink()
-    with pytest.raises(ConfigError, match="is missing, but its log store.db-wal is there"):
+    with pytest.raises(ConfigError, match=r"is missing, but its log store\.db-wal is there"):
         await SqlStore.open(path)
 
 
@@ -517,7 +517,7 @@ async def test_a_disk_that_is_full_under_running_rollouts_fails_none(seconds, co
             await client.enqueue_many_rollouts([EnqueueRolloutRequest(input={"index": i}) for i in range(count)])
             runner = agl.Runner(client, agent, concurrency=count)
             running = asyncio.create_task(runner.run())
-            while len(answers) < count:
+            while len(answers) < count:  # noqa: ASYNC110 - as long as it takes
                 await asyncio.sleep(0.1)
             await to_thread.run_sync(fill_up, disk / "ballast")
             began = time.monotonic()
@@ -526,8 +526,7 @@ async def test_a_disk_that_is_full_under_running_rollouts_fails_none(seconds, co
                 assert (await to_thread.run_sync(looked_at, server))[0] == 503
             (disk / "ballast").unlink()
             back, gone = dict(answers), time.monotonic()
-            while any(answers[name] <= count for name, count in back.items()):
-                await asyncio.sleep(0.1)
+            await until(lambda: all(answers[name] > before for name, before in back.items()))
             print(f"every agent was answered again {time.monotonic() - gone:.1f} s after the disk had space")
             ends.set()
             rollouts = await client.wait_for_rollouts(
