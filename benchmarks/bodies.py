@@ -84,7 +84,7 @@ async def beat(store: LightningStoreClient, leased: Sequence[AttemptedRollout]) 
     while True:
         await asyncio.sleep(5)
         beats = (store.heartbeat(one.rollout_id, one.attempt.attempt_id, token_of(one)) for one in leased)
-        await asyncio.gather(*beats)
+        await asyncio.gather(*beats, return_exceptions=True)  # some may find the server busy
 
 
 def token_of(rollout: AttemptedRollout) -> int:

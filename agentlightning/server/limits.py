@@ -112,7 +112,12 @@ class Limits:
         if self._rate is not None and path not in _UNLIMITED:
             await self._count(self._rate, headers, address)
         announced = _announced(headers)
-        if self._longest is None or method in ("GET", "HEAD") or (announced or self._longest) <= _SMALL:
+        longest = self._longest
+        if longest is None or method in ("GET", "HEAD"):
+            yield
+            return
+        size = longest if announced is None else min(announced, longest)
+        if size <= _SMALL:
             yield
             return
         async with AsyncExitStack() as held:
@@ -121,10 +126,10 @@ class Limits:
                     if self._budget is not None:
                         caller = api_key_of(headers) or _network(address)
                         room = self._rooms.setdefault(caller, _Room(self._budget))
-                        size = self._longest if announced is None else min(announced, self._longest)
                         await held.enter_async_context(room.taken(size))
-                    size = _UNANNOUNCED if announced is None else announced
-                    await held.enter_async_context(self._whole.taken(min(size, self._longest)))
+                    if announced is None:
+                        size = min(size, _UNANNOUNCED)
+                    await held.enter_async_context(self._whole.taken(size))
             except TimeoutError:
                 message = "the requests that this server is answering leave no room for one so large"
                 raise LimitExceededError(message, _PAUSE, status=503, code="no_room") from None
