@@ -380,10 +380,10 @@ def touch_worker(tx: Transaction, worker_id: str | None, stats: str | None = Non
     """Note that a named worker is alive, and its report as JSON (None: unchanged)."""
     if worker_id is None:
         return
-    if not 0 < len(worker_id) <= _LONGEST_WORKER_ID:
+    if not worker_id.strip(".") or len(worker_id) > _LONGEST_WORKER_ID:
         raise InvalidError(
-            f"worker_id has {len(worker_id)} characters; give each worker a unique name of at most "
-            f"{_LONGEST_WORKER_ID}, or None"
+            f"worker_id is {worker_id[:100]!r}, of {len(worker_id)} characters; give each worker a "
+            f"unique name of at most {_LONGEST_WORKER_ID}, not of dots alone, or None"
         )
     worker_id = codec.text(worker_id)
     reported, values = ("", ()) if stats is None else (", heartbeat_stats = ?", (stats,))

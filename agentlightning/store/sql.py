@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 import time
@@ -34,9 +35,15 @@ from agentlightning.store import (
 from agentlightning.store.availability import Availability
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call, named
+from agentlightning.store.codec import LARGE
 from agentlightning.store.database import Changes, Connection, DatabaseThread, Opened, Readers, Transaction
 from agentlightning.store.prompts import Prompts, SpanRow
-from agentlightning.store.redaction import Redact, redaction, text_without_secrets
+from agentlightning.store.redaction import (
+    Redact,
+    reason_without_secrets,
+    redaction,
+    text_without_secrets,
+)
 from agentlightning.store.spans import Observer, SpanWriter, Stored, add_spans, prepared_spans
 from agentlightning.store.sqlite import Synchronous
 from agentlightning.store.waiters import Subscribers, Waiters, give_up, steady, woken_within
@@ -75,7 +82,7 @@ def _by_name(*handlers: Callable[..., Any]) -> Mapping[str, Callable[..., Any]]:
 _WRITES: Final = _by_name(
     *(rollouts.enqueue_many_rollouts, rollouts.create_group),
     *(attempts.start_rollout, attempts.update_rollout, attempts.cancel_rollout, attempts.start_attempt),
-    *(attempts.update_attempt, attempts.heartbeat, attempts.extend_attempts, spans.get_next_span_sequence_id),
+    *(attempts.heartbeat, attempts.extend_attempts, spans.get_next_span_sequence_id),
     *(records.add_resources, records.start_run, records.update_run, records.next_policy_version),
     *(records.add_metrics, records.update_worker),
     *(records.issue_key, attempts.issue_attempt_key, attempts.issue_worker_key, records.revoke_key),
@@ -137,6 +144,7 @@ class SqlStore(LightningStore):
             "complete_groups_after": self._complete_groups_after,
             "store_spans": SpanWriter(redact, self.store_rows, observer).store,
             "import_rollout": self._import_rollout,
+            "update_attempt": self._update_attempt,
             "delete_rollouts": self._delete_rollouts,
             "delete_run": self._delete_run,
             "check_store": lambda: self._read(retention.check_store, "search", math.inf),
@@ -379,7 +387,32 @@ class SqlStore(LightningStore):
         # Beside unattributed spans that are here already, none is the base of another.
         whole = rollout.rollout_id == UNATTRIBUTED
         rows = [entry.row for entry in await prepared_spans(spans, Prompts(), self._redact, whole=whole)]
+        attempts = [await self._without_secrets(attempt) for attempt in attempts]
         return await self._writer.submit(lambda tx: retention.import_rollout(tx, rollout, attempts, rows))
+
+    async def _without_secrets(self, attempt: Attempt) -> Attempt:
+        ids = attempt.rollout_id, attempt.attempt_id
+        metadata = await self._redacted(ids, attempt.status, attempt.metadata)
+        return msgspec.structs.replace(attempt, metadata=metadata)
+
+    async def _update_attempt(
+        self, rollout_id: str, attempt_id: str, metadata: Mapping[str, Any] | None, **asked: Any
+    ) -> Attempt:
+        if metadata is not None:
+            status = asked["status"] or "failed"
+            metadata = await self._redacted((rollout_id, attempt_id), status, metadata)
+        return await self._writer.submit(
+            lambda tx: attempts.update_attempt(tx, rollout_id, attempt_id, metadata=metadata, **asked)
+        )
+
+    async def _redacted(self, ids: tuple[str, str], status: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+        """An attempt's metadata, whose `reason` quotes an agent, a program or a server."""
+        metadata = dict(metadata)
+        reason = metadata.get("reason")
+        if isinstance(reason, str):
+            clean = functools.partial(reason_without_secrets, self._redact, ids, status, reason)
+            metadata["reason"] = await asyncio.to_thread(clean) if len(reason) > LARGE else clean()
+        return metadata
 
     async def _get_latest_attempt(self, rollout_id: str) -> Attempt | None:
         """Cached, since the gateway asks before every call of an agent."""
