@@ -11,6 +11,7 @@ import re
 import string
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, Literal, TypeAlias, cast, get_args
 
 import msgspec
@@ -179,9 +180,15 @@ def text_without_secrets(text: str) -> str:
     return text
 
 
-def reason_without_secrets(redact: Redact, ids: tuple[str, str], status: str, reason: str) -> str:
-    """Why the attempt of these ids ended, as `redact` leaves the message of an exception's span: `ValueError: no key
-    sk-8f…` → `ValueError: no key [redacted]`; without content `ValueError`, or the status where no type is named."""
+def metadata_without_secrets(
+    redact: Redact, ids: tuple[str, str], status: str, metadata: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The metadata of the attempt of these ids, with `reason`, why it ended, as `redact` leaves the message of an
+    exception's span: `ValueError: no key sk-8f…` → `ValueError: no key [redacted]`. Without content that is
+    `ValueError`, or the status where no type is named."""
+    reason = metadata.get("reason")
+    if not isinstance(reason, str):
+        return dict(metadata)
     named = _TYPE.match(reason)
     kind = status if named is None else named[0]
     span = Span(
@@ -195,15 +202,14 @@ def reason_without_secrets(redact: Redact, ids: tuple[str, str], status: str, re
         end_time=0.0,
         attributes={semconv.EXCEPTION_TYPE: kind, semconv.EXCEPTION_MESSAGE: reason},
     )
-    try:
+    message = None
+    with suppress(InvalidError):  # of the hook; the attempt has ended all the same
         kept = redact(span)
-    except InvalidError:  # of the hook; the attempt has ended all the same
-        return kind
-    message = None if kept is None else kept.attributes.get(semconv.EXCEPTION_MESSAGE)
-    return message if isinstance(message, str) else kind
+        message = kept and kept.attributes.get(semconv.EXCEPTION_MESSAGE)
+    return {**metadata, "reason": message if isinstance(message, str) else kind}
 
 
-_TYPE: Final = re.compile(r"[A-Za-z_][\w.]*(?=: |$)")  # at the beginning of a reason
+_TYPE: Final = re.compile(r"[A-Za-z_][\w.]*(?=: )")  # at the beginning of a reason
 
 
 def settings_without_secrets(value: Any) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import math
 import time
@@ -35,15 +34,9 @@ from agentlightning.store import (
 from agentlightning.store.availability import Availability
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call, named
-from agentlightning.store.codec import LARGE
 from agentlightning.store.database import Changes, Connection, DatabaseThread, Opened, Readers, Transaction
 from agentlightning.store.prompts import Prompts, SpanRow
-from agentlightning.store.redaction import (
-    Redact,
-    reason_without_secrets,
-    redaction,
-    text_without_secrets,
-)
+from agentlightning.store.redaction import Redact, redaction, text_without_secrets
 from agentlightning.store.spans import Observer, SpanWriter, Stored, add_spans, prepared_spans
 from agentlightning.store.sqlite import Synchronous
 from agentlightning.store.waiters import Subscribers, Waiters, give_up, steady, woken_within
@@ -387,32 +380,10 @@ class SqlStore(LightningStore):
         # Beside unattributed spans that are here already, none is the base of another.
         whole = rollout.rollout_id == UNATTRIBUTED
         rows = [entry.row for entry in await prepared_spans(spans, Prompts(), self._redact, whole=whole)]
-        attempts = [await self._without_secrets(attempt) for attempt in attempts]
-        return await self._writer.submit(lambda tx: retention.import_rollout(tx, rollout, attempts, rows))
+        return await self._writer.submit(lambda tx: retention.import_rollout(tx, self._redact, rollout, attempts, rows))
 
-    async def _without_secrets(self, attempt: Attempt) -> Attempt:
-        ids = attempt.rollout_id, attempt.attempt_id
-        metadata = await self._redacted(ids, attempt.status, attempt.metadata)
-        return msgspec.structs.replace(attempt, metadata=metadata)
-
-    async def _update_attempt(
-        self, rollout_id: str, attempt_id: str, metadata: Mapping[str, Any] | None, **asked: Any
-    ) -> Attempt:
-        if metadata is not None:
-            status = asked["status"] or "failed"
-            metadata = await self._redacted((rollout_id, attempt_id), status, metadata)
-        return await self._writer.submit(
-            lambda tx: attempts.update_attempt(tx, rollout_id, attempt_id, metadata=metadata, **asked)
-        )
-
-    async def _redacted(self, ids: tuple[str, str], status: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
-        """An attempt's metadata, whose `reason` quotes an agent, a program or a server."""
-        metadata = dict(metadata)
-        reason = metadata.get("reason")
-        if isinstance(reason, str):
-            clean = functools.partial(reason_without_secrets, self._redact, ids, status, reason)
-            metadata["reason"] = await asyncio.to_thread(clean) if len(reason) > LARGE else clean()
-        return metadata
+    async def _update_attempt(self, **asked: Any) -> Attempt:
+        return await self._writer.submit(lambda tx: attempts.update_attempt(tx, self._redact, **asked))
 
     async def _get_latest_attempt(self, rollout_id: str) -> Attempt | None:
         """Cached, since the gateway asks before every call of an agent."""
