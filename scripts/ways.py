@@ -91,7 +91,9 @@ def programs(wheel: Path, folder: Path, environment: str, fresh: bool) -> Path:
     """The folder of `agl` and `python`, in an environment made at the first call."""
     place = folder / f"env-{environment}"
     if not place.exists():
-        packages = (ROOT / f".venv-{environment}" / "lib").glob("python*/site-packages") if environment else ()
+        # The agents of the experiments take some of their packages from the environment of `make setup`.
+        seen = {"": (), "experiments": (".venv-experiments", ".venv")}.get(environment, (f".venv-{environment}",))
+        packages = (found for name in seen for found in (ROOT / name / "lib").glob("python*/site-packages"))
         (wheels.install_fresh if fresh else wheels.install)(wheel, place, [*packages])
     return place / "bin"
 
