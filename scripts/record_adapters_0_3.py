@@ -1,6 +1,6 @@
 """Records what Agent Lightning 0.3's adapters make of random traces, for `tests/v03/test_adapters.py` to compare with.
 
-    scripts/agentlightning_0_3_env.sh
+    scripts/environment.sh agentlightning-0.3 .venv
     .venv-agentlightning-0.3/bin/python -P scripts/record_adapters_0_3.py tests/oracles/adapters_0_3.json
 
 A trace is rows of (id, kind, start, end, parent, agent or value). Where `first_sibling` is recorded no span is beside

@@ -44,16 +44,16 @@ cpu_index=https://download.pytorch.org/whl/cpu
 if wants_cpu_torch; then
     if reachable "$cpu_index/torch/"; then
         say "1/2 installing torch for the CPU (about 200 MB)"
-        $pip install --quiet --index-url "$cpu_index" "$(grep '^torch==' constraints.txt)"
+        $pip install --quiet --index-url "$cpu_index" "$(grep '^torch==' requirements/constraints.txt)"
     else
         echo "cannot reach $cpu_index; taking torch from pip's own configuration" >&2
     fi
 fi
 if [ -n "$wheel" ]; then
     say "2/2 installing $wheel"
-    $pip install --quiet "$wheel" --constraint constraints.txt
+    $pip install --quiet "$wheel" --constraint requirements/constraints.txt
     exit
 fi
 say "2/2 installing agentlightning with what training, tests and docs need (about 100 packages)"
-$pip install --quiet --editable '.[all]' --group test --group docs --constraint constraints.txt
+$pip install --quiet --editable '.[all]' --group test --group docs --constraint requirements/constraints.txt
 say "done; start with: $venv/bin/agl --help   (or: source $venv/bin/activate)"

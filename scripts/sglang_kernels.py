@@ -1,4 +1,4 @@
-"""Stand-ins for packages that SGLang imports and needs on a GPU alone; scripts/sglang_env.sh installs this module.
+"""Stand-ins for packages that SGLang imports and needs on a GPU alone; scripts/environment.sh installs this module.
 
 Their modules answer to any attribute, so that SGLang can be imported, and raise where one is called: nothing is
 computed by them. Every process of that environment imports this at its start.

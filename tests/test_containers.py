@@ -23,8 +23,8 @@ from agentlightning.server.serve import HttpServer
 from agentlightning.server.service import running_server
 
 ROOT = Path(__file__).parents[1]
-DOCKERFILE = (ROOT / "Dockerfile").read_text()
-COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
+DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text()
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
 
 
 def instruction(name: str) -> list[str]:
@@ -50,7 +50,7 @@ def test_what_it_installs_copies_and_publishes_exists() -> None:
     assert found
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(found[1].split(",")) <= set(extras)
-    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    allowed = {line[1:] for line in (ROOT / "deploy" / "Dockerfile.dockerignore").read_text().splitlines() if line.startswith("!")}
     lines = re.findall(r"^COPY (?!--from)(.+)$", DOCKERFILE, re.MULTILINE)
     assert {source for line in lines for source in line.split()[:-1]} == allowed
     assert all((ROOT / path).exists() for path in allowed)
