@@ -33,6 +33,7 @@ from agentlightning.runner.clients import ClientPool, current_pool, lost_connect
 from agentlightning.runner.environment import ResourceCache, current_server
 from agentlightning.runner.execution import Flight, Hook, Outcome
 from agentlightning.runner.isolation import AgentNotLoadedError, AgentProcess, Isolation, boot_of, usual_concurrency
+from agentlightning.runner.signals import exits_refused
 from agentlightning.semconv import HTTP_STATUS
 from agentlightning.store.base import LightningStore
 from agentlightning.store.lifecycle import TERMINAL
@@ -430,7 +431,7 @@ class Runner:
         try:
             async with asyncio.TaskGroup() as group:
                 timer = group.create_task(self._heartbeats())
-                with self._logs.installed():
+                with self._logs.installed(), exits_refused() if self._boot is None else nullcontext():
                     yield
                 timer.cancel()
         except BaseExceptionGroup as errors:
