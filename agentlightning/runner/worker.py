@@ -33,6 +33,7 @@ from agentlightning.runner.agent import LitAgent, is_async
 from agentlightning.runner.clients import ClientPool, current_pool
 from agentlightning.runner.environment import AgentResources
 from agentlightning.runner.execution import Answer, call_agent, call_blocking, guarded, record_result
+from agentlightning.runner.shared import put_back, working_directory
 from agentlightning.tracing.context import AttemptTracer, bind
 from agentlightning.tracing.emit import exception_attributes
 from agentlightning.tracing.instrument import instrument_from_environment, tracer_class
@@ -47,9 +48,11 @@ _loading: list[str] = []  # of this process: the module whose import is under wa
 
 class Boot(msgspec.Struct, tag=True):
     """The first message to a process: the agent, as made by `packed`. If it is defined in the runner's main module,
-    `main` is what `multiprocessing` needs to import that; `file` is the path of its module."""
+    `main` is what `multiprocessing` needs to import that; `file` is the path of its module. `directory` is the
+    working directory."""
 
     agent: bytes
+    directory: str
     module: str
     file: str | None
     main: dict[str, str]
@@ -150,7 +153,7 @@ def packed(agent: LitAgent[Any]) -> Boot:
             raise ConfigError(
                 f"the agent is defined in an interactive session, where another process cannot import it. {how}"
             )
-    return Boot(pickled, module, file, main)
+    return Boot(pickled, working_directory(), module, file, main)
 
 
 def unpacked(boot: Boot) -> LitAgent[Any]:
@@ -224,6 +227,8 @@ class _Worker:
     def load(self, boot: Boot, start: Start) -> bool:
         """Import the agent in the environment of its first attempt; if that fails, report it to the runner."""
         self._set_environment(start)
+        with contextlib.suppress(OSError):  # it has been deleted
+            os.chdir(boot.directory)
         try:
             instrument_from_environment()
             self._agent = unpacked(boot)
@@ -240,7 +245,9 @@ class _Worker:
         with self._logs.installed():
             while start is not None:
                 self._set_environment(start)
-                self._connection.send(self._attempt(start))
+                with put_back():
+                    ended = self._attempt(start)
+                self._connection.send(ended)
                 start = self._starts.get()
         self._loop.run(pool.close())
 
