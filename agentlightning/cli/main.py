@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import io
 import keyword
+import logging
 import os
 import sys
 import traceback
@@ -17,7 +18,7 @@ from typing import Final, TextIO
 
 import click
 
-from agentlightning.cli.options import common_options
+from agentlightning.cli.options import TerminalFormatter, common_options
 from agentlightning.errors import AgentLightningError, nearest
 from agentlightning.runner.signals import exit_with
 
@@ -107,6 +108,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     asked: dict[str, bool] = {}
+    if logging.lastResort is not None:  # which prints warnings where nothing is configured
+        logging.lastResort.setFormatter(TerminalFormatter())
     try:
         for stream in (sys.stdout, sys.stderr):
             _print_anything(stream)
@@ -122,17 +125,23 @@ def run(arguments: Sequence[str] | None = None) -> int:
         hint = _how_to_install(error, words)
         if isinstance(error, ModuleNotFoundError) and not hint:
             raise
-        from agentlightning.tracing.tree import printable
-
         if asked.get("verbose"):
-            click.echo(printable("".join(traceback.format_exception(error))), err=True)
-        click.echo(f"error: {printable(str(error))}{hint}", err=True)
+            click.echo(_quoted("".join(traceback.format_exception(error))), err=True)
+        click.echo(f"error: {_quoted(str(error))}{hint}", err=True)
         return 1
     except BrokenPipeError:
         # The reader of our output has left (`agl runs | head`); stdout must not be flushed again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return result if isinstance(result, int) else 0
+
+
+def _quoted(text: str) -> str:
+    """An error's text, which may quote anybody's, for the terminal."""
+    from agentlightning.store.redaction import text_without_secrets
+    from agentlightning.tracing.tree import printable
+
+    return printable(text_without_secrets(text))
 
 
 def _print_anything(stream: TextIO) -> None:

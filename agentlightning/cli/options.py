@@ -69,10 +69,21 @@ def _be_quiet(ctx: click.Context, param: click.Parameter, given: bool) -> None:
         ctx.ensure_object(dict)["quiet"] = True
 
 
+class TerminalFormatter(logging.Formatter):
+    """Log records without anything that could be a key: they quote agents and servers."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        from agentlightning.store.redaction import text_without_secrets
+
+        return text_without_secrets(super().format(record))
+
+
 def _be_verbose(ctx: click.Context, param: click.Parameter, given: bool) -> None:
     if given:
         ctx.ensure_object(dict)["verbose"] = True
-        logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+        logging.basicConfig()
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(TerminalFormatter("%(levelname)s %(name)s: %(message)s"))
         before = logging.getLogger(_PACKAGE).level
         logging.getLogger(_PACKAGE).setLevel(logging.DEBUG)
         ctx.find_root().call_on_close(lambda: logging.getLogger(_PACKAGE).setLevel(before))

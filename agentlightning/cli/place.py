@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import math
+import os
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,14 +90,21 @@ def store_file(address: str, *, create: bool = False) -> str:
     if address.startswith(POSTGRES) or address == ":memory:":
         return address
     path = Path(address).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):  # also of a path that may not be looked at
         names = (STORE_FILE, SERVER_STORE.name)
         path /= next((name for name in names if (path / name).is_file()), STORE_FILE)
     if create and not path.parent.is_dir() and path.parent != RUNS:
         raise ConfigError(f"there is no folder {path.parent} for the store {path.name} (looked in {Path.cwd()})")
-    if not create and not path.is_file():
+    if not create and not os.path.isfile(path):
         raise ConfigError(f"there is no store at {path} (looked in {Path.cwd()})")
     return str(path)
+
+
+def folder_or_store(place: str) -> Path:
+    """A folder, or a store's file. ConfigError where there is neither, or none that may be looked at."""
+    if not os.path.isdir(place):
+        store_file(place)
+    return Path(place)
 
 
 def stores_below(path: Path = RUNS) -> list[str]:

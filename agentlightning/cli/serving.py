@@ -18,7 +18,7 @@ import click
 
 from agentlightning.cli.backends import Upstream, with_backend
 from agentlightning.cli.options import COUNT, Duration, Option, json_option, note, print_json, together
-from agentlightning.cli.place import POSTGRES, SERVER_STORE, store_file, store_option
+from agentlightning.cli.place import POSTGRES, SERVER_STORE, folder_or_store, store_file, store_option
 from agentlightning.garbage import garbage_sought_seldom
 from agentlightning.runner.signals import on_signal
 
@@ -289,9 +289,7 @@ async def _ui(places: tuple[str, ...], key: str | None, port: int, as_json: bool
             elif url.scheme in ("http", "https"):
                 others[url.netloc] = LightningStoreClient(place, key or local_key(place), patience=2.0)
             else:
-                folders.append(Path(place))
-                if not folders[-1].is_dir():
-                    store_file(place)
+                folders.append(folder_or_store(place))
         stores = await ManyStores.open(folders, others)
         stack.push_async_callback(stores.close)
         http = await stack.enter_async_context(HttpServer(create_app(stores, admin_key=own), port=port))

@@ -223,7 +223,10 @@ def why_elsewhere(headers: Mapping[str, str]) -> str | None:
     if "forwarded" in headers or "x-forwarded-for" in headers:
         return "this request came through a proxy, from who knows where; a server behind one needs an admin key"
     # A browser names the page that asks in `Origin`, and in `Host` the name that led it here.
-    for caller in (f"//{headers.get('host', '')}", headers.get("origin") or "//localhost"):
+    origin = headers.get("origin")
+    if origin is None and headers.get("sec-fetch-site") == "cross-site":
+        origin = "another site's page"  # as of an image or a link, for which no `Origin` is sent
+    for caller in (f"//{headers.get('host', '')}", origin or "//localhost"):
         if not _is_here(caller):
             return (
                 f"a server without an admin key answers only this machine's own programs, not {caller!r}; set one, or "

@@ -17,6 +17,7 @@ from agentlightning.gateway.admission import admit, admit_relayed
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.attribution import Attributor, Caller, is_worker
 from agentlightning.gateway.backend import SESSION_HEADER, NotRelayedError, RelayedCall, Sampling
+from agentlightning.gateway.backends.words import words_of
 from agentlightning.gateway.callers import caller_attributes
 from agentlightning.gateway.capture import Call
 from agentlightning.gateway.chat.repairs import canonical
@@ -28,9 +29,10 @@ from agentlightning.gateway.gates import Holding
 from agentlightning.gateway.generation import call_seed
 from agentlightning.gateway.models import ANY, ModelAwayError, ModelEntry, ModelTable
 from agentlightning.gateway.recorder import CallStatistics, Recorder
-from agentlightning.gateway.request import NEUTRAL_PENALTIES, CallRefused, CallRequest
+from agentlightning.gateway.request import NEUTRAL_PENALTIES, CallRefused, CallRequest, check_urls
 from agentlightning.semconv import CALL_REFUSED, ERROR_TYPE, FROZEN_HEADER, HTTP_STATUS
 from agentlightning.store.base import LightningStore
+from agentlightning.store.redaction import text_without_secrets
 from agentlightning.tracing.context import AttemptTracer
 from agentlightning.types import Attributes, Credential, SpanStatus
 
@@ -189,7 +191,7 @@ class Calls:
         except NotRelayedError:  # which it will not be again
             return await self.count_tokens(endpoint, body, headers, path_ids)
         if answer.status != 200:
-            message = f"the backend did not count ({answer.status}): {body[:500].decode(errors='replace')}"
+            message = f"the backend did not count ({answer.status}): {words_of(body).message[:500]}"
             raise BackendError(message, status=answer.status if 400 <= answer.status < 500 else 502)
         return body
 
@@ -203,7 +205,7 @@ class Calls:
             if self._committed and caller.attempt and caller.refused < _MOST_REFUSALS:
                 caller.refused += 1
                 reason: Attributes = {CALL_REFUSED: path[:_LONGEST], ERROR_TYPE: error.code, HTTP_STATUS: error.status}
-                status = SpanStatus(status_code="ERROR", description=str(error)[:_LONGEST])
+                status = SpanStatus(status_code="ERROR", description=text_without_secrets(str(error))[:_LONGEST])
                 await self._committed.record(AttemptTracer(*caller.attempt).record(CALL_REFUSED, reason, status=status))
 
     async def _incoming(
@@ -220,7 +222,9 @@ class Calls:
     def _read(self, endpoint: Endpoint, body: bytes, caller: Caller) -> CallRequest:
         """The request with what it goes on from, or refers to, of the caller's earlier responses."""
         body = with_references(body, partial(self._conversations.answer, caller))
-        return self._conversations.join(caller, endpoint.read(body))
+        request = endpoint.read(body)
+        check_urls(request.messages)
+        return self._conversations.join(caller, request)
 
     def _resolve(self, model: str, caller: Caller, key: Credential | None, headers: Mapping[str, str]) -> ModelEntry:
         """The model that answers; a call with FROZEN_HEADER is not trained, and sampled as it asks. CallRefused (403)

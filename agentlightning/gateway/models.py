@@ -58,7 +58,8 @@ class ModelEntry:
 
 
 class ModelTable:
-    """Model entries by name, which may change while calls run. ConfigError for a repeated name."""
+    """Model entries by name, which may change while calls run. ConfigError for a repeated name, or one
+    that no URL can hold."""
 
     def __init__(self, entries: Iterable[ModelEntry] = ()) -> None:
         self._entries: dict[str, ModelEntry] = {}
@@ -81,6 +82,8 @@ class ModelTable:
         """Add an entry, or replace that of its name, which is returned. Running calls keep their backend. ConfigError
         if another entry has one of its names."""
         for name in (entry.name, *entry.aliases):
+            if any(part and not part.strip(".") for part in name.split("/")):
+                raise ConfigError(f"{name!r} names no model: in a URL, dots lead elsewhere")
             other = self._names.get(name)
             if other is not None and other.name != entry.name:
                 raise ConfigError(f"the name {name!r} is taken by the model {other.name!r}; choose another")

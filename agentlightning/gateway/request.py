@@ -262,6 +262,38 @@ def of_data_url(where: str, url: str, name: str | None = None) -> dict[str, Any]
     return attached(where, head.removeprefix("data:").removesuffix(";base64") or "text/plain", data, name)
 
 
+_URLS: Final = frozenset(("url", "uri", "image_url", "video_url", "audio_url", "file_url", "file_uri", "fileUri"))
+_OF_TOOLS: Final = frozenset(("tool_calls", "function_call", "input", "arguments", "action"))
+_PASSED_ON: Final = ("http://", "https://", "data:")
+
+
+def check_urls(messages: Any) -> None:
+    """CallRefused (400) where messages name an image or a file by another URL than `http`, `https` and `data`: a
+    server would read `file:///etc/passwd` from its own disk, and `gs://` with its own account. Ids of files are no
+    URLs, and what tools are given is theirs to read."""
+    waiting = [messages]
+    while waiting:
+        outer = waiting.pop()
+        if isinstance(outer, list):
+            waiting += [item for item in outer if isinstance(item, dict | list)]
+            continue
+        for name, inner in outer.items():
+            if isinstance(inner, dict | list):
+                if name not in _OF_TOOLS:
+                    waiting.append(inner)
+            elif isinstance(inner, str) and _leads_elsewhere(name, inner):
+                raise CallRefused(
+                    f"{name} is {inner[:100]!r}; images and files are passed on by http, https and data URLs alone",
+                    code="unsupported_content",
+                    param=name,
+                )
+
+
+def _leads_elsewhere(name: str, url: str) -> bool:
+    named = name in _URLS or (name == "file_data" and ":" in url[:100])
+    return named and not url[:8].lower().startswith(_PASSED_ON)
+
+
 FILES_NOT_KEPT: Final = "files are neither kept nor fetched here; send its text, or its data as base64"
 CUSTOM_INPUT: Final = "input"
 """The one argument of the function that a custom tool is for the model."""

@@ -15,6 +15,7 @@ from agentlightning.errors import BackendError, ConfigError
 from agentlightning.gateway.backends.connection import Connection
 from agentlightning.gateway.models import ModelEntry
 from agentlightning.gateway.replicas import RemoteBackend, servers_of
+from agentlightning.store.redaction import text_without_secrets
 
 _log = logging.getLogger(__name__)
 _ADAPTERS_NEED: Final = "vLLM 0.16 or later with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
@@ -109,7 +110,8 @@ async def _load_sglang(connection: Connection, version: int, path: str) -> None:
 
 async def _post(connection: Connection, url: str, body: Mapping[str, Any], needs: str) -> None:
     async with connection.posted(url, msgspec.json.encode(body), control=True) as response:
-        text = (await response.read())[:500].decode(errors="replace")
+        said = (await response.read()).decode(errors="replace")
+        text = text_without_secrets(said)[:500]
         if response.status in (401, 403, 404, 405):
             raise _NoRouteError(f"{url} answers {response.status}: {text}; needed is {needs}")
         if response.status != 200 or _FAILED.search(text):

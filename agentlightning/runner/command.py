@@ -27,6 +27,7 @@ from agentlightning.runner.agent import LitAgent, RolloutRawResult, is_async, pi
 from agentlightning.runner.environment import agent_environment, current_server, inherited_environment
 from agentlightning.runner.execution import in_own_thread
 from agentlightning.runner.instrumented import instrumenting
+from agentlightning.store.redaction import text_without_secrets
 from agentlightning.tracing.attributes import to_json
 from agentlightning.tracing.context import current_binding
 from agentlightning.tracing.logs import Excerpt, LogStream, record_log
@@ -254,7 +255,7 @@ def _failure(what: str, exit_code: int, text: str) -> str:
         how = f"was killed by signal {-exit_code} ({signal.strsignal(-exit_code)})"
     else:
         how = f"exited with status {exit_code}"
-    end = text[-_SHOWN:]
+    end = text_without_secrets(text)[-_SHOWN:]  # half a key looks like none
     last = end.rpartition("\n")[2]
     return f"{what} {how}: {last}\n{end}" if end else f"{what} {how} and wrote nothing to stderr or stdout"
 

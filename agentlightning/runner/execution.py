@@ -24,6 +24,7 @@ from agentlightning.runner.hints import add_hint
 from agentlightning.runner.main_thread import ADVICE, needs_main_thread, watch
 from agentlightning.runner.signals import is_interrupt
 from agentlightning.semconv import REWARD_RETURNED
+from agentlightning.store.redaction import text_without_secrets
 from agentlightning.tracing.context import AttemptTracer, bind
 from agentlightning.tracing.emit import emit_exception, emit_reward, shown_error
 from agentlightning.tracing.instrument import quiet_openai_agents
@@ -73,11 +74,16 @@ class Hook:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended: its status and, unless it succeeded, the reason and the exception, if there was one."""
+    """How an attempt ended: its status and, unless it succeeded, the reason, without secrets, and the exception, if
+    there was one."""
 
     status: AttemptStatus
     reason: str | None = None
     error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        if self.reason is not None:
+            object.__setattr__(self, "reason", text_without_secrets(self.reason))
 
 
 @dataclass(eq=False)

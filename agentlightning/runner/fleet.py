@@ -31,6 +31,7 @@ import yaml
 from agentlightning.errors import AgentLightningError, ConfigError, ForbiddenError, NotFoundError, UnavailableError
 from agentlightning.runner.runner import patiently
 from agentlightning.store.base import LightningStore
+from agentlightning.store.redaction import text_without_secrets
 from agentlightning.types import Condition
 
 UNFINISHED: Final = Condition("status", "in", ["queuing", "preparing", "running", "requeuing"])
@@ -315,7 +316,8 @@ async def _kubectl(verb: str, path: str, body: bytes | None = None) -> bytes:
             await process.wait()
     if process.returncode == 0:
         return answer
-    what = f"kubectl {verb} {path}: {said[-2000:].decode(errors='replace').strip()}"
+    reason = text_without_secrets(said.decode(errors="replace"))[-2000:]
+    what = f"kubectl {verb} {path}: {reason.strip()}"
     if "(NotFound)" in what:
         raise NotFoundError(what)
     if "(Unauthorized)" in what or ("(Forbidden)" in what and "exceeded quota" not in what):

@@ -35,7 +35,7 @@ from agentlightning.runner.environment import AgentResources
 from agentlightning.runner.execution import Answer, call_agent, call_blocking, guarded, record_result
 from agentlightning.runner.shared import put_back, working_directory
 from agentlightning.tracing.context import AttemptTracer, bind
-from agentlightning.tracing.emit import exception_attributes
+from agentlightning.tracing.emit import exception_attributes, shown
 from agentlightning.tracing.instrument import instrument_from_environment, tracer_class
 from agentlightning.tracing.logs import AttemptLogs
 from agentlightning.types import AttemptedRollout, Attributes, NamedResources, Span
@@ -233,8 +233,8 @@ class _Worker:
             instrument_from_environment()
             self._agent = unpacked(boot)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a module does when it is imported
-            reason = str(error) if isinstance(error, AgentLightningError) else f"{type(error).__name__}: {error}"
-            self._connection.send(NotLoaded(reason))
+            kind = "" if isinstance(error, AgentLightningError) else f"{type(error).__name__}: "
+            self._connection.send(NotLoaded(f"{kind}{shown(error)}"))
         return self._agent is not None
 
     def serve(self, first: Start) -> None:

@@ -15,6 +15,7 @@ from agentlightning.errors import ConflictError, InvalidError, NotFoundError
 from agentlightning.store import codec, keys, lifecycle
 from agentlightning.store.database import Connection, Transaction
 from agentlightning.store.lifecycle import Standing
+from agentlightning.store.redaction import Redact, metadata_without_secrets
 from agentlightning.store.rollouts import (
     ACTIVE,
     QUEUED,
@@ -272,19 +273,25 @@ def _numbered(connection: Connection, number: int) -> Attempt:
 
 def update_attempt(
     tx: Transaction,
+    redact: Redact,
     rollout_id: str,
     attempt_id: str,
     status: AttemptStatus | None,
     metadata: Mapping[str, Any] | None,
     lease: int | None,
 ) -> Attempt:
-    """Change an attempt's status, and with it its rollout's, and replace its metadata."""
+    """Change an attempt's status, and with it its rollout's, and replace its metadata, of which `redact` cleans the
+    reason."""
     number, before = load_standing(tx.connection, rollout_id, attempt_id)
     if status != before.attempt_status or lease != number:  # to hear the end of it twice is harmless
         _check_token(before, number, lease)
+    after = before
     if status is not None:
-        save_standing(tx, number, before, lifecycle.update(before, status, tx.now, tx.lease_seconds))
+        after = lifecycle.update(before, status, tx.now, tx.lease_seconds)
+        save_standing(tx, number, before, after)
     if metadata is not None:
+        ids = rollout_id, attempt_id
+        metadata = metadata_without_secrets(redact, ids, after.attempt_status, metadata)
         text = codec.to_json(metadata, "the metadata of the attempt")
         tx.connection.execute("UPDATE attempts SET metadata = ? WHERE number = ?", (text, number))
         note_error(tx.connection, rollout_id, before.sequence_id, metadata.get("reason"))
@@ -380,10 +387,10 @@ def touch_worker(tx: Transaction, worker_id: str | None, stats: str | None = Non
     """Note that a named worker is alive, and its report as JSON (None: unchanged)."""
     if worker_id is None:
         return
-    if not 0 < len(worker_id) <= _LONGEST_WORKER_ID:
+    if not worker_id.strip(".") or len(worker_id) > _LONGEST_WORKER_ID:
         raise InvalidError(
-            f"worker_id has {len(worker_id)} characters; give each worker a unique name of at most "
-            f"{_LONGEST_WORKER_ID}, or None"
+            f"worker_id is {worker_id[:100]!r}, of {len(worker_id)} characters; give each worker a "
+            f"unique name of at most {_LONGEST_WORKER_ID}, not of dots alone, or None"
         )
     worker_id = codec.text(worker_id)
     reported, values = ("", ()) if stats is None else (", heartbeat_stats = ?", (stats,))

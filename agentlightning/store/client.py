@@ -139,7 +139,7 @@ class Form:
         """The call as a request. InvalidError for a value that cannot be sent."""
         path = self._path
         if self._in_path:
-            path = path.format_map({name: _in_url(str(getattr(call, name))) for name in self._in_path})
+            path = path.format_map({name: _in_path(str(getattr(call, name))) for name in self._in_path})
         wait = (getattr(call, "timeout", None) or 0.0) if self._waits else self._own_wait
         fields = {name: getattr(call, name) for name in self._in_body}
         if self._method in calls.IN_QUERY:
@@ -169,6 +169,12 @@ class Form:
 def form_of(kind: type[Call]) -> Form:
     """The form of a kind of calls, made once."""
     return Form(kind)
+
+
+def _in_path(value: str) -> str:
+    if not value.strip("."):
+        raise InvalidError(f"{value!r} names nothing, and would lead to another call in a URL")
+    return _in_url(value)
 
 
 def _in_url(value: str) -> str:

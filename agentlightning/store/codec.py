@@ -28,7 +28,7 @@ from agentlightning.types import (
     TokenCapture,
 )
 
-_ID: Final = re.compile(r"[A-Za-z0-9_.:\-]{1,200}")
+_ID: Final = re.compile(r"(?!\.+\Z)[A-Za-z0-9_.:\-]{1,200}")
 _LARGEST_SEQUENCE_ID: Final = 2**53
 _DEEPEST: Final = 200  # levels of nesting; the decoders of another process may have less room than this process
 _INT32: Final = "i"
@@ -94,7 +94,7 @@ def new_id(kind: str) -> str:
 def check_id(value: str, what: str) -> str:
     """`value`, if it can be in a URL and a key. InvalidError otherwise."""
     if not _ID.fullmatch(value):
-        raise InvalidError(f"{what} is {value!r}; use 1 to 200 letters, digits, or any of . _ : -")
+        raise InvalidError(f"{what} is {value!r}; use 1 to 200 letters, digits, or any of . _ : -, and not dots alone")
     return value
 
 

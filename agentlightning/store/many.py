@@ -288,7 +288,7 @@ def _name(key: str) -> str:
 
 def _files(top: Path) -> Generator[Path]:
     """The stores' files below a folder, or the file itself."""
-    if not top.is_dir():
+    if not os.path.isdir(top):
         yield top
     for place, below, files in os.walk(top):
         deep = len(Path(place).relative_to(top).parts) >= _DEEPEST

@@ -18,6 +18,7 @@ from agentlightning.errors import ConflictError, InvalidError, NotFoundError
 from agentlightning.store import codec, lifecycle
 from agentlightning.store.attempts import touch_worker
 from agentlightning.store.database import Connection, Transaction
+from agentlightning.store.redaction import text_without_secrets
 from agentlightning.store.rollouts import ACTIVE, require
 from agentlightning.store.tables import KEYS, RESOURCES, RUNS
 from agentlightning.types import (
@@ -111,7 +112,11 @@ def update_run(tx: Transaction, run_id: str, status: RunStatus | None, merge: Ma
     run = _run(tx.connection, run_id)
     if merge:
         codec.to_json(merge, "the change of the manifest")  # before the recursion, as it limits the depth
-        manifest = codec.merged(run.manifest, merge)
+        # Of why a run ended, and the like, which quotes agents and servers.
+        clean = {
+            name: text_without_secrets(value) if isinstance(value, str) else value for name, value in merge.items()
+        }
+        manifest = codec.merged(run.manifest, clean)
         text = codec.to_json(manifest, "the manifest of the run")
         tx.connection.execute("UPDATE runs SET manifest = ? WHERE run_id = ?", (codec.text(text), run_id))
         run = replace(run, manifest=manifest)

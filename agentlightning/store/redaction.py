@@ -1,5 +1,5 @@
-"""Removes what must not be written of a span: secrets always, content of prompts and tools if asked, and what the
-user's hook removes.
+"""Removes what must not be written of a span, or of why an attempt ended: secrets always, content of prompts and tools
+if asked, and what the user's hook removes.
 
 It knows spans and attribute names. Input and metadata of rollouts are the user's, and are stored as given.
 """
@@ -11,6 +11,7 @@ import re
 import string
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, Literal, TypeAlias, cast, get_args
 
 import msgspec
@@ -179,14 +180,48 @@ def text_without_secrets(text: str) -> str:
     return text
 
 
+def metadata_without_secrets(
+    redact: Redact, ids: tuple[str, str], status: str, metadata: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The metadata of the attempt of these ids, with `reason`, why it ended, as `redact` leaves the message of an
+    exception's span: `ValueError: no key sk-8f…` → `ValueError: no key [redacted]`. Without content that is
+    `ValueError`, or the status where no type is named."""
+    reason = metadata.get("reason")
+    if not isinstance(reason, str):
+        return dict(metadata)
+    named = _TYPE.match(reason)
+    kind = status if named is None else named[0]
+    span = Span(
+        rollout_id=ids[0],
+        attempt_id=ids[1],
+        sequence_id=0,
+        trace_id="",
+        span_id="reason",
+        name=semconv.EXCEPTION,
+        start_time=0.0,
+        end_time=0.0,
+        attributes={semconv.EXCEPTION_TYPE: kind, semconv.EXCEPTION_MESSAGE: reason},
+    )
+    message = None
+    with suppress(InvalidError):  # of the hook; the attempt has ended all the same
+        kept = redact(span)
+        message = kept and kept.attributes.get(semconv.EXCEPTION_MESSAGE)
+    return {**metadata, "reason": message if isinstance(message, str) else kind}
+
+
+_TYPE: Final = re.compile(r"[A-Za-z_][\w.]*(?=: )")  # at the beginning of a reason
+
+
 def settings_without_secrets(value: Any) -> Any:
-    """Settings or a command line without the values of secret names, at any depth."""
+    """Settings or a command line without the values of secret names, at any depth, and without what looks like a key in
+    other texts."""
     if isinstance(value, list):  # perhaps flags: the value after a credential's flag is secret
         items = cast("list[Any]", value)
         flags = [is_credential(item) if isinstance(item, str) and item[:2] == "--" else False for item in items]
         return [settings_without_secrets(item) for item, flag in zip(items, [False, *flags], strict=False) if not flag]
-    if isinstance(value, str) and value.startswith("--") and is_credential(value.partition("=")[0]):
-        return value.partition("=")[0]
+    if isinstance(value, str):
+        flag = value.partition("=")[0]
+        return flag if value.startswith("--") and is_credential(flag) else text_without_secrets(value)
     if not isinstance(value, dict):
         return value
     named = cast("dict[str, Any]", value)

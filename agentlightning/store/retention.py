@@ -10,6 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from agentlightning.errors import InvalidError
 from agentlightning.semconv import CALL_FLAG
 from agentlightning.store import codec, lifecycle, query
@@ -17,6 +19,7 @@ from agentlightning.store.attempts import cancel_rollout, insert_attempt
 from agentlightning.store.database import Connection, Transaction
 from agentlightning.store.prompts import SpanRow
 from agentlightning.store.query import Query
+from agentlightning.store.redaction import Redact, metadata_without_secrets
 from agentlightning.store.rollouts import ACTIVE, TERMINAL, find_rollout, recall
 from agentlightning.store.spans import add_spans
 from agentlightning.store.tables import ROLLOUTS
@@ -99,9 +102,11 @@ def _remove(connection: Connection, rollout_id: str, group_id: str | None) -> De
     return Deleted(rollouts=1, attempts=attempts, spans=spans)
 
 
-def import_rollout(tx: Transaction, rollout: Rollout, attempts: Sequence[Attempt], rows: Sequence[SpanRow]) -> bool:
-    """Store another store's finished rollout with its attempts and spans. False if it is stored already. The database
-    refuses an attempt, or an index in a group, that belongs to another rollout."""
+def import_rollout(
+    tx: Transaction, redact: Redact, rollout: Rollout, attempts: Sequence[Attempt], rows: Sequence[SpanRow]
+) -> bool:
+    """Store another store's finished rollout with its attempts, whose reasons `redact` cleans, and spans. False if it
+    is stored already. The database refuses an attempt, or an index in a group, that belongs to another rollout."""
     attempts = sorted(attempts, key=lambda attempt: attempt.sequence_id)
     _check_whole(rollout, attempts, rows)
     if rollout.rollout_id == UNATTRIBUTED:
@@ -111,6 +116,9 @@ def import_rollout(tx: Transaction, rollout: Rollout, attempts: Sequence[Attempt
         return False
     ROLLOUTS.insert(tx.connection, rollout, attempts=len(attempts))
     for attempt in attempts:
+        ids = attempt.rollout_id, attempt.attempt_id
+        metadata = metadata_without_secrets(redact, ids, attempt.status, attempt.metadata)
+        attempt = replace(attempt, metadata=metadata)
         insert_attempt(tx.connection, attempt, attempt.start_time, attempt.start_time)
     add_spans(tx, rows)
     recall(tx.connection, rollout.rollout_id)

@@ -75,7 +75,7 @@ def _by_name(*handlers: Callable[..., Any]) -> Mapping[str, Callable[..., Any]]:
 _WRITES: Final = _by_name(
     *(rollouts.enqueue_many_rollouts, rollouts.create_group),
     *(attempts.start_rollout, attempts.update_rollout, attempts.cancel_rollout, attempts.start_attempt),
-    *(attempts.update_attempt, attempts.heartbeat, attempts.extend_attempts, spans.get_next_span_sequence_id),
+    *(attempts.heartbeat, attempts.extend_attempts, spans.get_next_span_sequence_id),
     *(records.add_resources, records.start_run, records.update_run, records.next_policy_version),
     *(records.add_metrics, records.update_worker),
     *(records.issue_key, attempts.issue_attempt_key, attempts.issue_worker_key, records.revoke_key),
@@ -137,6 +137,7 @@ class SqlStore(LightningStore):
             "complete_groups_after": self._complete_groups_after,
             "store_spans": SpanWriter(redact, self.store_rows, observer).store,
             "import_rollout": self._import_rollout,
+            "update_attempt": self._update_attempt,
             "delete_rollouts": self._delete_rollouts,
             "delete_run": self._delete_run,
             "check_store": lambda: self._read(retention.check_store, "search", math.inf),
@@ -380,7 +381,10 @@ class SqlStore(LightningStore):
         # Beside unattributed spans that are here already, none is the base of another.
         whole = rollout.rollout_id == UNATTRIBUTED
         rows = [entry.row for entry in await prepared_spans(spans, Prompts(), self._redact, whole=whole)]
-        return await self._writer.submit(lambda tx: retention.import_rollout(tx, rollout, attempts, rows))
+        return await self._writer.submit(lambda tx: retention.import_rollout(tx, self._redact, rollout, attempts, rows))
+
+    async def _update_attempt(self, **asked: Any) -> Attempt:
+        return await self._writer.submit(lambda tx: attempts.update_attempt(tx, self._redact, **asked))
 
     async def _get_latest_attempt(self, rollout_id: str) -> Attempt | None:
         """Cached, since the gateway asks before every call of an agent."""

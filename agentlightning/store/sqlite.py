@@ -67,6 +67,10 @@ def check_file(path: Path, *, reading: bool = False) -> Path:
     cannot be written (unless for `reading`), or has several names."""
     path = Path(os.path.realpath(path))  # what lies beside a store is beside the file itself
     try:
+        for part in ("", "-wal", "-shm", "-journal", "-owner"):
+            file = path.with_name(f"{path.name}{part}")
+            if file.exists() and not file.is_file():  # to open a pipe or a device may wait for ever
+                raise _unusable(file, ValueError("it is no regular file"))
         if not path.exists() or path.stat().st_size == 0:
             return path
         # Read as bytes: opening a foreign database with SQLite could already change files beside it.
@@ -184,7 +188,11 @@ def _damaged(path: Path, error: Exception) -> ConfigError:
 
 def connect(path: Path, synchronous: Synchronous, *, read_only: bool = False) -> SqliteConnection:
     """A connection to a prepared file, to be used by one thread at a time. ConfigError if the file is damaged."""
-    connection = _open(f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}", uri=True)
+    uri = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}"
+    try:
+        connection = _open(uri, uri=True)
+    except sqlite3.Error as error:
+        raise _unusable(path, error) from None
     try:
         connection.execute(f"PRAGMA busy_timeout = {_PATIENCE}")
         connection.execute(f"PRAGMA synchronous = {synchronous}")

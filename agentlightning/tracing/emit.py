@@ -13,6 +13,7 @@ from typing import Any
 
 from agentlightning import semconv
 from agentlightning.errors import InvalidError
+from agentlightning.store.redaction import text_without_secrets
 from agentlightning.tracing.attributes import checked_text, flatten, to_json
 from agentlightning.tracing.context import AttemptTracer, Binding, require_binding
 from agentlightning.tracing.rewards import reward_attributes
@@ -81,10 +82,10 @@ def exception_attributes(exception: BaseException) -> Attributes:
 
 
 def shown(value: Any, write: Callable[[Any], str] = str) -> str:
-    """The text that `write` makes of an object of the user's, shortened; also where `write` fails or the text is not
-    valid Unicode."""
+    """The text that `write` makes of an object of the user's, without secrets and shortened; also where `write` fails
+    or the text is not valid Unicode."""
     try:
-        text = write(value)
+        text = text_without_secrets(write(value))  # before it is cut: half a key looks like none
         if len(text) > MAX_SHOWN:
             text = f"{text[: MAX_SHOWN // 2]} … {text[-MAX_SHOWN // 2 :]}"
         return text.encode(errors="replace").decode()

@@ -91,7 +91,10 @@ async def test_models_are_listed(gateway_world: World) -> None:
         ({"top_logprobs": 2, "logprobs": True}, "top_logprobs"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"guided_regex": "a+"}, "guided_regex"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://x"}}]}]},
+            "image_url",
+        ),
     ],
 )
 async def test_a_request_that_cannot_be_answered_is_refused_by_name(gateway_world: World, body: Any, says: str) -> None:

@@ -80,7 +80,8 @@ class Hosted:
         body = await request.json() if request.method == "POST" else {}
         self.asked.append((request.url.path, body, dict(request.headers)))
         if self.status != 200:
-            return JSONResponse({"error": {"message": "no", "type": "x", "code": "y", "param": None}}, self.status)
+            why = "no, not with the key backend-key"
+            return JSONResponse({"error": {"message": why, "type": "x", "code": "y", "param": None}}, self.status)
         if request.url.path == "/v1/embeddings":
             return JSONResponse(EMBEDDED, headers={"x-request-id": "up-1", "set-cookie": "secret=1"})
         if not body.get("stream"):
@@ -290,3 +291,16 @@ async def test_an_answer_in_an_unknown_form_is_passed_on_all_the_same(odd: dict[
             assert (answer.status, await answer.json()) == (200, odd)
         await front.gateway.close()
         assert len(await front.store.query_spans(UNATTRIBUTED)) == 1
+
+
+async def test_what_a_backend_says_of_its_own_key_reaches_no_agent() -> None:
+    hosted = Hosted()
+    hosted.status = 400
+    async with before(hosted) as front, aiohttp.ClientSession() as session:
+        for path in ("responses", "embeddings"):
+            asked = {"model": "hosted", "input": "hello", "stream": path == "responses"}
+            async with session.post(f"{front.url}/v1/{path}", json=asked) as answer:
+                said = await answer.text()
+                assert answer.status == 400 and "the key [key]" in said and "backend-key" not in said
+        await front.gateway.close()
+        assert "backend-key" not in str(await front.store.query_spans(UNATTRIBUTED))

@@ -243,6 +243,11 @@ async def test_a_key_that_may_work_calls_without_an_attempt(store):
         ({"origin": "http://127.0.0.1:3000"}, True),
         ({"origin": "https://evil.example"}, False),
         ({"origin": "null"}, False),
+        ({"sec-fetch-site": "same-origin"}, True),
+        ({"sec-fetch-site": "same-site"}, True),  # of another port of this machine
+        ({"sec-fetch-site": "none"}, True),  # typed by hand
+        ({"sec-fetch-site": "cross-site"}, False),
+        ({"origin": "http://127.0.0.1:3000", "sec-fetch-site": "cross-site"}, True),
         ({"host": "evil.example:8123"}, False),
         ({"host": "[half"}, False),
         ({"host": "host.docker.internal:8123", "authorization": "Bearer EMPTY"}, False),

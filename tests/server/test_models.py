@@ -132,6 +132,8 @@ async def test_only_the_admin_key_changes_the_table_and_no_key_is_shown() -> Non
         ({"base_url": NOBODY, "kind": "openai"}, "trainable=False"),
         ({"base_url": NOBODY, "trainable": False, "val": {"temperature": 0}}, "asked as agents ask it"),
         ({"base_url": NOBODY, "kind": "sglang"}, "tokenizer"),
+        ({"base_url": NOBODY, "check": False, "aliases": [".."]}, "'..' names no model"),
+        ({"base_url": NOBODY, "check": False, "aliases": ["org/./m"]}, "names no model"),
     ],
 )
 async def test_a_registration_that_cannot_be_used_is_refused_and_says_where(wrong: dict[str, Any], says: str) -> None:

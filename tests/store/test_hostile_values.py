@@ -4,7 +4,7 @@ never a harm to anything else."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import aiohttp
@@ -13,7 +13,7 @@ import pytest
 
 from agentlightning.errors import ConflictError, InvalidError, NotFoundError
 from agentlightning.store.base import CALLS
-from agentlightning.types import LLM, Condition, Metrics, Order, SpanEvent, SpanLink
+from agentlightning.types import LLM, Condition, EnqueueRolloutRequest, Metrics, Order, SpanEvent, SpanLink
 from tests.server.places import EVERY, Place, call_about, furnish, span_of
 from tests.store.conftest import open_store
 
@@ -145,3 +145,43 @@ async def test_json_that_would_not_come_back_is_refused_at_the_door(request, tex
         async with session.post(f"{store.url}/api/v1/rollouts", data=body) as answer:
             assert answer.status == 422, await answer.text()
         assert await store.query_rollouts() == []
+
+
+@pytest.mark.parametrize("dots", [".", "..", "..."])
+async def test_no_id_is_of_dots_alone_and_none_leads_elsewhere(store, dots):
+    """In a URL `..` is the path above: `DELETE /runs/..` would be another call."""
+    place = await furnish(store, "a")
+    before = await store.statistics()
+    attempts: list[Callable[[], Awaitable[Any]]] = [
+        lambda: store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1, rollout_id=dots)]),
+        lambda: store.start_rollout(1, rollout_id=dots),
+        lambda: store.start_rollout(1, attempt_id=dots),
+        lambda: store.start_rollout(1, worker_id=dots),
+        lambda: store.dequeue_many_rollouts(1, worker_id=dots),
+        lambda: store.dequeue_many_rollouts(1, lease_id=dots),
+        lambda: store.add_resources({}, resources_id=dots),
+        lambda: store.start_run("rl", {}, run_id=dots),
+        lambda: store.create_group(2, group_id=dots),
+        lambda: store.update_worker(dots),
+        lambda: store.store_spans([span_of(place, 1, span_id=dots)]),
+    ]
+    for attempt in attempts:
+        with pytest.raises(InvalidError):
+            await attempt()
+    named: list[Callable[[], Awaitable[Any]]] = [
+        lambda: store.get_rollout_by_id(dots),
+        lambda: store.get_group(dots),
+        lambda: store.cancel_rollout(dots),
+        lambda: store.update_rollout(dots, metadata={}),
+        lambda: store.update_attempt(place.rollout_id, dots, status="failed"),
+        lambda: store.update_attempt(dots, place.attempt_id, status="failed"),
+        lambda: store.delete_run(dots),
+        lambda: store.update_run(dots, "failed"),
+        lambda: store.revoke_key(dots),
+        lambda: store.get_resources_by_id(dots),
+    ]
+    for ask in named:
+        with contextlib.suppress(InvalidError, NotFoundError):
+            assert await ask() is None
+    assert await store.statistics() == before
+    assert (await store.query_attempts(place.rollout_id))[0].status != "failed"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import os
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
 
-from agentlightning.errors import ConflictError, InvalidError, NotFoundError
+from agentlightning.errors import ConfigError, ConflictError, InvalidError, NotFoundError
 from agentlightning.store.many import ManyStores
 from agentlightning.store.sql import SqlStore
 from agentlightning.tracing.context import AttemptTracer
@@ -165,3 +167,25 @@ async def test_a_run_of_a_copied_store_is_there_once_and_a_replaced_store_is_rea
     assert [run.run_id for run in await many.query_runs()] == ["run-new"]
     assert len((await many.page_rollouts(limit=10)).items) == 3
     await many.close()
+
+
+@pytest.mark.parametrize("part", ["", "-wal", "-shm", "-journal", "-owner"])
+async def test_what_is_no_regular_file_is_left_out_and_keeps_nobody_waiting(tmp_path: Path, part: str) -> None:
+    await (await filled(tmp_path / "one.sqlite", "one", 1)).close()
+    pipe, socket_path = tmp_path / "pipe.sqlite", tmp_path / "socket.sqlite"
+    if part:
+        await (await filled(pipe, "pipe", 1)).close()
+        pipe.with_name(f"pipe.sqlite{part}").unlink(missing_ok=True)
+    os.mkfifo(pipe.with_name(f"pipe.sqlite{part}"))
+    (tmp_path / "device.sqlite").symlink_to("/dev/zero")
+    (tmp_path / "circle.sqlite").symlink_to("circle.sqlite")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(socket_path))
+        async with asyncio.timeout(20):
+            many = await ManyStores.open([tmp_path])
+            assert [run.run_id for run in await many.query_runs()] == ["run-one"]
+    assert set(many.problems) == {pipe, socket_path, tmp_path / "device.sqlite"}
+    assert all("it is no regular file" in problem for problem in many.problems.values())
+    await many.close()
+    with pytest.raises(ConfigError, match="no regular file"):
+        await SqlStore.open(pipe)

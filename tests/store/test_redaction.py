@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from agentlightning import semconv
 from agentlightning.errors import InvalidError
 from agentlightning.store import keys
-from agentlightning.store.redaction import REDACTED, is_credential, redaction, text_without_secrets, without_secrets
+from agentlightning.store.redaction import (
+    REDACTED,
+    is_credential,
+    redaction,
+    settings_without_secrets,
+    text_without_secrets,
+    without_secrets,
+)
 from agentlightning.store.sql import SqlStore
 from agentlightning.types import (
     Attempt,
@@ -386,3 +393,38 @@ def test_a_secret_that_the_next_call_ends_is_found(text: str) -> None:
             attributes = {semconv.CALL_ENDPOINT: "chat/completions", semconv.GEN_AI_INPUT_MESSAGES: messages}
             called = span_of(attributes=attributes)
             assert redact(called) == without_secrets(called)
+
+
+async def test_the_users_hook_sees_why_an_attempt_ended_and_its_failure_ends_it_all_the_same():
+    seen = []
+
+    def hook(span: Span) -> Span | None:
+        message = str(span.attributes[semconv.EXCEPTION_MESSAGE])
+        seen.append((span.name, span.attributes[semconv.EXCEPTION_TYPE], message))
+        if "drop" in message:
+            return None
+        if "fail" in message:
+            raise KeyError(message)
+        attributes = {**span.attributes, semconv.EXCEPTION_MESSAGE: message.replace("Ada", "[name]")}
+        return msgspec.structs.replace(span, attributes=attributes)
+
+    store = await SqlStore.open(":memory:", redact=redaction(hook=hook))
+    try:
+        reasons = ("ValueError: Ada has no bed", "ValueError: drop this", "ValueError: fail", "drop", "hunter2 failed")
+        for reason, left in zip(
+            reasons, ("ValueError: [name] has no bed", "ValueError", "ValueError", "failed", "failed"), strict=True
+        ):
+            begun = await store.start_rollout("task")
+            ids = begun.rollout_id, begun.attempt.attempt_id
+            ended = await store.update_attempt(*ids, status="failed", metadata={"reason": reason})
+            assert (ended.status, ended.metadata) == ("failed", {"reason": left})
+    finally:
+        await store.close()
+    assert seen[0] == ("agentlightning.exception", "ValueError", "ValueError: Ada has no bed")
+    assert {kind for _, kind, _ in seen[3:]} == {"failed"}
+
+
+def test_settings_hold_no_password_of_a_url():
+    command = ["agl", "train", "--store", "postgresql://me:geheim@db/agl", "--name", "a"]
+    clean = ["agl", "train", "--store", f"postgresql://me:{REDACTED}@db/agl", "--name", "a"]
+    assert settings_without_secrets({"command": command, "lr": 0.1}) == {"command": clean, "lr": 0.1}

@@ -101,6 +101,10 @@ class Connection:
         for response in kept:
             response.abort()
 
+    def without_key(self, said: bytes) -> bytes:
+        """What the server said, without the key that it was asked with."""
+        return said.replace(self._key.encode(), b"[key]") if self._key else said
+
     @asynccontextmanager
     async def posted(
         self,

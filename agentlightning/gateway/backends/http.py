@@ -178,9 +178,12 @@ class HttpBackend:
             kept = {name: response.headers[name] for name in _RELAYED_HEADERS if name in response.headers}
             parts = response.parts()
             in_json = kept.get("content-type", "").startswith("application/json")
-            if call.path in _TRANSLATED and (response.status in _NO_ROUTE or (response.status == 200 and in_json)):
-                said = await response.read()
-                if _has_no_route(response.status, said) and not await self._has(call.path):
+            may_lack = call.path in _TRANSLATED and (
+                response.status in _NO_ROUTE or (response.status == 200 and in_json)
+            )
+            if may_lack or response.status >= 400:
+                said = self.connection.without_key(await response.read())
+                if may_lack and _has_no_route(response.status, said) and not await self._has(call.path):
                     self._lacks(call.path)
                     raise NotRelayedError(f"{self.name} has no {call.path}", status=404, code="not_found")
                 parts = _once(said)

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from agentlightning.errors import BackendError
+from agentlightning.store.redaction import text_without_secrets
 from agentlightning.tracing.dialects import items, json_of, mapping
 
 _NAMES: Final = ("message", "detail", "msg", "error", "errors", "error_message", "error_description", "title", "reason")
@@ -37,7 +38,7 @@ def words_of(body: bytes | str | Any) -> Words:
     decoded = json_of(said) if isinstance(said, str) else said
     if decoded is None:
         text = said if isinstance(said, str) else ""
-        return Words(" ".join(_UNSEEN.sub(" ", text[:_READ]).split())[:_LONGEST])
+        return Words(_passed_on(" ".join(_UNSEEN.sub(" ", text[:_READ]).split())))
     outer = _first_object(decoded)
     inner = outer
     for _ in range(_DEPTH):
@@ -45,7 +46,7 @@ def words_of(body: bytes | str | Any) -> Words:
     fields = outer | inner
     statuses = [_status(fields.get(name)) for name in ("code", "status", "status_code", "statusCode")]
     try:
-        message = _message(decoded, _DEPTH)[:_LONGEST]
+        message = _passed_on(_message(decoded, _DEPTH))
     except RecursionError:  # what it says is nested too deeply to be written
         message = ""
     return Words(
@@ -54,6 +55,11 @@ def words_of(body: bytes | str | Any) -> Words:
         _text(fields.get("param")),
         next((status for status in statuses if status is not None), None),
     )
+
+
+def _passed_on(message: str) -> str:
+    """A message as agents, spans and logs may have it: servers repeat keys that they do not like."""
+    return text_without_secrets(message)[:_LONGEST]
 
 
 def failed_in_answer(error: Any) -> BackendError:

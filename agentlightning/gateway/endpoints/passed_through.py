@@ -16,7 +16,15 @@ from agentlightning.errors import BackendError
 from agentlightning.gateway.answer import Answer
 from agentlightning.gateway.backend import Delta, Usage, token_count
 from agentlightning.gateway.endpoints.base import Endpoint
-from agentlightning.gateway.request import NOT_JSON, OBJECT, CallRefused, CallRequest, rest_json
+from agentlightning.gateway.request import (
+    NOT_JSON,
+    OBJECT,
+    CallRefused,
+    CallRequest,
+    check_urls,
+    rest_json,
+)
+from agentlightning.store.redaction import text_without_secrets
 from agentlightning.tracing.dialects import items, joined, json_of, mapping
 from agentlightning.types import FinishReason
 
@@ -52,10 +60,13 @@ def read_passed_through(body: bytes) -> CallRequest:
         raise CallRefused(f"the body must be a JSON object that names a model: {error}", param="model") from None
     written = {name: bytes(value).decode() for name, value in fields.items()}
     messages = next((written[name] for name in _INPUTS if name in written), None)
+    inputs = {name: items(json_of(written[name])) for name in _INPUTS if name in written}
+    for parts in inputs.values():
+        check_urls(parts)
     system = json_of(written.get("system") or written.get("instructions"))
     return CallRequest(
         model=model,
-        messages=[{"role": "system", "content": system}, *items(json_of(messages))],
+        messages=[{"role": "system", "content": system}, *next(iter(inputs.values()), ())],
         messages_json=messages,
         tools_json=written.get("tools"),
         stream=written.get("stream") == "true",
@@ -80,8 +91,8 @@ class AnswerCopy:
 
     def refusal(self, status: int) -> BackendError:
         """What an answer says that is an error."""
-        text = b"".join(self._parts)[:500].decode(errors="replace")
-        return BackendError(f"the backend answered {status}: {text}", status=status)
+        text = text_without_secrets(b"".join(self._parts).decode(errors="replace"))
+        return BackendError(f"the backend answered {status}: {text[:500]}", status=status)
 
     def read_into(self, answer: Answer) -> FinishReason:
         """The text so far, tool calls, usage and the body itself; returns how it ended. What is in a form that is not
