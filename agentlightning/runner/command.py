@@ -363,7 +363,7 @@ async def execute(
     start, the caller closes `outputs`."""
     if directory is not None:
         # Some programs believe it rather than ask.
-        environment = {**environment, "PWD": str(directory.absolute())}
+        environment = {**environment, "PWD": str(directory)}
     # Not a pipe: programs may open /dev/stdin, seek in it, or leave it unread.
     with tempfile.TemporaryFile() as given:
         given.write(stdin)

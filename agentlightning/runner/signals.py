@@ -24,6 +24,7 @@ from contextvars import ContextVar, copy_context
 from typing import Any, Final, NoReturn, Self, TypeVar
 
 from agentlightning.errors import AgentLightningError
+from agentlightning.runner.shared import put_back
 from agentlightning.tracing.context import current_binding
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ def run_to_end(work: Coroutine[Any, Any, T], loop_factory: Callable[[], asyncio.
     AgentEndedRunError if an agent has cancelled all tasks."""
     threads = _Threads()
     signals_before = _Handler.signals_seen
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
+    with put_back(), asyncio.Runner(loop_factory=loop_factory) as runner:
         loop = runner.get_loop()
         loop.set_default_executor(threads)
         task = loop.create_task(work)
