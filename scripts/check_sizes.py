@@ -22,7 +22,7 @@ ROOM_LINES = {
     "cli": 4_421,
     "server": 3_838,
     "data": 3_427,
-    "runner": 3_781,
+    "runner": 3_785,
     "tracing": 2_854,
     ".": 2_032,
     "dashboard": 1_536,

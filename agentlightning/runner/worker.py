@@ -342,6 +342,10 @@ def _is_idle(thread: threading.Thread) -> bool:
     frame = sys._current_frames().get(thread.ident or 0)  # pyright: ignore[reportPrivateUsage]
     if frame is None:
         return True  # it has ended
+    innermost = frame
     while frame is not None and frame.f_code.co_filename in (queue.__file__, threading.__file__):
         frame = frame.f_back
-    return frame is not None and Path(frame.f_code.co_filename).parts[-3:] in _POOLS
+    if frame is None or Path(frame.f_code.co_filename).parts[-3:] not in _POOLS:
+        return False
+    # A function in C that it runs, such as time.sleep, has no frame.
+    return frame is not innermost or frame.f_code.co_name == "_worker"
