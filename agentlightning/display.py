@@ -10,9 +10,9 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TextIO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -41,8 +41,7 @@ def runnable(command: str, folder: Path = Path()) -> str:
     found = shutil.which(name)
     if not program.exists() or (found is not None and Path(found).resolve() == program.resolve()):
         return command
-    shown = min(str(program), os.path.relpath(program, folder), key=len)
-    return f"{shlex.quote(shown)} {arguments}".rstrip()
+    return f"{shlex.quote(near(program, folder))} {arguments}".rstrip()
 
 
 def resume_command(directory: Path | None, manifest: Mapping[str, Any]) -> str:
@@ -91,10 +90,41 @@ class _Pace(ProgressColumn):
         return Text(pace(task) if task.total or task.completed else "")
 
 
+class _Taken:
+    """A stream that goes on when agents put another in its place. What it refuses to write is lost: agents may close
+    it, and no run ends for that."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError):
+            return self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.flush()
+
+
+def terminal(*, stderr: bool = False, **settings: Any) -> Console:
+    """A console on stdout or stderr as they are now, whatever agents put in their place."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(file=cast(TextIO, _Taken(stream)), **settings)
+
+
 def _stderr() -> Console:
     """Lines in a notebook's one stream, where rich would make an output of each, or move a cursor that is not there."""
     in_notebook = Console(stderr=True).is_jupyter
-    return Console(stderr=True, force_jupyter=False, force_terminal=False if in_notebook else None)
+    return terminal(stderr=True, force_jupyter=False, force_terminal=False if in_notebook else None)
+
+
+def near(path: str | Path, folder: Path = Path()) -> str:
+    """A path as it is short to write in `folder`: from there, or absolute."""
+    return min(str(path), os.path.relpath(path, folder), key=len)
 
 
 def _bars(**settings: Any) -> Progress:

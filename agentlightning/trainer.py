@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
-from rich.console import Console
 
 from agentlightning.algorithm import GRPO, Algorithm, Baseline, NoProgress, Progress, Reinforcement, RunContext
 from agentlightning.algorithm.base import TrainedPolicy
@@ -31,7 +30,7 @@ from agentlightning.algorithm.rl.job import Checkpoints
 from agentlightning.algorithm.tracking import Tracker, make_tracker
 from agentlightning.datasets.hub import fetched_model
 from agentlightning.datasets.tasks import load_dataset
-from agentlightning.display import LiveProgress, hide_library_progress, show_tasks
+from agentlightning.display import LiveProgress, hide_library_progress, show_tasks, terminal
 from agentlightning.environments import tasks_of
 from agentlightning.errors import AgentLightningError, ConfigError, UnavailableError, check_settings, plain_arguments
 from agentlightning.garbage import garbage_sought_seldom
@@ -45,6 +44,7 @@ from agentlightning.runner.agent import AnyAgent, LitAgent, agent_name, as_agent
 from agentlightning.runner.execution import Hook
 from agentlightning.runner.isolation import Isolation, boot_of, place_of, usual_concurrency
 from agentlightning.runner.runner import Runner
+from agentlightning.runner.shared import placed
 from agentlightning.runner.signals import interrupted_at_once, stopping_at_interrupt
 from agentlightning.server.app import create_app
 from agentlightning.server.local_keys import local_key, offered_key
@@ -52,7 +52,7 @@ from agentlightning.server.serve import HttpServer, is_loop_running, run_on_fast
 from agentlightning.server.service import lent, models_held
 from agentlightning.store.base import LightningStore
 from agentlightning.store.client import PATIENCE_SECONDS, LightningStoreClient
-from agentlightning.store.sql import SqlStore
+from agentlightning.store.sql import SqlStore, absolute
 from agentlightning.tracing.emit import shown
 from agentlightning.types import LLM, FrozenModel, Metrics, NamedResources
 
@@ -157,7 +157,7 @@ class Trainer:
         run_file: Mapping[str, Any] | None = None,
     ) -> None:
         trained = model if isinstance(model, Mapping) else {} if model is None else {model_name: model}
-        self.models = {name: fetched_model(model) for name, model in trained.items()}
+        self.models = {name: placed(fetched_model(model)) for name, model in trained.items()}
         self.frozen = read_frozen(models or {}, self.models)
         n_runners = n_workers if n_runners is None else n_runners
         if adapter is not None:
@@ -170,7 +170,9 @@ class Trainer:
         self.optimizer, self.lora, self.dtype = optimizer or AdamW(), lora, dtype
         self.n_runners, self._concurrency = n_runners, n_runners or 0
         self.isolation: Isolation = isolation
-        self.run_dir, self.store, self.seed, self.time_limit = run_dir, store, seed, time_limit
+        self._named, self.seed, self.time_limit = run_dir is not None, seed, time_limit
+        self.store = store if isinstance(store, LightningStore | None) else absolute(store)
+        self._root = Path(run_dir or "runs").expanduser().absolute()
         self.server, self.api_key, self.port = server, api_key, port
         named = {"llm" if name == "main_llm" else name: model for name, model in (initial_resources or {}).items()}
         self.initial_resources: NamedResources = named
@@ -221,7 +223,7 @@ class Trainer:
         trial.algorithm = Baseline(mode="test")
         result = await trial._run(as_agent(agent), [], load_dataset(train_dataset), resume=False)
         tasks = [task for evaluation in result.evaluations for task in evaluation.tasks]
-        console = Console(highlight=False, force_jupyter=False)
+        console = terminal(highlight=False, force_jupyter=False)
         show_tasks(console, tasks)
         summary = summarise([measured(task.traced, task.spans) for task in tasks], Measures())
         console.print(f"{summary}; mean reward {summary.estimates['reward'].value:.3f}", markup=False)
@@ -280,8 +282,7 @@ class Trainer:
             self._pair_settings(Path()).check()
         async with AsyncExitStack() as stack:
             stack.enter_context(garbage_sought_seldom())
-            root, named = self.run_dir or "runs", self.run_dir is not None
-            held = run_directory(root, algorithm.name, named=named, resume=resume, seed=self.seed)
+            held = run_directory(self._root, algorithm.name, named=self._named, resume=resume, seed=self.seed)
             directory = stack.enter_context(held)
             progress = stack.enter_context(self._display())
             try:

@@ -258,6 +258,13 @@ def load_config(
     return _convert(values, TrainConfig, f"{where}: ")
 
 
+def placed(config: TrainConfig) -> TrainConfig:
+    """The same settings with absolute paths, which agents that change the working directory do not move."""
+    names = (*_PATHS, "agent", "algorithm", "environment")
+    values = {name: value for name in names if (value := getattr(config, name)) is not None}
+    return msgspec.structs.replace(config, **_seen_from(Path.cwd() / "run.yaml", values))
+
+
 def check_files(config: TrainConfig) -> None:
     """ConfigError for a file or a model's folder that is missing, before libraries take seconds to load."""
     models = config.model.values() if isinstance(config.model, dict) else [config.model]
@@ -347,7 +354,7 @@ def _references_from(path: Path, value: Any) -> Any:
 
 
 def _seen_from(path: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a run file at `path`, with paths relative to the current directory."""
+    """The values of a run file at `path`, with paths relative to the current directory, or absolute if `path` is."""
     values |= {key: {"name": values[key]} for key in NAMED_KEYS if isinstance(values.get(key), str)}
     for key in _PATHS:
         if key in values:
@@ -391,7 +398,7 @@ def _is_word(text: str) -> bool:
 def _beside(run_file: Path, value: Any, must_exist: bool = False) -> Any:
     """`value` relative to the run file's folder, if it is a path. Names of models on a hub and of modules stay
     unchanged."""
-    if not isinstance(value, str) or is_hub_name(value):
+    if not isinstance(value, str) or is_hub_name(value) or "://" in value or value == ":memory:":
         return value
     location, _, attribute = value.rpartition(":") if is_reference(value) else (value, "", "")
     if attribute and not location.endswith(".py"):

@@ -83,9 +83,10 @@ def eval(
     agl eval --compare runs/grpo-…@0 runs/grpo-…@40"""
     from agentlightning.algorithm.base import Stopped
     from agentlightning.algorithm.measures import TAG_FIELDS, Measures
+    from agentlightning.display import terminal
 
     measures = Measures(ks and tuple(sorted({*ks})), threshold)
-    console = Console(stderr=as_json, highlight=False)
+    console = terminal(stderr=as_json, highlight=False)
     fields = by or TAG_FIELDS
     if show and agent is None and RUN_FILE.is_file():
         agent = str(RUN_FILE)
@@ -152,14 +153,14 @@ def _config(agent: str, mode: Mode, ks: tuple[int, ...] | None, running: dict[st
 def _run(config: TrainConfig, console: Console, fields: Sequence[str], show: bool, limit: int | None) -> list[Measured]:
     """The rollouts of one evaluation."""
     from agentlightning.algorithm.measures import measured
-    from agentlightning.display import show_tasks
+    from agentlightning.display import near, show_tasks
 
     check_files(config)
     result = fit(config, console, limit)
     tasks = result.evaluations[0].tasks
     if show:
         show_tasks(console, tasks)
-    console.print(f"Run: {result.directory}", markup=False, soft_wrap=True)
+    console.print(f"Run: {near(result.directory)}", markup=False, soft_wrap=True)
     return [measured(task.traced, task.spans, fields) for task in tasks]
 
 

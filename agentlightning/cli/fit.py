@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from rich.console import Console
 
-from agentlightning.cli.config import ALGORITHMS, TrainConfig, build, kept
+from agentlightning.cli.config import ALGORITHMS, TrainConfig, build, kept, placed
 from agentlightning.cli.options import instrument_agents, number, print_json, quiet
 from agentlightning.cli.place import STORE_FILE, Place
 from agentlightning.errors import ConfigError, nearest
@@ -40,6 +40,7 @@ All:         about {calls} calls, {prompt_tokens} prompt and {answer_tokens} ans
 
 def fit(config: TrainConfig, console: Console, limit: int | None = None) -> FitResult:
     """Train once as in `config`, with progress on `console`. Only the first `limit` held-out tasks are used."""
+    config = placed(config)
     if "torch" not in sys.modules and not quiet():  # which takes seconds
         console.print("loading libraries and the agent …", highlight=False)
     algorithm = make_algorithm(config.algorithm)
@@ -107,6 +108,7 @@ def run_dry(config: TrainConfig, console: Console, *, as_json: bool) -> None:
     from agentlightning.algorithm import Reinforcement
     from agentlightning.environments import tasks_of
 
+    config = placed(config)
     algorithm = make_algorithm(config.algorithm)
     if not isinstance(algorithm, Reinforcement) or "traces" in config.algorithm:
         raise ConfigError(f"--dry-run measures reinforcement learning from tasks, and {algorithm.name} is none")

@@ -70,7 +70,9 @@ def train(
     Without RUN.yaml, the run.yaml of this folder is used unless the flags name agent and tasks; with --resume, that of
     the run to resume, so that no other flag is needed. Each run's directory has one, which repeats the run."""
     assignments += () if steps is None else (f"algorithm.steps={steps}",)
-    console = Console(stderr=as_json)
+    from agentlightning.display import terminal
+
+    console = terminal(stderr=as_json)
     complete = flags["environment"] or (flags["agent"] and flags["train_dataset"])
     if run_file is None and not complete:
         if flags["resume"] and flags["agent"] is None:
@@ -119,7 +121,7 @@ def run_to_resume(named: str | None, among: str = "*") -> tuple[str, Path]:
 
 def show_fit(console: Console, result: FitResult) -> None:
     """Print the result of a run, and where it is."""
-    from agentlightning.display import runnable
+    from agentlightning.display import near, runnable
 
     lines = [f"Stopped: {result.stopped_because}, after {result.seconds:.0f} s."]
     rewards = [f"{evaluation.reward:.3f}" for evaluation in result.evaluations]
@@ -133,15 +135,16 @@ def show_fit(console: Console, result: FitResult) -> None:
             f"Nothing was learned: in none of {len(steps)} steps did a group have two different rewards. Give tasks "
             "that are neither always nor never solved, a finer reward, or a larger group_size."
         )
-    lines.append(f"Run:        {result.directory}")
+    lines.append(f"Run:        {near(result.directory)}")
     if exit_code(result.stopped_because):
-        lines.append(f"Go on:      {runnable(f'agl train --resume --run-dir {result.directory}')}")
+        lines.append(f"Go on:      {runnable(f'agl train --resume --run-dir {near(result.directory)}')}")
     if result.checkpoint is not None:
-        lines.append(f"Checkpoint: {result.checkpoint}")
-        if result.best_checkpoint not in (None, result.checkpoint):
-            lines.append(f"Best:       {result.best_checkpoint}, by held-out reward")
+        best = result.best_checkpoint or result.checkpoint
+        lines.append(f"Checkpoint: {near(result.checkpoint)}")
+        if best != result.checkpoint:
+            lines.append(f"Best:       {near(best)}, by held-out reward")
         if not (result.checkpoint / "tinker.json").exists():  # its weights are on the server
-            lines.append(f"Serve it:   {runnable(f'agl serve {result.best_checkpoint or result.checkpoint}')}")
+            lines.append(f"Serve it:   {runnable(f'agl serve {near(best)}')}")
     for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -208,7 +211,10 @@ def quickstart(steps: int | None, as_json: bool, **flags: Any) -> int:
     """Train a small example agent from scratch.
 
     It shows which tool the agent calls first, before and after."""
-    console, flight = Console(stderr=as_json), _flight()
+    from agentlightning.display import terminal
+
+    console = terminal(stderr=as_json)
+    flight = _flight()
     run_file = flight / RUN_FILE
     if flags["resume"]:
         flags["run_dir"], run_file = run_to_resume(flags["run_dir"], "quickstart-*")

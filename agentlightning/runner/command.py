@@ -89,7 +89,7 @@ def command(
     if isinstance(line, os.PathLike):
         line = [os.fspath(line)]
     line = line if isinstance(line, str) else shlex.join(line)
-    return CommandAgent(Program(line, dict(env or {}), None if cwd is None else Path(cwd)), reward, grader)
+    return CommandAgent(Program(line, dict(env or {}), Path(cwd or ".").absolute()), reward, grader)
 
 
 @dataclass
@@ -362,10 +362,8 @@ async def execute(
     SIGTERM and, `GRACE_SECONDS` later, SIGKILL. Only a grandchild in a session of its own escapes. If it could not
     start, the caller closes `outputs`."""
     if directory is not None:
-        environment = {
-            **environment,
-            "PWD": os.path.join(os.getcwd(), directory),
-        }  # some programs believe it rather than ask
+        # Some programs believe it rather than ask.
+        environment = {**environment, "PWD": str(directory)}
     # Not a pipe: programs may open /dev/stdin, seek in it, or leave it unread.
     with tempfile.TemporaryFile() as given:
         given.write(stdin)

@@ -22,6 +22,7 @@ from agentlightning.runner.clients import guard_clients
 from agentlightning.runner.environment import serves_model
 from agentlightning.runner.hints import add_hint
 from agentlightning.runner.main_thread import ADVICE, needs_main_thread, watch
+from agentlightning.runner.signals import is_interrupt
 from agentlightning.semconv import REWARD_RETURNED
 from agentlightning.store.redaction import text_without_secrets
 from agentlightning.tracing.context import AttemptTracer, bind
@@ -121,7 +122,7 @@ class Flight:
             self._stopped.set_result(Outcome(status, reason))
 
     async def run(self, resources: NamedResources) -> Outcome:
-        """Run to the end, or until stopped. Of the agent's exceptions, only KeyboardInterrupt is raised."""
+        """Run to the end, or until stopped. Of exceptions in the agent, only Ctrl-C is raised."""
         with bind(self.tracer):
             outcome = await self._supervised(resources)
             if outcome.error is not None:
@@ -254,12 +255,14 @@ def _no_coroutine(value: Any) -> Any:
 
 
 async def guarded(work: Awaitable[Any]) -> Answer:
-    """Await the user's code. Only KeyboardInterrupt and a cancellation of the awaiting task pass; SystemExit and the
-    like end the agent, not the runner."""
+    """Await the user's code. Only Ctrl-C and a cancellation of the awaiting task pass; SystemExit, a KeyboardInterrupt
+    of its own and the like end the agent, not the runner."""
     try:
         return Answer(value=await work)
-    except KeyboardInterrupt:
-        raise
+    except KeyboardInterrupt as error:
+        if is_interrupt(error):
+            raise
+        return Answer(error=_carried(error))
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
@@ -298,8 +301,8 @@ async def in_own_thread(function: Callable[[], Any]) -> Any:
 
 
 def _carried(error: BaseException) -> BaseException:
-    """The error of a sync agent, to be raised elsewhere: no coroutine can raise StopIteration, and KeyboardInterrupt
-    would pass for a real Ctrl-C, which comes to the main thread."""
+    """The error of an agent, to be raised elsewhere: no coroutine can raise StopIteration, and KeyboardInterrupt
+    would pass for Ctrl-C."""
     if isinstance(error, StopIteration | KeyboardInterrupt):
         carried = RuntimeError(f"the agent raised {type(error).__name__}")
         carried.__cause__ = error

@@ -111,7 +111,8 @@ def harness(
     `cwd`. ConfigError for an unknown name."""
     preset = find_preset(name)
     words = (preset.program, *preset.flags, *arguments, *(word.replace("{prompt}", prompt) for word in preset.prompt))
-    place, copied = None if cwd is None else Path(cwd), None if workspace is None else Path(workspace)
+    place = Path(cwd or ".").absolute()
+    copied = None if workspace is None else Path(workspace).absolute()
     program = HarnessProgram(shlex.join(words), dict(env or {}), place, preset, copied)
     graded = _Grading(grader, dict(env or {}), place) if isinstance(grader, str) else grader
     return CommandAgent(program, "auto", graded or _no_reward)

@@ -23,7 +23,7 @@ from agentlightning.runner import worker
 from agentlightning.runner.agent import LitAgent
 from agentlightning.runner.command import CommandAgent, Executable, Output
 from agentlightning.runner.environment import agent_environment, current_server, inherited_environment
-from agentlightning.runner.main_thread import handles_signals
+from agentlightning.runner.main_thread import needs_process
 from agentlightning.runner.worker import FAREWELL_SECONDS
 from agentlightning.semconv import EXCEPTION_MESSAGE, EXCEPTION_STACKTRACE, EXCEPTION_TYPE
 from agentlightning.tracing.context import AttemptTracer
@@ -53,13 +53,14 @@ class AgentNotLoadedError(ConfigError):
 
 def place_of(agent: LitAgent[Any], isolation: Isolation, *, served: bool = True) -> Isolation:
     """Where `auto` runs an agent: in a process if a model is `served` and the agent can find it only in the
-    environment, or if it is a plain function whose module handles signals, which only a main thread can. ConfigError
-    for an agent that cannot be loaded."""
+    environment, if its module changes what all rollouts of a process share (the working directory), or if it is a
+    plain function whose module handles signals, which only a main thread can. ConfigError for an agent that cannot be
+    loaded."""
     if isolation != "auto":
         return isolation
     if served and agent.reads_environment():
         return "process"
-    if not isinstance(agent, CommandAgent) and handles_signals(agent) and _can_be_packed(agent):
+    if not isinstance(agent, CommandAgent) and needs_process(agent) and _can_be_packed(agent):
         return "process"
     return "none" if served else "auto"
 

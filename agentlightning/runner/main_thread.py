@@ -27,6 +27,10 @@ ADVICE: Final = (
 )
 _RAISED: Final = re.compile(r"main thread|signal\.alarm|threaded environment")  # of Python; of Math-Verify
 _ALARMS: Final = ("alarm", "setitimer")
+_SHARED: Final = (
+    *("chdir", "umask", "_exit", "closerange", "redirect_stdout", "redirect_stderr"),
+    *("interrupt_main", "all_tasks"),
+)
 _OF_SIGNAL: Final = tuple(getattr(signal, name, None) for name in _ALARMS)
 _NO_GRADERS: Final = sys.stdlib_module_names - {"__main__"} | {"transformers"}
 """Packages whose alarms no agent meets: Transformers sets one while it asks at a terminal whether to trust a model."""
@@ -44,11 +48,14 @@ def needs_main_thread(error: BaseException) -> bool:
     return False
 
 
-def handles_signals(agent: LitAgent[Any]) -> bool:
-    """Whether it is a sync agent, and the source of its module sets alarms or handlers of signals."""
+def needs_process(agent: LitAgent[Any]) -> bool:
+    """Whether the source of its module changes what all rollouts of a process share or, for a sync agent, sets alarms
+    or handlers of signals."""
     try:
         loaded = agent.loaded() if isinstance(agent, NamedAgent) else agent
         module = sys.modules[str(loaded.__module__)]
+        if _calls(module, *_SHARED):
+            return True
         return _calls(module, "signal", *_ALARMS) and not is_async(loaded.entry_point("train"))
     except (ConfigError, KeyError, OSError, TypeError, SyntaxError):  # not loaded, no source, or for val only
         return False

@@ -33,6 +33,8 @@ from agentlightning.runner.clients import ClientPool, current_pool, lost_connect
 from agentlightning.runner.environment import ResourceCache, current_server
 from agentlightning.runner.execution import Flight, Hook, Outcome
 from agentlightning.runner.isolation import AgentNotLoadedError, AgentProcess, Isolation, boot_of, usual_concurrency
+from agentlightning.runner.shared import ChangeWatch
+from agentlightning.runner.signals import exits_refused
 from agentlightning.semconv import HTTP_STATUS
 from agentlightning.store.base import LightningStore
 from agentlightning.store.lifecycle import TERMINAL
@@ -53,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_chance = random.Random()  # agents seed the one of the module
 PATIENCE_SECONDS = 60.0  # with a store that cannot be reached or whose server fails
 POLL_SECONDS = 20.0  # one long poll for work
 HEARTBEAT_SECONDS = 10.0  # until a lease was seen; then a third of the shortest lease
@@ -232,6 +235,8 @@ class Runner:
         try:
             with self._logs.open(flight.tracer):
                 outcome = await flight.run(resources)
+            if flight.process is None:
+                self._changes.look()
             if isinstance(outcome.error, AgentNotLoadedError):
                 raise outcome.error
             return outcome
@@ -424,13 +429,14 @@ class Runner:
     @asynccontextmanager
     async def _session(self) -> AsyncGenerator[None]:
         """The timer, the agents' connections and logs. An exception inside is raised alone, not as a group."""
+        self._changes = ChangeWatch()
         pool = ClientPool()
         token = current_pool.set(pool)
         server = current_server.set(getattr(self.store, "url", None))  # which a client has
         try:
             async with asyncio.TaskGroup() as group:
                 timer = group.create_task(self._heartbeats())
-                with self._logs.installed():
+                with self._logs.installed(), exits_refused() if self._boot is None else nullcontext():
                     yield
                 timer.cancel()
         except BaseExceptionGroup as errors:
@@ -475,7 +481,7 @@ async def patiently(call: Callable[[], Awaitable[T]], seconds: float) -> T:
                 raise UnavailableError(
                     f"it did not answer for {seconds:g} s: {error}. Running attempts will be retried once it is back"
                 ) from error
-        await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+        await asyncio.sleep(pause * _chance.uniform(0.5, 1.0))
         pause = min(2 * pause, LAST_RETRY_SECONDS)
 
 

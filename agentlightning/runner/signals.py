@@ -1,5 +1,8 @@
 """Ends a process that runs agents: signals, and agents that swallow their cancellation, block the event loop or their
 thread, or end the process themselves.
+
+Ctrl-C is told from an agent's KeyboardInterrupt by its origin: only a handler here raises `Interrupted`, and only for a
+signal that came to the process. `_thread.interrupt_main`, by which graders end late code, sends none.
 """
 
 from __future__ import annotations
@@ -7,37 +10,161 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import faulthandler
 import itertools
 import logging
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, Self, TypeVar
+
+from agentlightning.errors import AgentLightningError
+from agentlightning.runner.shared import put_back
+from agentlightning.tracing.context import current_binding
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 LEFT_SECONDS: Final = 2.0  # for tasks that still run when all work is done
+THREADS_SECONDS: Final = 5.0  # for threads that still run when the process is about to end
 INTERRUPTED: Final = 130  # exit code
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
-_THREADS: Final = "asyncio.to_thread"
+_AGENTS_THREADS: Final = 1024
+_end_process: Final = os._exit
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, by a signal that came to this process."""
+
+
+class AgentEndedRunError(AgentLightningError):
+    """An agent ended what is not its own."""
+
+
+class _Threads(ThreadPoolExecutor):
+    """The threads of `asyncio.to_thread`. Agents have others than we do, so that those that block keep nothing of ours
+    waiting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._agents = ThreadPoolExecutor(_AGENTS_THREADS)
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        if current_binding() is None:
+            return super().submit(fn, *args, **kwargs)
+        return self._agents.submit(fn, *args, **kwargs)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait, cancel_futures=cancel_futures)
+        self._agents.shutdown(wait, cancel_futures=cancel_futures)
 
 
 def run_to_end(work: Coroutine[Any, Any, T], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> T:
-    """Like `asyncio.run`, but abandons tasks and threads of `asyncio.to_thread` that go on when the work is done."""
-    threads = ThreadPoolExecutor(thread_name_prefix=_THREADS)
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        runner.get_loop().set_default_executor(threads)
+    """Like `asyncio.run`, but abandons tasks and threads of `asyncio.to_thread` that go on when the work is done, and
+    goes on if a task of an agent raises KeyboardInterrupt or SystemExit, or stops the event loop.
+
+    AgentEndedRunError if an agent has cancelled all tasks."""
+    threads = _Threads()
+    signals_before = _Handler.signals_seen
+    with put_back(), asyncio.Runner(loop_factory=loop_factory) as runner:
+        loop = runner.get_loop()
+        loop.set_default_executor(threads)
+        task = loop.create_task(work)
         try:
-            return runner.run(work)
+            while True:
+                try:
+                    return runner.run(_result_of(task))
+                except (KeyboardInterrupt, SystemExit, RuntimeError) as error:
+                    if task.done() or is_interrupt(error) or not _ended_by_agent(error):
+                        raise
+                    logger.warning("an agent ended the event loop (%r), which goes on", error)
+        except asyncio.CancelledError:
+            if _Handler.signals_seen > signals_before:
+                raise
+            raise AgentEndedRunError(
+                "all tasks of this process were cancelled, as an agent does that cancels asyncio.all_tasks(). "
+                "isolation='process' gives it an event loop of its own"
+            ) from None
         finally:
             runner.run(_leave())
             threads.shutdown(wait=False)
+
+
+async def _result_of(task: asyncio.Task[T]) -> T:
+    return await task
+
+
+def _ended_by_agent(error: BaseException) -> bool:
+    return not isinstance(error, RuntimeError) or str(error).startswith("Event loop stopped")
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether it is Ctrl-C: raised by our handler or, where that is not installed, by any."""
+    if isinstance(error, Interrupted):
+        return True
+    ours = isinstance(signal.getsignal(signal.SIGINT), _Handler)
+    return isinstance(error, KeyboardInterrupt) and not ours and _in_main_thread()
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+class _Handler:
+    """Calls `received` for each SIGINT and SIGTERM that comes to this process, between two steps of the main thread.
+
+    `_thread.interrupt_main` calls Python's handler alone: that raises KeyboardInterrupt in an agent which the main
+    thread runs, and does nothing elsewhere. The handler of `faulthandler`, in C, writes to a pipe for signals only."""
+
+    signals_seen = 0
+
+    def __init__(self, received: Callable[[signal.Signals], object]) -> None:
+        self._received = received
+        self._pipe = list(os.pipe())
+        self._before = {number: signal.getsignal(number) for number in _SIGNALS}
+
+    def __enter__(self) -> Self:
+        for end in self._pipe:
+            os.set_blocking(end, False)
+        for number in _SIGNALS:
+            signal.signal(number, self)
+            faulthandler.register(number, self._pipe[1], all_threads=False, chain=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            if signal.getsignal(number) is self:
+                faulthandler.unregister(number)
+                signal.signal(number, signal.SIG_DFL if before is None or isinstance(before, _Handler) else before)
+        while self._pipe:
+            with contextlib.suppress(OSError):  # closed by an agent
+                os.close(self._pipe.pop())
+
+    def __call__(self, number: int, frame: object) -> None:
+        if self._came():
+            _Handler.signals_seen += 1
+            self._received(signal.Signals(number))
+        elif current_binding() is not None:
+            raise KeyboardInterrupt
+        else:
+            logger.warning(
+                "an agent called _thread.interrupt_main, which reaches no agent outside the main thread. "
+                "isolation='process' gives it the main thread"
+            )
+
+    def _came(self) -> bool:
+        try:
+            return bool(os.read(self._pipe[0], 2**16))
+        except BlockingIOError:
+            return False
+        except OSError:  # closed by an agent
+            return True
 
 
 class _Beside:
@@ -82,13 +209,14 @@ def run_beside(work: Coroutine[Any, Any, T], loop_factory: Callable[[], asyncio.
             answer.set_exception(error)
 
     threading.Thread(target=run, name="agentlightning-loop", daemon=True).start()
-    while True:
-        try:
-            return answer.result()
-        except KeyboardInterrupt:
-            if answer.done():
-                raise
-            beside.interrupt()
+    with interrupted_at_once():
+        while True:
+            try:
+                return answer.result()
+            except KeyboardInterrupt:
+                if answer.done():
+                    raise
+                beside.interrupt()
 
 
 async def _leave() -> None:
@@ -104,30 +232,68 @@ async def _leave() -> None:
 
 
 def exit_with(code: int) -> NoReturn:
-    """End the process, even if a thread of `asyncio.to_thread` goes on; after an interrupt, any thread. Another Ctrl-C
-    then ends it at once: unloading libraries takes seconds."""
+    """End the process, even if a thread that an agent has left goes on; after an interrupt at once. Another Ctrl-C then
+    does not wait either: unloading libraries takes seconds."""
     if code == INTERRUPTED:
-        signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
-    left = [thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
-    if code != INTERRUPTED:
-        left = [thread for thread in left if thread.name.startswith(_THREADS)]
-        for thread in left:  # they end once they are idle
-            thread.join(LEFT_SECONDS / len(left))
-        if any(thread.is_alive() for thread in left):
-            atexit._run_exitfuncs()  # pyright: ignore
-    if any(thread.is_alive() for thread in left):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        signal.signal(signal.SIGINT, lambda number, frame: _end_process(INTERRUPTED))
+        if _threads_left():
+            _end_now(code)
+    threading.Thread(target=_end_late, args=(code,), daemon=True).start()
     sys.exit(code)
+
+
+def _end_late(code: int) -> None:
+    """End the process if a thread keeps it alive; what it does to end itself goes on."""
+    time.sleep(THREADS_SECONDS)
+    if left := _threads_left():
+        names = ", ".join(repr(thread.name) for thread in left[:5])
+        _last_words(f"{len(left)} threads of agents still run and are abandoned: {names}")
+        atexit._run_exitfuncs()  # pyright: ignore
+        _end_now(code)
+
+
+def _threads_left() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
+
+
+def _last_words(words: str) -> None:
+    with contextlib.suppress(OSError):  # closed by an agent
+        os.write(2, f"{words}\n".encode())
+
+
+def _end_now(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # an agent may have put anything there
+            stream.flush()
+    _end_process(code)
+
+
+@contextlib.contextmanager
+def exits_refused() -> Generator[None]:
+    """In the block, `os._exit` ends the agent that calls it, or the thread, and not this process with its exit code.
+    Processes that are forked end as ever."""
+    process = os.getpid()
+
+    def refuse(status: int) -> NoReturn:
+        if os.getpid() != process:
+            _end_process(status)
+        logger.warning("an agent called os._exit(%r), which would have ended all; only the agent ends", status)
+        raise SystemExit(status)
+
+    before = os._exit
+    os._exit = refuse
+    try:
+        yield
+    finally:
+        os._exit = before
 
 
 def end_after(seconds: float) -> None:
     """End the process after so many seconds, whatever is running."""
 
     def end() -> None:
-        os.write(2, b"an agent does not let the process end: it ends without it\n")
-        os._exit(INTERRUPTED)
+        _last_words("an agent does not let the process end: it ends without it")
+        _end_process(INTERRUPTED)
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True
@@ -136,38 +302,35 @@ def end_after(seconds: float) -> None:
 
 @contextlib.contextmanager
 def interrupted_at_once() -> Generator[None]:
-    """Ctrl-C raises KeyboardInterrupt at once, where asyncio would wait for the event loop."""
-    if threading.current_thread() is not threading.main_thread():
+    """Ctrl-C raises `Interrupted` at once, where asyncio would wait for the event loop."""
+
+    def interrupt(number: signal.Signals) -> NoReturn:
+        raise Interrupted
+
+    with _Handler(interrupt) if _in_main_thread() else contextlib.nullcontext():
         yield
-        return
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        if before is not None:  # of a program that this one is embedded in
-            signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager
 def handling_signals(
     received: Callable[[signal.Signals], object], at_once: Callable[[], object] | None = None
-) -> Generator[None]:
-    """Call `received` in the event loop at each SIGINT and SIGTERM, and `at_once` even while an agent blocks it."""
+) -> Generator[contextlib.AbstractContextManager[Any]]:
+    """Call `received` in the event loop at each SIGINT and SIGTERM, and `at_once` even while an agent blocks it. To
+    leave the yielded context is to handle no more."""
     loop = asyncio.get_running_loop()
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, received, number)
+
+    def come(number: signal.Signals) -> None:
+        loop.call_soon_threadsafe(received, number)
         if at_once is not None:
-            signal.signal(number, lambda number, frame: at_once())  # beside the loop, which hears of it by a descriptor
-    try:
-        yield
-    finally:
-        for number in _SIGNALS:
-            loop.remove_signal_handler(number)
+            at_once()
+
+    with _Handler(come) as handler:
+        yield handler
 
 
 @contextlib.contextmanager
 def stopping_at_interrupt(stop: asyncio.Event) -> Generator[None]:
-    """The first Ctrl-C (or SIGTERM) sets `stop`, so that the job saves; the second raises KeyboardInterrupt, even in an
+    """The first Ctrl-C (or SIGTERM) sets `stop`, so that the job saves; the second raises `Interrupted`, even in an
     agent that blocks the event loop."""
     loop, times = asyncio.get_running_loop(), itertools.count(1)
     beside = _beside.get()
@@ -176,18 +339,14 @@ def stopping_at_interrupt(stop: asyncio.Event) -> Generator[None]:
         if next(times) > 1:
             for task in asyncio.all_tasks(loop):  # so that no agent that has not begun blocks the loop again
                 task.cancel()
-            raise KeyboardInterrupt
-
-    def interrupted(number: signal.Signals) -> None:
-        stop.set()
-        loop.remove_signal_handler(number)
+            raise Interrupted
 
     if beside is not None:
         beside.stop = stop
-    if threading.current_thread() is not threading.main_thread():
+    if not _in_main_thread():
         yield
         return
-    with handling_signals(interrupted, at_once):
+    with handling_signals(lambda number: stop.set(), at_once):
         yield
 
 
@@ -204,10 +363,9 @@ def on_signal(
     def received(number: signal.Signals) -> None:
         action = next(actions, then)  # the handler stays: the next signal may come at this very moment
         if then is None:
-            for each in _SIGNALS:
-                asyncio.get_running_loop().remove_signal_handler(each)
+            handler.__exit__(None, None, None)
         if action is not None:
             action()
 
-    with handling_signals(received, at_once):
+    with handling_signals(received, at_once) as handler:
         yield

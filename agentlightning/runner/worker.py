@@ -24,7 +24,7 @@ import time
 from collections.abc import Coroutine
 from contextvars import copy_context
 from pathlib import Path
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, NoReturn, cast
 
 import msgspec
 
@@ -33,6 +33,7 @@ from agentlightning.runner.agent import LitAgent, is_async
 from agentlightning.runner.clients import ClientPool, current_pool
 from agentlightning.runner.environment import AgentResources
 from agentlightning.runner.execution import Answer, call_agent, call_blocking, guarded, record_result
+from agentlightning.runner.shared import put_back, working_directory
 from agentlightning.tracing.context import AttemptTracer, bind
 from agentlightning.tracing.emit import exception_attributes, shown
 from agentlightning.tracing.instrument import instrument_from_environment, tracer_class
@@ -47,9 +48,11 @@ _loading: list[str] = []  # of this process: the module whose import is under wa
 
 class Boot(msgspec.Struct, tag=True):
     """The first message to a process: the agent, as made by `packed`. If it is defined in the runner's main module,
-    `main` is what `multiprocessing` needs to import that; `file` is the path of its module."""
+    `main` is what `multiprocessing` needs to import that; `file` is the path of its module. `directory` is the
+    working directory."""
 
     agent: bytes
+    directory: str
     module: str
     file: str | None
     main: dict[str, str]
@@ -150,7 +153,7 @@ def packed(agent: LitAgent[Any]) -> Boot:
             raise ConfigError(
                 f"the agent is defined in an interactive session, where another process cannot import it. {how}"
             )
-    return Boot(pickled, module, file, main)
+    return Boot(pickled, working_directory(), module, file, main)
 
 
 def unpacked(boot: Boot) -> LitAgent[Any]:
@@ -190,6 +193,7 @@ def main(descriptor: int) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
     with contextlib.suppress(AttributeError):  # Linux: what the agent's children leave behind is then seen as ours
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGINT, _interrupt)
     connection = Connection(descriptor)
     boot, start = connection.receive(), connection.receive()
     if isinstance(boot, Boot) and isinstance(start, Start):
@@ -197,6 +201,12 @@ def main(descriptor: int) -> None:
             worker = _Worker(connection, loop)
             if worker.load(boot, start):  # outside the loop: modules may run one of their own when they are imported
                 worker.serve(start)
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    """Interrupt the agent, as a grader does with late code; asyncio's handler, which it puts where Python's is, would
+    cancel us."""
+    raise KeyboardInterrupt
 
 
 class _Worker:
@@ -217,6 +227,8 @@ class _Worker:
     def load(self, boot: Boot, start: Start) -> bool:
         """Import the agent in the environment of its first attempt; if that fails, report it to the runner."""
         self._set_environment(start)
+        with contextlib.suppress(OSError):  # it has been deleted
+            os.chdir(boot.directory)
         try:
             instrument_from_environment()
             self._agent = unpacked(boot)
@@ -233,7 +245,9 @@ class _Worker:
         with self._logs.installed():
             while start is not None:
                 self._set_environment(start)
-                self._connection.send(self._attempt(start))
+                with put_back():
+                    ended = self._attempt(start)
+                self._connection.send(ended)
                 start = self._starts.get()
         self._loop.run(pool.close())
 
@@ -328,6 +342,10 @@ def _is_idle(thread: threading.Thread) -> bool:
     frame = sys._current_frames().get(thread.ident or 0)  # pyright: ignore[reportPrivateUsage]
     if frame is None:
         return True  # it has ended
+    innermost = frame
     while frame is not None and frame.f_code.co_filename in (queue.__file__, threading.__file__):
         frame = frame.f_back
-    return frame is not None and Path(frame.f_code.co_filename).parts[-3:] in _POOLS
+    if frame is None or Path(frame.f_code.co_filename).parts[-3:] not in _POOLS:
+        return False
+    # A function in C that it runs, such as time.sleep, has no frame.
+    return frame is not innermost or frame.f_code.co_name == "_worker"

@@ -42,6 +42,7 @@ from agentlightning.types import FinishedRollouts, Noun
 logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS: Final = 300.0
+_chance: Final = random.Random()  # agents seed the one of the module
 _FIRST_SECONDS: Final = 60.0  # for a server that has never answered: its URL may be wrong
 _SILENT_SECONDS: Final = 1.0  # after which a warning says that no answer comes
 _POLL_SECONDS: Final = 25.0  # one long poll; shorter than the idle limits of common proxies
@@ -308,7 +309,7 @@ class LightningStoreClient(LightningStore):
                 harmless = may_repeat or isinstance(error, _UNSENT)
             if isinstance(fault, UnavailableError):
                 self.away_at = time.monotonic()
-            pause = backoff * random.uniform(0.5, 1.0)
+            pause = backoff * _chance.uniform(0.5, 1.0)
             if isinstance(fault, RetryLaterError):
                 pause += fault.seconds
             elapsed = time.monotonic() - begin

@@ -14,7 +14,7 @@ from agentlightning.store import records, rollouts
 from agentlightning.store.base import LightningStore
 from agentlightning.store.calls import Call
 from agentlightning.store.database import Connection, DatabaseThread, Transaction
-from agentlightning.store.sql import LEASE_SECONDS, READS, database_of
+from agentlightning.store.sql import LEASE_SECONDS, READS, absolute, database_of
 from agentlightning.types import Run
 
 _LOOK_AGAIN_SECONDS: Final = 0.5
@@ -34,7 +34,8 @@ class StoreReader(LightningStore):
     @classmethod
     async def open(cls, address: Path | str) -> StoreReader:
         """ConfigError if there is no store, or it is damaged; UnavailableError if PostgreSQL cannot be reached."""
-        return cls(str(address), await asyncio.to_thread(database_of(address).open_reader, str(address)))
+        address = absolute(address)
+        return cls(address, await asyncio.to_thread(database_of(address).open_reader, address))
 
     async def close(self) -> None:
         await self._thread.close()

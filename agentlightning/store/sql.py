@@ -170,12 +170,13 @@ class SqlStore(LightningStore):
         if synchronous not in ("FULL", "NORMAL"):
             raise ConfigError(f"synchronous is {synchronous!r}; it must be 'FULL' or 'NORMAL'")
         database = database_of(address)
-        opened = await asyncio.to_thread(database.open_store, str(address), synchronous, read_seconds)
+        address = absolute(address)
+        opened = await asyncio.to_thread(database.open_store, address, synchronous, read_seconds)
         store, clock = None, steady(opened.now) if clock is None else clock
         try:
             stored = "SELECT value FROM meta WHERE name = 'secret'"
             (secret,) = await asyncio.to_thread(lambda: opened.writing.execute(stored).fetchone())
-            store = cls(str(address), opened, bytes(secret), clock, lease_seconds, redact, observer, read_seconds)
+            store = cls(address, opened, bytes(secret), clock, lease_seconds, redact, observer, read_seconds)
             store._patience = patience
             await store._writer.submit(attempts.grant_grace)
             await store.expire_overdue()
@@ -475,6 +476,12 @@ class SqlStore(LightningStore):
             raise UnavailableError(
                 f"what matched was removed, but traces of it are left in the database's files: {error}. Ask again later"
             ) from None
+
+
+def absolute(address: str | Path) -> str:
+    """The address; a file's does not depend on the working directory, which agents may change."""
+    text = str(address)
+    return text if "://" in text or text == ":memory:" else str(Path(text).absolute())
 
 
 def database_of(address: str | Path) -> ModuleType:

@@ -6,6 +6,7 @@ This module knows neither processes nor runners.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -76,6 +77,7 @@ class AttemptLogs(logging.Handler):
     @contextmanager
     def installed(self) -> Generator[None]:
         """Add it to the root logger for the duration of the block."""
+        self._terminal = logging.StreamHandler(sys.stderr)  # which agents may redirect
         root = logging.getLogger()
         root.addHandler(self)
         try:
@@ -96,7 +98,7 @@ class AttemptLogs(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         last_resort = logging.lastResort
         if last_resort is not None and record.levelno >= last_resort.level and self._is_alone(record):
-            last_resort.handle(record)
+            self._terminal.handle(record)
         binding = current_binding()
         excerpt = None if binding is None else self._excerpts.get(binding.tracer)
         if excerpt is None:

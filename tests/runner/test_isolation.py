@@ -317,13 +317,13 @@ async def test_an_agent_that_no_other_process_can_import_is_refused_at_once(stor
 @pytest.mark.parametrize(
     ("agent", "place"),
     [
-        (isolated.plain, "process"),
+        (kept.plain, "process"),
         (kept.function, "none"),
         (kept.first_comes, "none"),
-        (isolated.stateful, "none"),
+        (kept.keeper, "none"),
         (agl.command("true"), "none"),
         ("tests.runner.agents.kept:decorated", "none"),
-        ("tests.runner.agents.isolated:plain", "process"),
+        ("tests.runner.agents.kept:plain", "process"),
         ("tests.runner.agents.refuses:agent", "process"),  # to be imported here
     ],
 )
@@ -463,3 +463,8 @@ async def test_the_processes_of_a_killed_runner_end_too(tmp_path: Path) -> None:
 def test_auto_gives_a_process_to_a_plain_function_whose_module_handles_signals() -> None:
     assert place_of(as_agent(alarming.swallows), "auto", served=False) == "process"
     assert place_of(as_agent(alarming.in_loop), "auto", served=False) != "process"
+
+
+def test_auto_gives_a_process_to_agents_whose_module_changes_what_rollouts_share() -> None:
+    assert place_of(as_agent(isolated.stateful), "auto") == "process"
+    assert place_of(as_agent("tests.runner.agents.isolated:plain"), "auto", served=False) == "process"

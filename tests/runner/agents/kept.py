@@ -70,3 +70,7 @@ def function(task: Any, resources: Any) -> float:
 @agl.rollout
 async def decorated(task: Any, rollout: Any, resources: Any) -> float:
     return 1.0
+
+
+def plain(task: Any) -> float:
+    return 1.0
